@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy
@@ -38,6 +37,7 @@ from spmd_worker.engine.kv_connector import (
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
+from spmd_worker.model.weights.sampled_digest import state_digest
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.ranks.groups import world_environment
@@ -53,6 +53,7 @@ from spmd_worker.replica.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.replica.scheduler.planner import SchedulerLimits
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
+from spmd_worker.resolved_draft import MTP
 from spmd_worker.worker.device import check_gpus_not_shared, device_type
 from spmd_worker.worker.memory.estimate import block_copy_tokens, model_snapshot_interval, slot_copy_tokens
 from spmd_worker.worker.memory.media_memory import media_row_limits
@@ -345,12 +346,14 @@ def package_versions() -> dict[str, str]:
 
 def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: ResolvedRun) -> None:
     """Compare configuration, code and model. Only rank 0 uses the settings of outputs and clients."""
+    draft = resolved.draft
     settings = asdict(resolved.config)
     del settings["job"], settings["serve"]
     # The memory budget may differ: the ranks agree on the minimum number of blocks.
     del settings["cache"]["gpu_memory_utilization"]
     # So may folders: the contents of files are compared.
     settings["model"]["path"] = settings["model"]["lora_merge"] = settings["parallel"]["expert_placement"] = None
+    settings["speculative_config"]["model"] = None
     for key in ("adapters", "prompt_adapters"):
         settings["model"][key] = sorted(settings["model"][key] or ())
     value = {
@@ -358,6 +361,7 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
         "code": code_fingerprint(),
         "packages": package_versions(),
         "model": asdict(resolved.model_config),
+        "draft": None if draft is None else asdict(draft) | {"location": None},
         "experts": None if resolved.layout.experts is None else asdict(resolved.layout.experts),
         "default sampling": asdict(resolved.default_sampling),
         "tokenizer": resolved.tokenizer.fingerprint() if resolved.tokenizer is not None else None,
@@ -368,21 +372,25 @@ def _agree_on_start(channel: ControlChannel, watchdog: Watchdog, resolved: Resol
         read = _together(channel, watchdog, "reading the adapter", partial(read_adapter, merged))
         check_equal("adapters", channel.gather(canonical({"model.lora_merge": read.digest})))
     if resolved.config.model.load_format != "dummy":
-        pooling = resolved.model_config.pooling
-        inside = () if pooling is None else pooling.weight_folders
-        _agree_on_weights(channel, watchdog, resolved.model_folder, inside)
+        _agree_on_weights(channel, watchdog, resolved, "weights")
+        if draft is not None and draft.method != MTP:
+            _agree_on_weights(channel, watchdog, resolved.of_draft, "weights of speculative_config.model")
 
 
-def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path, inside: tuple[str, ...]) -> None:
+def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, resolved: ResolvedRun, subject: str) -> None:
     """Compare weights: by the identity of files if all ranks read the same ones, else by content, tensor by tensor."""
+    folder, pooling = resolved.model_folder, resolved.model_config.pooling
+    inside = () if pooling is None else pooling.weight_folders
+    is_state = resolved.config.model.load_format == "sharded_state"
+    contents = partial(state_digest, folder) if is_state else partial(tensor_digests, folder, inside)
     read = partial(_together, channel, watchdog, "reading the checkpoint")
     identities = channel.gather(canonical(read(partial(file_identities, folder, inside))))
     if len(dict.fromkeys(identities)) == 1:
         return
     # The first of the ranks that share files reads them for all.
     is_first = identities.index(identities[channel.rank]) == channel.rank
-    gathered = channel.gather(canonical(read(partial(tensor_digests, folder, inside) if is_first else dict)))
-    check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
+    gathered = channel.gather(canonical(read(contents if is_first else dict)))
+    check_equal(subject, [gathered[identities.index(identity)] for identity in identities])
 
 
 def _together(channel: ControlChannel, watchdog: Watchdog, phase: str, action: Callable[[], Any]) -> Any:

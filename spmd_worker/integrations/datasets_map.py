@@ -103,7 +103,4 @@ def answers_depend_on(model: str, options: Mapping[str, Any]) -> str:
         adapters=adapter_digests(resolved.config.model),
         media=image_answers(resolved) | audio_answers(resolved),
     )
-    weights = [(path.name, path.stat()) for path in sorted(resolved.model_folder.rglob("*.safetensors"))]
-    # The manifest has the files' headers: a trainer may write other weights under the same name.
-    files = [(name, status.st_size, status.st_mtime_ns) for name, status in weights]
-    return json.dumps([manifest["answers"], files], sort_keys=True, default=str)
+    return json.dumps(manifest["answers"], sort_keys=True, default=str)

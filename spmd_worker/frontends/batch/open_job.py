@@ -43,6 +43,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     end_manifest,
     make_manifest,
     set_arithmetic,
+    weight_answers,
     write_manifest,
 )
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
@@ -85,7 +86,7 @@ class OpenRun:
         """Raise ConfigError if the engine computes other answers than the run has, or other adapters."""
         arithmetic, policy = engine.executor.reports()[0].arithmetic, engine.numerical_policy()
         set_arithmetic(self.run_dir, self.manifest, self._job.resume, arithmetic, policy)
-        check_adapters(engine, self.manifest)
+        check_loaded(engine, self.manifest)
 
     def open_rows(self, engine: Engine) -> tuple[JobInput, JobOutput]:
         """The rows that are not done, and the answers' way into the journal."""
@@ -221,8 +222,13 @@ def clear_run_dir(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def check_adapters(engine: Engine, manifest: dict[str, Any]) -> None:
-    """Raise ConfigError for an adapter whose files changed before it was loaded: the manifest describes the others."""
+def check_loaded(engine: Engine, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError for weights, or an adapter, whose files changed before they were loaded: the manifest describes
+    the others.
+    """
+    found = weight_answers(engine.resolved)
+    if any(manifest["answers"].get(key) != digest for key, digest in found.items()):
+        raise ConfigError(f"model.path={engine.resolved.location.path} changed while the job started: start it again")
     model, prompts = engine.config.model, engine.prompt_adapters
     loaded = {f"model.adapters.{name}": engine.adapters.digest_of_name(name) for name in model.adapters or ()}
     loaded |= {f"model.prompt_adapters.{name}": prompts.of_name(name).digest for name in model.prompt_adapters or ()}

@@ -22,6 +22,7 @@ from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.frontends.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.frontends.replay.step_log import StepLogHeader
 from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
+from spmd_worker.model.weights.sampled_digest import sampled_digests
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.adapter_change import ADD_LORA, REMOVE_LORA
 from spmd_worker.replica.sequence.encoder_input import is_text
@@ -233,6 +234,13 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         seed=header.seed,
     )
     resolved = resolve_run(config, header.device)
+    found = sampled_digests(resolved)
+    for name, digest in zip(header.weight_files, header.weight_digests):
+        if found.get(name) != digest:
+            raise ReplayError(
+                f"{name} of {resolved.model_folder} has other weights than in the run: give --model the folder of the "
+                f"run's, or replay without the model"
+            )
     if resolved.row_sums != header.row_sums:
         logger.warning(
             "the run added row-parallel sums %s, and one rank adds them %s: last bits differ, so a token near a tie "

@@ -33,7 +33,7 @@ from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 11
+FORMAT_VERSION: Final = 12
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -59,6 +59,7 @@ class StepLogHeader:
     whose inputs have at most `max_encoder_len`. `num_full_groups`, `num_window_groups` and `windows` are those of
     `LayerGroups`. Row-parallel sums have `num_leaves`; `row_sums` are how the run added them, in words. `speculation`:
     the resolved `SpeculativeConfig` as JSON, None without drafts; `num_lookahead_tokens` is as in `SchedulerLimits`.
+    `weight_files` are those of the model and `weight_digests` their `sampled_digests`: what a run began with.
     """
 
     code: str
@@ -121,6 +122,8 @@ class StepLogHeader:
     row_sums: str = ""
     speculation: str | None = None
     num_lookahead_tokens: int = 0
+    weight_files: tuple[str, ...] = ()
+    weight_digests: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import torch
 
-from spmd_worker.base.files import read_regular_file
 from spmd_worker.base.process import boot_id
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.region import split_region
-from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES
-from spmd_worker.model_config.tensor_names import STATE_FILE
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -30,16 +27,9 @@ def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str |
 
 
 def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
-    """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files, but
-    of a sharded state only what it says of them.
-    """
+    """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files."""
     digests: dict[str, str] = {}
     for each in ("", *inside):
-        if (folder / each / STATE_FILE).is_file():
-            # Ranks may have their own files alone; it has the digests of all.
-            state = read_regular_file(folder / each / STATE_FILE, MAX_HEADER_BYTES)
-            digests[STATE_FILE] = blake2b(state, digest_size=16).hexdigest()
-            continue
         with Checkpoint.open(folder / each) as checkpoint:
             names = checkpoint.names()
             digests |= {f"{each}/{name}" if each else name: _digest(checkpoint, name) for name in names}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_folders import write_lora, write_prompt_adapter
+from retrained import retrain
 from safetensors.torch import load_file
 from tools_main import tool
 
@@ -31,6 +33,8 @@ from spmd_worker.replica.sequence.events import RemoveAdapter
 
 REPOSITORY = Path(__file__).parents[3]
 DEMO = REPOSITORY / "scripts" / "demo"
+DUMMY = {"load_format": "dummy", "weight_files": (), "weight_digests": ()}
+"""Header of a run with dummy weights."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,7 @@ def test_every_token_of_async_run_is_recomputed(log_ahead: Path, run_script):
     assert "steps planned ahead of ids" in output
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
     # Negative control: of other weights each other token is named once, for the next step goes on by the log's.
-    other = with_header(log_ahead, log_ahead.parent / "dummy", load_format="dummy")
+    other = with_header(log_ahead, log_ahead.parent / "dummy", **DUMMY)
     code, output, _ = run_script(other, "--with-model")
     assert code == 1
     assert re.search(r"\n  step \d+, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n", output)
@@ -137,7 +141,7 @@ def test_recomputation_detects_blocks_that_did_not_move(
 
 
 def test_other_weights_give_other_tokens_each_named(log: Path, tmp_path: Path, run_script):
-    other = with_header(log, tmp_path / "dummy", load_format="dummy")
+    other = with_header(log, tmp_path / "dummy", **DUMMY)
     code, output, _ = run_script(other, "--with-model")
     assert code == 1
     line = r"\n  step 2, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n"
@@ -172,6 +176,18 @@ def test_moved_model_is_given_with_model_option(log: Path, tmp_path: Path, run_s
     assert code == 2
     assert f"model.path={tmp_path / 'gone'} is not a folder" in errors
     assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0
+
+
+def test_other_weights_are_refused(log: Path, tmp_path: Path, run_script):
+    """Regression: a retrained model's tokens were reported as the run's fault."""
+    shutil.copytree(DEMO / "model", tmp_path / "model")
+    assert run_script(log, "--with-model", "--model", tmp_path / "model")[0] == 0
+    retrain(tmp_path / "model")
+    code, _, errors = run_script(log, "--with-model", "--model", tmp_path / "model")
+    assert code == 2
+    assert f"model.safetensors of {tmp_path / 'model'} has other weights than in the run: give --model" in errors
+    unnamed = with_header(log, tmp_path / "unnamed", weight_files=(), weight_digests=())
+    assert run_script(unnamed, "--with-model", "--model", tmp_path / "model")[0] == 1, "negative control"
 
 
 def test_tokens_are_recomputed_only_before_new_weights(tmp_path: Path, run_script):

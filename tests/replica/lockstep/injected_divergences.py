@@ -144,6 +144,14 @@ def weight_byte(place: Place, arguments: list[str]) -> None:
 
 
 @plant
+def draft_weight_byte(place: Place, arguments: list[str]) -> None:
+    """The lowest bit of the mantissa of one weight of the draft model, which is a copy of the target."""
+    draft = _changed_copy(place.folder, "model.safetensors", -4) if place.is_victim else MODEL
+    arguments += ["speculative_config.method=draft_model", f"speculative_config.model={draft}"]
+    arguments.append("speculative_config.num_speculative_tokens=2")
+
+
+@plant
 def tokenizer_file(place: Place, arguments: list[str]) -> None:
     """Two tokens of the vocabulary change places."""
     if place.is_victim:

@@ -30,6 +30,7 @@ AT_START = {
     "seed": r"different settings: config\.seed is 0 on rank 0, 1 on rank {victim};",
     "config_key": r"config\.scheduler\.max_num_batched_tokens is 2048 on rank 0, 1024 on rank {victim};",
     "weight_byte": r'different weights: model\.norm\.weight is "\w+" on rank 0, "\w+" on rank {victim};',
+    "draft_weight_byte": r"different weights of speculative_config\.model: model\.norm\.weight is .* on rank {victim};",
     "tokenizer_file": r'tokenizer is "\w+" on rank 0, "\w+" on rank {victim};',
     "model_shape": r"model\.ropes\[0\]\.rope_theta is 10000\.0 on rank 0, 10001\.0 on rank {victim};",
     "code": r'code is "\w+" on rank 0, "f+" on rank {victim};',

@@ -18,7 +18,7 @@ from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job_rows import JobOutput
-from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
+from spmd_worker.frontends.batch.open_job import check_loaded, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.output_parts import claim_folder, is_parts
 from spmd_worker.frontends.batch.pool.object_store import open_pool_store
@@ -63,7 +63,7 @@ class PoolRun:
         """Raise ConfigError if the engine computes other answers than the pool has, or has other adapters."""
         arithmetic, policy = engine.executor.reports()[0].arithmetic, engine.numerical_policy()
         set_arithmetic(self.run_dir, self.manifest, "auto", arithmetic, policy)
-        check_adapters(engine, self.manifest)
+        check_loaded(engine, self.manifest)
         self._world.check_equal()
 
     def open_rows(self, engine: Engine) -> tuple[PoolInput, JobOutput]:

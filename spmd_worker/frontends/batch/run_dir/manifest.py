@@ -23,7 +23,7 @@ from spmd_worker.base.remote_names import FilePath, absolute_name, shown_name
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
-from spmd_worker.model.weights.safetensors_header import read_header
+from spmd_worker.model.weights.sampled_digest import sampled_digests
 from spmd_worker.model_config.tensor_names import INDEX_FILE
 from spmd_worker.resolved import ResolvedRun
 
@@ -36,6 +36,9 @@ _ARITHMETIC_KEY: Final = "arithmetic"
 _POLICY_KEY: Final = "numerical policy"
 _MODEL_KEY: Final = "model.path"
 _ROW_SUMS_KEY: Final = "row-parallel sums"
+_LOAD_FORMAT_KEY: Final = "model.load_format"
+_WEIGHTS_PREFIX: Final = "weights of "
+"""Begins the keys of weight files."""
 _CHECKSUM_KEY: Final = "checksum"
 NOT_READ: Final = "not read yet"
 """Placeholder for values known later: the digest of an input, the arithmetic of kernels."""
@@ -75,6 +78,7 @@ def make_manifest(
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers[_MODEL_KEY] = model_digest(resolved)
+    answers |= weight_answers(resolved)
     answers |= adapters
     answers |= media or {}
     answers["tokenizer"] = tokenizer
@@ -198,25 +202,36 @@ def _compare(
     values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
     overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
     if overridden and resume != "force":
-        # Of a version without the key the code differs too, which says less.
-        key = _ROW_SUMS_KEY if _ROW_SUMS_KEY not in before and _ROW_SUMS_KEY in now else next(iter(overridden))
-        raise ConfigError(
-            f"{_difference(run_dir, key, *overridden[key])}, give another job.run_dir, or set job.resume=force to "
-            f"resume anyway"
-        )
+        # Of a version without these keys the code differs too, which says less.
+        new = [_ROW_SUMS_KEY] if _ROW_SUMS_KEY not in before else []
+        if not any(map(_is_of_weights, before)) and before.get(_LOAD_FORMAT_KEY) != "dummy":
+            new += filter(_is_of_weights, now)
+        key = next((key for key in new if key in overridden), next(iter(overridden)))
+        difference = _difference(run_dir, key, *overridden[key], is_new=key in new)
+        raise ConfigError(f"{difference}, give another job.run_dir, or set job.resume=force to resume anyway")
     if overridden:
         manifest["overridden"] = [*manifest["overridden"], overridden]
 
 
-def _difference(run_dir: Path, key: str, earlier: Any, later: Any) -> str:
-    """The difference between a run and its start now, and the first way out."""
+def _difference(run_dir: Path, key: str, earlier: Any, later: Any, *, is_new: bool) -> str:
+    """The difference between a run and its start now, and the first way out. `is_new`: the run's version has no such
+    key.
+    """
     run = f"the run of job.run_dir={run_dir}"
+    if _is_of_weights(key):
+        if is_new:
+            return (
+                f"{run} was begun by a version that does not compare the contents of weights, so the model may be "
+                f"another one by now. Resume with that version"
+            )
+        file = key.removeprefix(_WEIGHTS_PREFIX)
+        return f"{file} of model.path has other weights than in {run}: answers would differ. Restore that model"
     if key != _ROW_SUMS_KEY:
         return (
             f"{key} is {_short(later)}, and {_short(earlier)} in {run}: answers would differ. Resume with what that "
             f"run had"
         )
-    if earlier is None:
+    if is_new:
         return (
             f"{run} was begun by a version that adds row-parallel sums in another order; this version adds them "
             f"{later}: the last bits of answers would differ. Resume with that version"
@@ -272,17 +287,20 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def model_digest(resolved: ResolvedRun) -> str:
-    """Digest of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files."""
-    folder = resolved.model_folder
-    index = folder / INDEX_FILE
+    """Digest of config.json, generation_config.json and the checkpoint's index; weights have `weight_answers`."""
+    index = resolved.model_folder / INDEX_FILE
     digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
     digest.update(index.read_bytes() if index.is_file() else b"")
-    pooling = resolved.model_config.pooling
-    for subfolder in ("", *(() if pooling is None else pooling.weight_folders)):
-        for path in sorted((folder / subfolder).glob("*.safetensors")):
-            header = read_header(path)
-            digest.update(f"\0{path.relative_to(folder)}\0{header.file_bytes}\0{header.digest}".encode())
     return digest.hexdigest()
+
+
+def weight_answers(resolved: ResolvedRun) -> dict[str, str]:
+    """Entries of `answers`: the sampled digest of each weight file. Raises CheckpointError and OSError."""
+    return {f"{_WEIGHTS_PREFIX}{name}": digest for name, digest in sampled_digests(resolved).items()}
+
+
+def _is_of_weights(key: str) -> bool:
+    return key.startswith(_WEIGHTS_PREFIX)
 
 
 def _digest(value: Mapping[str, Any]) -> str:

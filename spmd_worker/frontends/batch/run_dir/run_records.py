@@ -5,12 +5,15 @@ Both have the format of `frontends/replay/step_log.py`, so `spmd-worker-replay` 
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLogHeader, StepLogWriter
+from spmd_worker.model.weights.sampled_digest import sampled_digests
 from spmd_worker.replica.lockstep.wire.codec import Encoder
 
 logger = logging.getLogger(__name__)
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def open_step_log(engine: Engine, run_dir: Path) -> StepLogWriter:
     """Write every later step message to `steps.log`, which the caller closes. Rank 0, before the first step."""
-    writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine))
+    writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine, sampled_digests(engine.resolved)))
     engine.lockstep.on_message = writer.write
     return writer
 
@@ -38,8 +41,10 @@ def write_last_records(engine: Engine, run_dir: Path) -> None:
         logger.warning("the records of the last steps could not be written: %s", error)
 
 
-def step_log_header(engine: Engine) -> StepLogHeader:
-    """Header of a step log: everything that a replay needs besides the messages."""
+def step_log_header(engine: Engine, weights: Mapping[str, str] = MappingProxyType({})) -> StepLogHeader:
+    """Header of a step log: everything that a replay needs besides the messages. `weights` are the digests of weight
+    files, by name.
+    """
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
     slots, limits = engine.scheduler.state_slots, engine.scheduler.limits
     model, scheduler, parallel = config.model, config.scheduler, config.parallel
@@ -107,4 +112,6 @@ def step_log_header(engine: Engine) -> StepLogHeader:
         row_sums=resolved.row_sums,
         speculation=None if limits.speculation is None else json.dumps(asdict(limits.speculation)),
         num_lookahead_tokens=limits.num_lookahead_tokens,
+        weight_files=tuple(weights),
+        weight_digests=tuple(weights.values()),
     )
