@@ -159,13 +159,14 @@ class BlockPool:
         """Raise AssertionError, with the values, where free queue, counts and hashes contradict each other."""
         self._free.check_integrity()
         num_cached = num_hashed = 0
-        for index, (ref_count, block_hash) in enumerate(zip(self._ref_counts, self._hashes, strict=True)):
-            is_queued = BlockId(index) in self._free
+        # One pass without calls: runs that check every step spend a good part of their time here.
+        blocks = zip(self._ref_counts, self._hashes, self._has_hash, self._free.are_queued(), strict=True)
+        for index, (ref_count, block_hash, has_hash, is_queued) in enumerate(blocks):
             assert ref_count >= 0, f"block {index} has a count of {ref_count}"
             assert is_queued == (ref_count == 0), (
                 f"block {index} has {ref_count} owners and {'is' if is_queued else 'is not'} in the free queue"
             )
-            assert bool(self._has_hash[index]) == (block_hash is not None), f"block {index}: _has_hash, {block_hash!r}"
+            assert has_hash == (block_hash is not None), f"block {index}: _has_hash, {block_hash!r}"
             if block_hash is not None:
                 found = self._index.get(block_hash)
                 assert found == index, f"block {index} has a hash that the index maps to block {found}"
@@ -175,6 +176,11 @@ class BlockPool:
         assert num_cached == self.num_cached_blocks, (
             f"{num_cached} free blocks have a hash, {self.num_cached_blocks} are counted"
         )
+
+    def check_owners(self, name: str, counts: Sequence[int]) -> None:
+        """Raise AssertionError unless each block has as many owners as `counts` says; `name` is the blocks'."""
+        for index, (ref_count, count) in enumerate(zip(self._ref_counts, counts, strict=True)):
+            assert ref_count == count, f"{name} {index} counts {ref_count} owners, {count} tables list it"
 
     def _evict(self, block_id: BlockId) -> None:
         block_hash = self._hashes[block_id]

@@ -238,9 +238,7 @@ class CacheManager(DeviceTables):
             self._transfers.check_integrity()
             transferred = self._transfers.owned_block_ids()
         owned = [BlockTable(self.owned(table)) for table in tables]
-        for block_id, num_listed in enumerate(count_listings([*owned, BlockTable(transferred)], self.num_blocks)):
-            ref_count = self._pool.ref_count(BlockId(block_id))
-            assert ref_count == num_listed, f"block {block_id} counts {ref_count} owners, {num_listed} tables list it"
+        self._pool.check_owners("block", count_listings([*owned, BlockTable(transferred)], self.num_blocks))
 
     def _take(self, count: int) -> list[BlockId]:
         allocated = self._pool.take(count)

@@ -85,6 +85,10 @@ class FreeQueue:
     def __contains__(self, block_id: BlockId) -> bool:
         return bool(self._next[block_id] != _NOT_QUEUED)
 
+    def are_queued(self) -> list[bool]:
+        """Whether each block is in the queue."""
+        return [following != _NOT_QUEUED for following in self._next[:-1]]
+
     def __iter__(self) -> Iterator[BlockId]:
         block_id = self._next[self._sentinel]
         while block_id != self._sentinel:
@@ -96,15 +100,15 @@ class FreeQueue:
 
         The walk is bounded by the length, so a short-circuited ring ends in a message and not in a hang.
         """
-        block_id = self._sentinel
+        links, previous, block_id = self._next, self._previous, self._sentinel
         for index in range(self._num_queued + 1):
-            following = self._next[block_id]
+            following = links[block_id]
             assert following != _NOT_QUEUED, f"free queue is open after {block_id} at position {index} of {len(self)}"
-            assert self._previous[following] == block_id, (
-                f"free queue: {block_id} is followed by {following}, which names {self._previous[following]} before it"
+            assert previous[following] == block_id, (
+                f"free queue: {block_id} is followed by {following}, which names {previous[following]} before it"
             )
             is_end, is_sentinel = index == self._num_queued, following == self._sentinel
             assert is_end == is_sentinel, f"free queue counts {len(self)} blocks but position {index} is {following}"
             block_id = following
-        num_linked = sum(following != _NOT_QUEUED for following in self._next) - 1
+        num_linked = len(links) - links.count(_NOT_QUEUED) - 1
         assert num_linked == self._num_queued, f"{num_linked} blocks have links, the free queue counts {len(self)}"

@@ -66,6 +66,4 @@ class SwapSpace:
             for block_id in block_ids:
                 assert 0 <= block_id < self.num_blocks, f"a table lists host block {block_id} of {self.num_blocks}"
                 counts[block_id] += 1
-        for index, count in enumerate(counts):
-            ref_count = self._pool.ref_count(BlockId(index))
-            assert ref_count == count, f"host block {index} counts {ref_count} owners, {count} tables list it"
+        self._pool.check_owners("host block", counts)

@@ -54,8 +54,9 @@ def _is_below(name: str, wing: int) -> bool:
 
 def _strings(module: Module) -> Iterator[tuple[ast.Constant, str]]:
     """Every string, parts of formatted ones too, but those that are only there to be read: docstrings."""
-    docstrings = [node.value for node in ast.walk(module.tree) if isinstance(node, ast.Expr)]
-    for node in ast.walk(module.tree):
+    nodes = [node for node, _ in module.nodes]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
             yield node, node.value
 
