@@ -97,6 +97,20 @@ def test_uninstalled_signals_leave_no_thread(monkeypatch: pytest.MonkeyPatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_hangup_is_handled_unless_nohup_ignores_it(is_ignored: bool):
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    before, ending = signal.getsignal(signal.SIGHUP), EndingSignals(lambda: None, lambda number: None, 0.0)
+    try:
+        ending.install()
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == is_ignored
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        ending.uninstall()
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_uninstalled_signals_cancel_the_drain_timer():
     """A program that drained in time, in a process that goes on."""
     ending = EndingSignals(lambda: None, lambda number: None, 0.0, drain=lambda: None, drain_s=LIMIT_S)
