@@ -24,14 +24,16 @@ def open_standard_streams() -> None:
             # The lowest number that is free, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_WRONLY), True)
     if sys.stdout is None:
-        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+        stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+        vars(sys).update(stdout=stdout, __stdout__=stdout)
     if sys.stderr is not sys.__stderr__:
         # A caller's own stream, in the caller's process.
         return
     buffer = io.BufferedWriter(_LossyFile(2, "w", closefd=False))
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
-        *(buffer, getattr(sys.stderr, "encoding", "utf-8"), "backslashreplace"), line_buffering=True, write_through=True
-    )
+    encoding = getattr(sys.stderr, "encoding", "utf-8")
+    stderr = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True, write_through=True)
+    # The types' stubs say that the second name is never assigned.
+    vars(sys).update(stderr=stderr, __stderr__=stderr)
 
 
 class _LossyFile(io.FileIO):

@@ -227,10 +227,11 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     [
         pytest.param([signal.SIGTERM], [143], marks=pytest.mark.matrix),
         pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.stress),
+        pytest.param([signal.SIGHUP], [129], marks=pytest.mark.stress),
         ([signal.SIGINT], [1]),
         pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.stress),
     ],
-    ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
+    ids=["SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C", "Ctrl-C thrice"],
 )
 def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numbers, exit_codes):
     write_rows(tmp_path)
