@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.process import check_limits, end_with_launcher
+from spmd_worker.base.standard_streams import open_standard_streams
 from spmd_worker.worker.memory.garbage import hold_collections, resume_collections
 
 if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
     # Before anything that takes long: a rank must not outlive its launcher.
     end_with_launcher()
+    open_standard_streams()
     hold_collections()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until `main` handles Ctrl-C: nothing has begun that it could interrupt.

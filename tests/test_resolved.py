@@ -12,6 +12,7 @@ from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import read_run
 from spmd_worker.resolved import resolve_run
@@ -49,6 +50,13 @@ def test_unset_max_num_seqs_fits_a_step(folder: Path, given: dict[str, int], exp
     resolved = resolve_run(run_config({"model": folder, "device": "cpu", **given}), "cpu")
     assert (resolved.max_num_seqs, resolved.config.scheduler.max_num_seqs) == (expected, given.get("max_num_seqs"))
     assert resolve_cache_need(resolved).max_num_seqs == expected
+
+
+def test_model_file_is_rejected_as_no_folder(tmp_path: Path):
+    """A GGUF file was: cannot read model.gguf/processor_config.json, not a directory."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelConfigError, match=r"^model.path=.*/model.gguf is not a folder: give a Hugging Face model"):
+        resolve_run(run_config({"model": tmp_path / "model.gguf", "device": "cpu"}), "cpu")
 
 
 NO_EFFECT = {

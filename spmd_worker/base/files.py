@@ -31,6 +31,30 @@ class JobFileError(OSError):
         return f"{self.filename} {self.strerror}"
 
 
+class NamedErrors:
+    """A context in which OSErrors of writes, which name no file, get the name of their file or folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = str(path)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = self._name
+
+
+def describe_os_error(error: Exception) -> str:
+    """The error with its file first, and with the way out if a disk or quota is full; another error's own text."""
+    if not isinstance(error, OSError) or error.errno is None or type(error).__str__ is not OSError.__str__:
+        return str(error)
+    name = "" if error.filename is None else f"{error.filename}: "
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    way_out = ": finished rows are kept, so free space and start the same command again" if is_full else ""
+    return f"{name}{error.strerror}{way_out}"
+
+
 def is_plain_name(name: str) -> bool:
     """Whether it can only mean a file or folder directly inside another, on any system, and can be printed."""
     if not name.isprintable() or name in ("", ".", ".."):
@@ -54,7 +78,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes], *, is_durable: bool = True
     try:
         # A killed writer may have left one.
         partial.unlink(missing_ok=True)
-        with open(partial, "xb") as stream:
+        with NamedErrors(partial), open(partial, "xb") as stream:
             for piece in pieces:
                 stream.write(piece)
             if is_durable:

@@ -22,6 +22,7 @@ from spmd_worker.base.config.compose import named_sets
 from spmd_worker.base.config.options import command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
+from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
 from spmd_worker.base.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.base.liveness.signals import EndingSignals
@@ -190,6 +191,7 @@ def run_rank(
         return _end(error, environment, watchdog)
     except Exception as error:  # a bug: its traceback is needed, and the other ranks must not wait
         if environment.world_size == 1:
+            watchdog.fail(error)
             raise
         if not is_secondary(error):
             traceback.print_exception(error)
@@ -216,9 +218,9 @@ def fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: t
 
 def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> int:
     """End this rank because of an error that other ranks do not know; the failure diagnosis reports it to them."""
-    if environment.world_size == 1:
-        return fail(str(error), environment)
     watchdog.fail(error)
+    if environment.world_size == 1:
+        return fail(describe_os_error(error), environment)
     return watchdog.leave(1)
 
 

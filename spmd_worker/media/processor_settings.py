@@ -45,7 +45,7 @@ def json_object(path: Path) -> Values | None:
     """The object in a file of a model folder; None without the file. Raises ModelConfigError."""
     try:
         return parse_json_object(read_regular_file(path), allows_nan=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ModelConfigError(f"cannot read {path}: {error}") from None

@@ -12,8 +12,10 @@ from file_limit import file_limit
 from spmd_worker.base import files
 from spmd_worker.base.errors import ModelConfigError, TokenizerError
 from spmd_worker.base.files import (
+    JobFileError,
     JsonError,
     create_file,
+    describe_os_error,
     make_folder_durably,
     parse_json_object,
     read_json_object,
@@ -39,10 +41,22 @@ def test_file_write_replaces_all_bytes(tmp_path: Path):
 def test_failed_write_leaves_only_the_old_file(tmp_path: Path, is_durable: bool):
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
-    with file_limit(10_000), pytest.raises(OSError, match="File too large"):
+    with file_limit(10_000), pytest.raises(OSError, match="File too large") as caught:
         write_file(path, b"x" * 100_000, is_durable=is_durable)
+    # The system names no file.
+    assert describe_os_error(caught.value) == (
+        f"{path}.partial: File too large: finished rows are kept, so free space and start the same command again"
+    )
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_os_error_is_described_with_its_file_first():
+    assert describe_os_error(PermissionError(errno.EACCES, "Permission denied", "a/b")) == "a/b: Permission denied"
+    assert describe_os_error(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+    own = JobFileError(Path("a/b"), "is a FIFO")
+    for error in (own, OSError("rows.gz is damaged: give the complete file"), ValueError("of another kind")):
+        assert describe_os_error(error) == str(error)
 
 
 def test_durable_write_syncs_file_renames_and_syncs_folder(tmp_path: Path, monkeypatch):

@@ -166,7 +166,8 @@ def _diagnose_signalled(signalled: list[RankStatus]) -> Diagnosis:
 def _signal_of(failure: Failure | None) -> str:
     """Name of the signal that a rank received: SIGTERM unless its exit code is of another."""
     code = 0 if failure is None else failure.exit_code
-    return "SIGUSR1" if code == 128 + signal.SIGUSR1 else "SIGTERM"
+    others = (each.name for each in (signal.SIGUSR1, signal.SIGHUP) if code == 128 + each)
+    return next(others, "SIGTERM")
 
 
 def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:

@@ -1,6 +1,7 @@
 """Signals that end a job: finished rows are saved, and the process ends soon, whatever its main thread waits for.
 
-    SIGTERM, SIGUSR1   save, stay a while to learn which rank is the cause, exit with 128 + the signal's number
+    SIGTERM, SIGUSR1,  save, stay a while to learn which rank is the cause, exit with 128 + the signal's number;
+    SIGHUP             SIGHUP stays ignored where it was (nohup)
     Ctrl-C             save, KeyboardInterrupt in the main thread; a second one, or a slow end: exit with 130
 
 A program that drains is notified of the first signal, and has its time. After that it ends as above; so it does at a
@@ -20,9 +21,10 @@ from typing import Any, Final, NoReturn
 
 from spmd_worker.base.liveness.bounded import within
 
-_ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""Batch systems send SIGUSR1 as a warning before the time is up."""
+_ENDING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Batch systems send SIGUSR1 as a warning before the time is up; a terminal that is closed, SIGHUP."""
 
+_NOHUP: Final = (signal.SIGHUP, signal.SIG_IGN)
 _INTERRUPTED_S: Final = 5.0
 """Time for the main thread to end after Ctrl-C."""
 
@@ -65,7 +67,9 @@ class EndingSignals:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._former_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        handlers = {**dict.fromkeys(_ENDING, lambda *_: None), signal.SIGINT: self._interrupt}
+        # Started by nohup, a program goes on without its terminal.
+        ending = [number for number in _ENDING if (number, signal.getsignal(number)) != _NOHUP]
+        handlers = {**dict.fromkeys(ending, lambda *_: None), signal.SIGINT: self._interrupt}
         self._former_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._thread = threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True)
         self._thread.start()

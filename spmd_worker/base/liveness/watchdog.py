@@ -38,6 +38,7 @@ from spmd_worker.base.liveness.error_file import ErrorRecord, write_elastic_file
 from spmd_worker.base.liveness.failure_diagnosis import (
     SETTLE_S,
     Diagnosis,
+    RankStatus,
     describe,
     explained_exit_code,
     is_secondary,
@@ -199,6 +200,8 @@ class Watchdog:
             return
         if len(self.watched.ranks) == 1 and failure.kind not in (FailureKind.STALLED, FailureKind.ORPHANED):
             # The main thread of the only rank ends by itself.
+            if self.watched.exits and failure.kind is not FailureKind.EXPLAINED:
+                self._record_alone(failure, error)
             return
         self._failure, self._traceback = failure, _trace_of(error)
         if failure.kind in (FailureKind.PRIMARY, FailureKind.SECONDARY):
@@ -208,6 +211,14 @@ class Watchdog:
             write_elastic_file(failure.text, _trace_of(error, -_NUM_LAST_CALLS), time.time())
         self._exchange.alarm(wait_s)
         self._wake.set()
+
+    def _record_alone(self, failure: Failure, error: BaseException | None) -> None:
+        """Record the failure of the only rank, which nobody has to be told of."""
+        rank = self.watched.rank
+        heartbeat = replace(self._make_heartbeat(0), failure=replace(failure, order=1))
+        status, diagnosis = RankStatus(rank, heartbeat, 0.0, is_gone=False), Diagnosis((rank,), failure.text)
+        record = ErrorRecord(rank, time.time(), (status,), diagnosis, _trace_of(error))
+        within(DISK_S, partial(write_record, self.watched.run_dir, record))
 
     def _make_heartbeat(self, order: int) -> RankHeartbeat:
         # A failed rank's step and phase are those of the failure, not of its clean-up.

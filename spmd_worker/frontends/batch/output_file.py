@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.base.config.extras import raise_missing_package
-from spmd_worker.base.files import create_job_file, partial_path, rename_durably, sync_stream
+from spmd_worker.base.files import NamedErrors, create_job_file, partial_path, rename_durably, sync_stream
 from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.base.remote_upload import write_remote
 from spmd_worker.frontends.batch.input.input_files import open_bytes, open_input
@@ -217,8 +217,7 @@ class _LocalStream:
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
         self._path, self._partial = path, own_partial(path, writer)
         self._stream = create_job_file(self._partial, buffering=-1)
-        self.name = str(path)
-        self.write, self.flush, self.tell = self._stream.write, self._stream.flush, self._stream.tell
+        self.name, self._named, self.tell = str(path), NamedErrors(self._partial), self._stream.tell
         self.readable, self.writable = self._stream.readable, self._stream.writable
         self.abandon = self._stream.close
 
@@ -226,13 +225,24 @@ class _LocalStream:
     def closed(self) -> bool:
         return self._stream.closed
 
+    def write(self, data: Any, /) -> int:
+        with self._named:
+            return self._stream.write(data)
+
+    def flush(self) -> None:
+        with self._named:
+            self._stream.flush()
+
     def close(self) -> None:
-        sync_stream(self._stream)
+        with self._named:
+            sync_stream(self._stream)
         self._stream.close()
         rename_durably(self._partial, self._path)
 
     def discard(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):
+            # What is left in its buffer does not fit on a full disk.
+            self._stream.close()
         self._partial.unlink(missing_ok=True)
 
 

@@ -27,7 +27,7 @@ from zlib import crc32
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError, StepLogError
-from spmd_worker.base.files import JsonError, create_job_file, open_regular_file, parse_json_object
+from spmd_worker.base.files import JsonError, NamedErrors, create_job_file, open_regular_file, parse_json_object
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
@@ -199,8 +199,9 @@ class StepLogWriter:
     def _write_all(self, data: bytes) -> None:
         # An unbuffered write may be partial, on a disk that fills up.
         rest = memoryview(data)
-        while rest:
-            rest = rest[self._stream.write(rest) :]
+        with NamedErrors(self.path):
+            while rest:
+                rest = rest[self._stream.write(rest) :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _unavailable(host: str, port: int, error: Exception) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else None
     return ConfigError(
-        f"serve.host={host} with serve.port={port} is unavailable ({why or error}): use another port, or 0 for any"
+        f"serve.host={host} with serve.port={port} is unavailable ({why or error}): use another host or port, or "
+        f"port 0 for any"
     )
 
 

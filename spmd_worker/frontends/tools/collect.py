@@ -21,7 +21,7 @@ from spmd_worker.base.remote_names import FilePath, file_path
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, output_name, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
@@ -34,11 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--merge", type=Path, metavar="RUN_DIR", nargs="+", help="run directories of all shards of a job"
     )
-    parser.add_argument("--output", type=file_path, metavar="FILE", help="the merged output")
+    parser.add_argument("--output", type=output_name, metavar="FILE", help="the merged output")
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.merge is None) or (options.merge is None) != (options.output is None):
         parser.error("give RUN_DIR, or --merge RUN_DIR... --output FILE")
-    return print_rows(options.run_dir) if options.merge is None else merge(options.merge, options.output)
+    return print_rows(options.run_dir) if options.merge is None else merge(options.merge, file_path(options.output))
 
 
 def merge(folders: list[Path], output: FilePath) -> int:

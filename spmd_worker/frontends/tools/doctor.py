@@ -66,7 +66,7 @@ ADVICE = (
     (" busy ", "The others waited for it longer than executor.timeout_s: raise it if the work is only slow."),
     (" waiting for ", "Ranks waited for each other. Compare their stacks; raise executor.timeout_s if a step is slow."),
     ("every rank received ", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
-    (" received SIG", "This process alone received SIGTERM: start the job again."),
+    (" received SIG", "Not all ranks received it, or the job has one rank: start the job again."),
     ("MemoryError", "A rank ran out of memory: lower cache.num_blocks, or give it more memory."),
     ("out of memory", "A rank ran out of memory: lower cache.gpu_memory_utilization or cache.num_blocks."),
     (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
@@ -202,7 +202,7 @@ def unfinished_lines(run: Run, steps: list[StepStats]) -> list[str]:
         return [f"The run has not ended: {text}, recorded {age_s:.0f} s ago. It may still be running."]
     return [
         f"The run did not end: {text}, recorded {age_s:,.0f} s ago, and no rank wrote an error record.",
-        "What to do: start it again. All processes were killed at once, for example by SIGKILL, the out-of-memory "
-        "killer of a container or a machine that went down.",
+        "What to do: start it again. Ctrl-C interrupted it, or all processes were killed at once, for example by "
+        "SIGKILL, the out-of-memory killer of a container or a machine that went down.",
         *stacks_lines(run_dir),
     ]

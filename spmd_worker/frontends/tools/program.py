@@ -7,6 +7,9 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
+from spmd_worker.base.files import describe_os_error
+from spmd_worker.base.standard_streams import open_standard_streams
+
 
 def program_name(tool: str) -> str:
     """Program name as the user typed it: `spmd-worker-report` or `python -m spmd_worker.tools.report`."""
@@ -19,6 +22,7 @@ def ends_with_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..
 
     @wraps(main)
     def run(arguments: list[str] | None = None) -> int:
+        open_standard_streams()
         try:
             try:
                 return main(arguments)
@@ -49,5 +53,13 @@ def add_run_dir_or_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run's directory, such as runs/demo, or a pool")
 
 
+def output_name(text: str) -> str:
+    """`--output` of a tool. Raises ArgumentTypeError for -, which would be a file of that name."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("it is not written to standard output: give the file to write")
+    return text
+
+
 def print_error(tool: str, error: object) -> None:
-    print(f"{program_name(tool)}: {error}", file=sys.stderr)
+    text = describe_os_error(error) if isinstance(error, OSError) else error
+    print(f"{program_name(tool)}: {text}", file=sys.stderr)

@@ -36,7 +36,13 @@ from spmd_worker.frontends.report.pool_page import pool_page
 from spmd_worker.frontends.report.summary import NO_METRICS, diagnosis, summary_figures
 from spmd_worker.frontends.tools.pool_status import pool_lines
 from spmd_worker.frontends.tools.pools import check_pool_report, is_pool, open_pool
-from spmd_worker.frontends.tools.program import add_run_dir_or_pool, ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.program import (
+    add_run_dir_or_pool,
+    ends_with_its_reader,
+    make_parser,
+    output_name,
+    print_error,
+)
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
@@ -47,14 +53,15 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
     add_run_dir_or_pool(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
+    parser.add_argument("--output", type=output_name, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
     options = parser.parse_args(arguments)
+    output = None if options.output is None else Path(options.output)
     try:
         if is_pool(options.run_dir):
-            report_pool(options.run_dir, options.output)
+            report_pool(options.run_dir, output)
         else:
             run_dir = Path(options.run_dir)
-            report_run(run_dir, options.output or run_dir / REPORT_NAME)
+            report_run(run_dir, output or run_dir / REPORT_NAME)
     except (RunDirError, StepStatsError, ConfigError, PoolError) as error:
         print_error("report", error)
         return EXIT_CANNOT_TELL

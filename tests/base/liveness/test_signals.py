@@ -97,6 +97,20 @@ def test_uninstalled_signals_leave_no_thread(monkeypatch: pytest.MonkeyPatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_hangup_is_handled_unless_nohup_ignores_it(is_ignored: bool):
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    before, ending = signal.getsignal(signal.SIGHUP), EndingSignals(lambda: None, lambda number: None, 0.0)
+    try:
+        ending.install()
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == is_ignored
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        ending.uninstall()
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_uninstalled_signals_cancel_the_drain_timer():
     """A program that drained in time, in a process that goes on."""
     ending = EndingSignals(lambda: None, lambda number: None, 0.0, drain=lambda: None, drain_s=LIMIT_S)
@@ -213,10 +227,11 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     [
         pytest.param([signal.SIGTERM], [143], marks=pytest.mark.matrix),
         pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.stress),
+        pytest.param([signal.SIGHUP], [129], marks=pytest.mark.stress),
         ([signal.SIGINT], [1]),
         pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.stress),
     ],
-    ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
+    ids=["SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C", "Ctrl-C thrice"],
 )
 def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numbers, exit_codes):
     write_rows(tmp_path)

@@ -88,6 +88,15 @@ def test_input_without_a_file_is_rejected(tmp_path):
         RowReader.of(str(tmp_path))
 
 
+def test_unreadable_input_is_rejected_by_its_key(tmp_path, monkeypatch):
+    """It was found when the model was loaded, as an error that did not name the key. `access` allows root all."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for name in ("rows.jsonl", "*.jsonl"):
+        with pytest.raises(ConfigError, match=r"job.input=.*/rows.jsonl cannot be read \(permission denied\)"):
+            RowReader.of(str(tmp_path / name))
+
+
 def test_parquet_rows_are_objects_without_null_values(tmp_path):
     rows = [
         {"prompt": "é", "max_tokens": 3, "logit_bias": None, "stop": ["a"]},

@@ -304,6 +304,8 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
     for job, message in (
         ({"input": None}, "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
         ({"output": None}, "job.output is not set: give the file to write"),
+        # A file of that name was written.
+        ({"output": "-"}, "job.output=-: rows are not written to standard output: give the file to write"),
         (
             {"input": "/no/such"},
             "job.input=/no/such is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "

@@ -361,7 +361,7 @@ for index in range(1000):
     # Without its handler the signal would end the process, as the system's default is.
     ignore = f"import signal; signal.signal({int(signal.SIGXFSZ)}, signal.SIG_IGN)\n"
     done = subprocess.run([sys.executable, "-c", ignore + script], capture_output=True, text=True, check=False)
-    assert "OSError: [Errno 27] File too large" in done.stderr
+    assert f"OSError: [Errno 27] File too large: '{tmp_path}'" in done.stderr
     records = list(opened(tmp_path).records())
     assert len(records) > 3
     assert [record.row for record in records] == list(range(len(records)))

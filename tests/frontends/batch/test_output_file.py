@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import zstandard
+from file_limit import file_limit
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.output_file import OutputFile
@@ -99,6 +100,20 @@ def test_lone_surrogate_stays_in_line_but_not_column(tmp_path):
     row = pyarrow.parquet.read_table(write(tmp_path / "out.parquet", [line])).to_pylist()[0]
     assert row["custom_id"] == "?"
     assert row["json"].encode() + b"\n" == line
+
+
+def test_output_on_full_disk_is_named_and_removed(tmp_path):
+    with file_limit(10_000), pytest.raises(OSError, match=r"File too large: '.*/out.jsonl.partial'"):
+        write(tmp_path / "out.jsonl", LINES * 1000)
+    # Also where the end of its buffer is what does not fit.
+    with file_limit(10), pytest.raises(OSError, match=r"File too large: '.*/out.jsonl.partial'"):
+        write(tmp_path / "out.jsonl")
+    output = OutputFile.open(tmp_path / "o")
+    output.write(LINES[0])
+    with file_limit(10):
+        # Its buffer is not written, after an error of the job's own.
+        output.discard()
+    assert not (tmp_path / "o.partial").exists()
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])

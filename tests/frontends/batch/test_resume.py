@@ -41,6 +41,7 @@ from spmd_worker.frontends.batch.run_dir.journal import JOURNAL_NAME, RowJournal
 from spmd_worker.frontends.batch.run_dir.manifest import write_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.tools import collect as collect_module
+from spmd_worker.frontends.tools.doctor import examine
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.backends.cpu import CpuDevice
 
@@ -474,23 +475,24 @@ def test_failed_sync_ends_job_and_resume_completes(
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
-@pytest.mark.parametrize(
-    "num_bytes",
-    [
-        300,
-        pytest.param(6000, marks=pytest.mark.matrix),
-        *(pytest.param(count, marks=pytest.mark.stress) for count in (2000, 9000)),
-    ],
-)
-def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int):
-    """Limits the size of each file: the journal, the lines, finally the output."""
+@pytest.mark.parametrize("file", ["manifest.json.partial", ""])
+def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], file: str):
+    """Limits the size of each file: the manifest; after the first row the lines, of which the last do not fit."""
     write_rows(tmp_path)
     script = tmp_path / "on_a_small_disk.py"
     source = f"""
         import resource, signal, sys
         import launch
+        from spmd_worker.frontends.batch.run_dir.journal import RowJournal
+        def fill(num_bytes):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        def append(*arguments):
+            fill({len(whole[0]) - 200})
+            real_append(*arguments)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        real_append, RowJournal.append = RowJournal.append, append
+        if {bool(file)}:
+            fill(300)
         sys.exit(launch.main())
     """
     arguments = [
@@ -501,9 +503,15 @@ def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[by
     script.write_text(textwrap.dedent(source))
     done = run_script([script, *arguments], timeout_s=240)
     assert done.returncode == 1, done.output
-    assert "error: " in done.stderr
-    assert "File too large" in done.stderr
+    name = str(tmp_path / "out.jsonl.run" / file)
+    # The file of standard error is full soon, too.
+    assert f"error: {name}: File too large" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
+    if not file:
+        # It is a job of one rank: there was no record, and doctor said that it had been killed.
+        lines, _ = examine(tmp_path / "out.jsonl.run")
+        assert any(line.startswith("To blame: rank 0 raised OSError") and name in line for line in lines), lines
+        assert any("Traceback" in line for line in lines)
     done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
     assert done.returncode == 0, done.output
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]

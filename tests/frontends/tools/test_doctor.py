@@ -84,7 +84,7 @@ ENDS = {
     "dead": ([status(0), status(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
     "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "unreachable"),
     "stuck": ([status(0), status(1, STALLED)], "rank 1 is stuck", "stacks show where"),
-    "signalled": ([status(0, SIGNALLED), status(1)], "rank 0 received SIGTERM", "This process alone received SIGTERM"),
+    "signalled": ([status(0, SIGNALLED), status(1)], "rank 0 received SIGTERM", "Not all ranks received it"),
     "all signalled": ([status(0, SIGNALLED)], "every rank received ", "start it again"),
     "full disk": ([status(0, FULL), status(1)], "rank 0 raised OSError", "The disk is full"),
 }

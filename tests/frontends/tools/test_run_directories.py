@@ -197,6 +197,16 @@ def test_tool_names_its_argument_alike(name: str, capsys: pytest.CaptureFixture[
     assert "RUN_DIR" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["index rows.jsonl", "collect --merge a.run b.run", "report a.run"])
+def test_tool_writes_no_file_named_minus(command: str, capsys: pytest.CaptureFixture[str]):
+    """The file - was written, where - means standard output elsewhere."""
+    name, *arguments = command.split()
+    with pytest.raises(SystemExit) as left:
+        import_module(f"spmd_worker.frontends.tools.{name}").main([*arguments, "--output", "-"])
+    assert left.value.code == 2
+    assert "--output: it is not written to standard output: give the file to write" in capsys.readouterr().err
+
+
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize("name", ["steps.csv", "metrics.json", "journal", "timeline.json", "lock"])
 def test_report_overwrites_no_file_of_the_run(

@@ -98,6 +98,9 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
             f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
             f"or - for standard input"
         )
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"job.input={path} cannot be read (permission denied): change its mode, or give another")
     others = tuple(path for path in paths if not is_own(path))
     if not others:
         raise ConfigError(

@@ -17,7 +17,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
 from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
-from spmd_worker.frontends.batch.input.input_files import find_inputs, is_stream
+from spmd_worker.frontends.batch.input.input_files import STANDARD_INPUT, find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, claim_folder, earlier_parts, is_parts
@@ -66,6 +66,8 @@ def check_job(job: JobConfig) -> None:
         raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
         raise ConfigError("job.output is not set: give the file to write")
+    if job.output == STANDARD_INPUT:
+        raise ConfigError("job.output=-: rows are not written to standard output: give the file to write")
     check_names(job)
     Shard.of(job)
     check_pool(job)

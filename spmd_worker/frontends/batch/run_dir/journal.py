@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.base.errors import JournalError
-from spmd_worker.base.files import open_job_file, sync_folder
+from spmd_worker.base.files import NamedErrors, open_job_file, sync_folder
 from spmd_worker.frontends.batch.run_dir.journal_reads import RECORD_TYPE, lines_of, read_at, records_of
 from spmd_worker.frontends.batch.run_dir.row_chunks import BLOCK_RECORDS, CHUNK_ROWS, MOST_ROWS, RowChunks
 from spmd_worker.frontends.openai.row_writer import RowAnswer
@@ -205,7 +205,8 @@ class RowJournal:
                 return
             ends = os.lseek(self._lines, 0, os.SEEK_END), os.lseek(self._records, 0, os.SEEK_END)
             try:
-                self._write_pending(ends[0])
+                with NamedErrors(self.folder):
+                    self._write_pending(ends[0])
                 # In one line: Ctrl-C comes behind calls.
                 self._written, self._pending = ((ends[1] - len(_HEADER)) // RECORD_BYTES, self._pending), []
                 self._mark_written()

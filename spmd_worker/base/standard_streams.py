@@ -1,0 +1,46 @@
+"""Standard streams of a program: there when they are closed, and without effect on it when nobody reads them.
+
+Needs no package: a program imports it before everything else.
+"""
+
+import io
+import os
+import sys
+from typing import Any
+
+
+def open_standard_streams() -> None:
+    """One of the first calls of a program of ours. Standard streams that are closed (`2>&-`, some daemons) become
+    /dev/null: else the next file that is opened would have their number, and what libraries write to standard error
+    would be in it. Reading standard input remains an error.
+
+    What is written to a standard error that takes no more is lost: a job goes on when its terminal is closed, when the
+    reader of its log ends (`| head`), or when the disk of its log is full.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_WRONLY), True)
+    if sys.stdout is None:
+        stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+        vars(sys).update(stdout=stdout, __stdout__=stdout)
+    if sys.stderr is not sys.__stderr__:
+        # A caller's own stream, in the caller's process.
+        return
+    buffer = io.BufferedWriter(_LossyFile(2, "w", closefd=False))
+    encoding = getattr(sys.stderr, "encoding", "utf-8")
+    stderr = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True, write_through=True)
+    # The types' stubs say that the second name is never assigned.
+    vars(sys).update(stderr=stderr, __stderr__=stderr)
+
+
+class _LossyFile(io.FileIO):
+    """A file whose failing writes have no effect."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
