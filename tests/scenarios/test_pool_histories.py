@@ -34,6 +34,7 @@ def histories(folder: Path, number: int, at_once: int, *more: str) -> dict[str, 
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(1200 + 5 * NUM_HISTORIES)
 @pytest.mark.guarantee("A pool's output is that of one piece")
 def test_histories_end_with_bytes_of_one_piece(tmp_path: Path):
     figures = histories(tmp_path, NUM_HISTORIES, 10)
@@ -43,6 +44,7 @@ def test_histories_end_with_bytes_of_one_piece(tmp_path: Path):
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(1200 + 300 * NUM_LAUNCHES)
 def test_launches_end_with_bytes_of_one_piece(tmp_path: Path):
     """Each is killed at least once in the middle of a lease, which another world takes over."""
     figures = histories(tmp_path, NUM_LAUNCHES, 1, "launches")
