@@ -210,9 +210,9 @@ def _compile(
     descriptor, name = tempfile.mkstemp(prefix=".building-", suffix=".so", dir=library.parent)
     os.close(descriptor)
     unfinished = Path(name)
-    if sys.stderr is not None and sys.stderr.isatty():
-        # For the person who waits, also where the program shows no logs of lower levels.
-        logger.warning("compiling the CPU's kernels with %s, once: about half a minute", compiler[0])
+    # A person who waits sees it also where the program shows no logs of lower levels.
+    level = logging.WARNING if sys.stderr is not None and sys.stderr.isatty() else logging.INFO
+    logger.log(level, "compiling the CPU's kernels with %s, once: about half a minute", compiler[0])
     try:
         reason = _run_compiler(compiler, sources, architecture, unfinished)
         if reason is not None:
