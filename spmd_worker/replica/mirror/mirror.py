@@ -9,8 +9,8 @@ from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from kv_cache.state_ops import StateOps
 from spmd_worker.replica.mirror.comparison_check import check_comparisons, check_repeated
+from spmd_worker.replica.mirror.contents import MirroredSlots
 from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
@@ -62,8 +62,7 @@ class Mirror:
         self._num_steps_ahead, self._adapters, self._most_drafts = num_steps_ahead, adapters, most_drafts
         self.media_rows: dict[bytes, None] = {}
         """Names of the images whose rows are kept."""
-        # The sequence that was given each slot last.
-        self._owners: list[MirroredSequence | None] = [None] * num_state_slots
+        self._slots = MirroredSlots(num_state_slots)
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         # Those of all groups.
@@ -82,8 +81,9 @@ class Mirror:
         last = self._last
         if not last.are_plain or not self._is_same_decoding(plan, last):
             return self._apply(plan)
+        if not plan.state_ops.is_empty:
+            self._slots.move(plan.state_ops, self._state_check(plan).check_state_ops(last.sequences))
         self._step = plan.step
-        self._move_states(plan.state_ops)
         for index, block_id in plan.continuing_blocks:
             last.tables[index].append(block_id)
         last.advance(self._appended_ids(plan, last.sequences))
@@ -110,8 +110,6 @@ class Mirror:
             or plan.continuing != last.keys
         ):
             return False
-        if not plan.state_ops.is_empty:
-            self._state_check(plan).check_state_ops(last.sequences)
         if plan.continuing_blocks:
             sizes = (self.num_blocks, self.block_size)
             num_new = PlanCheck(plan, self._groups, {}, *sizes, num_groups=self.num_groups).num_new_blocks()
@@ -130,13 +128,13 @@ class Mirror:
             following=following,
         )
         continuing = check.check()
-        self._state_check(plan).check(continuing)
+        moved = self._state_check(plan).check(continuing)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
-        check_comparisons(plan, *sizes, len(self._owners), self.num_groups)
+        check_comparisons(plan, *sizes, len(self._slots.owners), self.num_groups)
         check_repeated(plan)
         self._step = plan.step
         self._forget(plan)
-        self._move_states(plan.state_ops)
+        self._slots.move(plan.state_ops, moved)
         for index, block_id in plan.continuing_blocks:
             continuing[index].block_ids.append(block_id)
         if plan.continuing_num_ids:
@@ -229,19 +227,7 @@ class Mirror:
         return [*ahead, *[ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in others]]
 
     def _state_check(self, plan: StepPlan) -> StateCheck:
-        return StateCheck(plan, self._groups, self._owners, self._most_drafts)
-
-    def _move_states(self, operations: StateOps) -> None:
-        """A slot that receives something is not its former owner's any more."""
-        if not operations.is_empty:
-            for _, slot in (*operations.copy, *operations.swap_in):
-                self._give_slot(slot, None)
-
-    def _give_slot(self, slot: int, sequence: MirroredSequence | None) -> None:
-        former = self._owners[slot]
-        if former is not None:
-            former.state_slot = -1
-        self._owners[slot] = sequence
+        return StateCheck(plan, self._groups, self._slots, self._most_drafts)
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:
@@ -257,7 +243,7 @@ class Mirror:
     def _leave(self, key: SequenceKey) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None and sequence.state_slot >= 0:
-            self._give_slot(sequence.state_slot, None)
+            self._slots.give(sequence.state_slot, None)
 
     def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
         """Replace the request and the listed sequences by the data sent; others are kept."""
@@ -279,7 +265,7 @@ class Mirror:
                 num_lagging_tokens=data.num_lagging_tokens,
             )
             if data.state_slot >= 0:
-                self._give_slot(data.state_slot, sequence)
+                self._slots.give(data.state_slot, sequence)
             group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
             sequences.append(sequence)
 
@@ -290,9 +276,9 @@ class Mirror:
             if sequence is None:
                 sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0, data.state_slot)
                 if data.state_slot >= 0:
-                    self._give_slot(data.state_slot, sequence)
+                    self._slots.give(data.state_slot, sequence)
                 group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
-            elif self._owners:
+            elif self._slots.owners:
                 sequence.num_lagging_tokens = num_lagging_tokens(sequence, data.num_computed_tokens)
             sequence.output_token_ids += data.appended_token_ids
             if data.num_kept_blocks != len(sequence.block_ids):
