@@ -4,11 +4,12 @@ A mirror does not know what is free: contents stay until they are overwritten, a
 can read them.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kv_cache.state_ops import StateOps
-from spmd_worker.replica.mirror.records import MirroredSequence
+from spmd_worker.replica.mirror.records import Computed, Inputs, MirroredSequence, inputs_of, pack_tokens
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampled import NOT_READ
 
@@ -16,45 +17,64 @@ from spmd_worker.replica.sequence.sampled import NOT_READ
 class Contents(NamedTuple):
     """What was computed of the first `num_tokens` tokens of a sequence, and of the drafts that followed them."""
 
-    sequence: MirroredSequence
+    computed: Computed
     num_tokens: int
     draft_token_ids: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        request_id, sample_index = self.sequence.key
+        request_id, sample_index = self.computed.key
         return f"{self.num_tokens} tokens of request {request_id}, sample {sample_index}"
 
 
 def contents_of(sequence: MirroredSequence) -> Contents:
     """What a sequence has after the last plan that listed it."""
     num_tokens = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-    return Contents(sequence, num_tokens, sequence.draft_token_ids)
+    return Contents(sequence.computed, num_tokens, sequence.draft_token_ids)
 
 
-def begins_alike(held: MirroredSequence, request: Request, output_token_ids: Sequence[int], num_tokens: int) -> bool:
-    """Whether the first `num_tokens` tokens of a request with these outputs, and all that is computed from them, are
-    those of `held`, whose ids that are not read yet are not compared.
+def begins_alike(computed: Computed, request: Request, output_token_ids: Sequence[int], num_tokens: int) -> bool:
+    """Whether the first `num_tokens` tokens of a request with these outputs, and all else that is computed from, are
+    those of `computed`. Ids that are not read yet are not compared, nor is what has no tokens any more.
     """
-    other, ids, held_ids = held.request, request.prompt_token_ids, held.request.prompt_token_ids
-    if (request.adapter, request.rope_regime) != (other.adapter, other.rope_regime):
-        return False
-    num_common = min(num_tokens, len(ids), len(held_ids))
-    if ids is not held_ids and ids[:num_common] != held_ids[:num_common]:
-        return False
-    if num_common < num_tokens:
-        rest = [*ids[num_common:], *output_token_ids][: num_tokens - num_common]
-        held_rest = [*held_ids[num_common:], *held.output_token_ids, *held.draft_token_ids][: num_tokens - num_common]
-        pairs = zip(rest, held_rest)
-        if len(rest) != len(held_rest) or any(a != b and NOT_READ not in (a, b) for a, b in pairs):
-            return False
-    return request is other or _given(request, num_tokens) == _given(other, num_tokens)
+    record, ids = computed.record, request.prompt_token_ids
+    held_ids: Sequence[int]
+    if record is not None:
+        inputs, held_ids, held_outputs = (
+            inputs_of(record.request),
+            record.request.prompt_token_ids,
+            record.output_token_ids,
+        )
+        num_common = min(num_tokens, len(ids), len(held_ids))
+        are_alike = ids is held_ids or ids[:num_common] == held_ids[:num_common]
+        if are_alike and num_common < num_tokens:
+            held_rest = [*held_ids[num_common:], *held_outputs, *record.draft_token_ids][: num_tokens - num_common]
+            rest = [*ids[num_common:], *output_token_ids][: num_tokens - num_common]
+            are_alike = _are_equal(rest, held_rest)
+    elif computed.tokens is None:
+        return True
+    else:
+        inputs = computed.inputs
+        own, tokens = (*ids, *output_token_ids)[:num_tokens], computed.tokens[: 8 * num_tokens]
+        are_alike = pack_tokens(own) == tokens or _are_equal(own, struct.unpack(f"<{len(tokens) // 8}q", tokens))
+    return are_alike and _first(inputs_of(request), num_tokens) == _first(inputs, num_tokens)
 
 
-def _given(request: Request, num_tokens: int) -> list[tuple[bytes, int, int]]:
-    """Names of the rows and images among the first tokens, with their positions there."""
-    given = [(each.content, each.start, each.end) for each in request.rows]
-    given += [(item.media_id, start, start + count) for item in request.media for start, count in item.runs]
-    return [(name, start, min(end, num_tokens)) for name, start, end in given if start < num_tokens]
+def _are_equal(ids: Sequence[int], others: Sequence[int]) -> bool:
+    if ids == others:
+        return True
+    return len(ids) == len(others) and all(a == b or NOT_READ in (a, b) for a, b in zip(ids, others))
+
+
+def _first(inputs: Inputs, num_tokens: int) -> tuple[int, int, list[tuple[bytes, int, int]]]:
+    """Those of the first tokens: names of rows and images are with their positions there."""
+    adapter, rope_regime, rows, media = inputs
+    given = [(each.content, each.start, each.end) for each in rows]
+    given += [(item.media_id, start, start + count) for item in media for start, count in item.runs]
+    return (
+        adapter,
+        rope_regime,
+        [(name, start, min(end, num_tokens)) for name, start, end in given if start < num_tokens],
+    )
 
 
 class Moved(NamedTuple):

@@ -5,13 +5,12 @@ A slot has the tokens that its row's last step was given, and the inputs of that
 these tokens, or after those of the drafts that have become its ids.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from spmd_worker.replica.mirror.contents import NOTHING_MOVED, MirroredSlots, Moved, begins_alike
-from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError
-from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta, SequenceGroupMetadata
-from spmd_worker.replica.sequence.request import Request, RequestId
+from spmd_worker.replica.mirror.records import MirroredSequence, MirrorError, PlannedRow
+from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.replica.sequence.sampled import num_equal
 from spmd_worker.replica.sequence.step import StepPlan
 
@@ -24,14 +23,8 @@ class StateCheck:
     who had it may be scheduled again only with a slot of its own.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        groups: Mapping[RequestId, MirroredGroup],
-        slots: MirroredSlots,
-        most_drafts: int = 0,
-    ) -> None:
-        self._plan, self._groups, self._slots, self._most_drafts = plan, groups, slots, most_drafts
+    def __init__(self, plan: StepPlan, rows: Sequence[PlannedRow], slots: MirroredSlots, most_drafts: int = 0) -> None:
+        self._plan, self._rows, self._slots, self._most_drafts = plan, rows, slots, most_drafts
 
     def check(self, continuing: Sequence[MirroredSequence]) -> Moved:
         """What the step's moves write. Raises MirrorError, before anything has changed, for a slot that does not exist,
@@ -43,34 +36,28 @@ class StateCheck:
         if self._plan.continuing_num_ids and 0 in self._plan.continuing_num_ids:
             self._reject("continuing_num_ids", 0, "1 or more: a state has the last token already")
         known, given = list(continuing), dict[int, None]()
-        for group in self._plan.groups:
-            held = self._groups.get(group.request_id)
-            for data in group.sequences:
-                sequence = None if held is None else held.sequences.get(data.sample_index)
-                key = (group.request_id, data.sample_index)
-                if len(data.draft_token_ids) > self._most_drafts:
-                    rule = f"at most {self._most_drafts}, which a slot has room for"
-                    self._reject("draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *key)
-                if sequence is None or isinstance(data, SequenceData):
-                    self._check_slots("state_slot", (data.state_slot,), *key)
-                    if data.state_slot in given:
-                        self._reject("state_slot", data.state_slot, "each slot given once", *key)
-                    given[data.state_slot] = None
-                else:
-                    self._check_known(sequence, data)
-                    known.append(sequence)
+        for row in self._rows:
+            sequence, data = row.sequence, row.data
+            if len(data.draft_token_ids) > self._most_drafts:
+                rule = f"at most {self._most_drafts}, which a slot has room for"
+                self._reject("draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *sequence.key)
+            if row.is_new:
+                self._check_slots("state_slot", (data.state_slot,), *sequence.key)
+                if data.state_slot in given:
+                    self._reject("state_slot", data.state_slot, "each slot given once", *sequence.key)
+                given[data.state_slot] = None
+            else:
+                self._check_known(sequence, data)
+                known.append(sequence)
         for sequence in known:
             if sequence.state_slot < 0:
                 self._reject("state_slot", "another sequence's by now", "a new slot, in a snapshot", *sequence.key)
             if sequence.state_slot in given:
                 self._reject("state_slot", sequence.state_slot, "one that no other row of the step has", *sequence.key)
         moved = self.check_state_ops(known)
-        for group in self._plan.groups:
-            held = self._groups.get(group.request_id)
-            for data in group.sequences:
-                if isinstance(group, SequenceGroupMetadata) or data.sample_index not in held.sequences:
-                    request = group.request if isinstance(group, SequenceGroupMetadata) else held.request
-                    self._check_contents(request, data, moved)
+        for row in self._rows:
+            if row.is_new:
+                self._check_contents(row, moved)
         return moved
 
     def check_state_ops(self, known: Iterable[MirroredSequence]) -> Moved:
@@ -104,33 +91,30 @@ class StateCheck:
     def _check_stateless(self) -> None:
         if not self._plan.state_ops.is_empty:
             self._reject("state_ops", self._plan.state_ops, "none in a model without recurrent states")
-        for group in self._plan.groups:
-            for data in group.sequences:
-                lag = data.num_lagging_tokens if isinstance(data, SequenceData) else 0
-                for name, value, expected in (("state_slot", data.state_slot, -1), ("num_lagging_tokens", lag, 0)):
-                    if value != expected:
-                        rule = f"{expected} in a model without recurrent states"
-                        self._reject(name, value, rule, group.request_id, data.sample_index)
+        for row in self._rows:
+            lag = row.sequence.num_lagging_tokens if row.is_new else 0
+            for name, value, expected in (("state_slot", row.data.state_slot, -1), ("num_lagging_tokens", lag, 0)):
+                if value != expected:
+                    self._reject(name, value, f"{expected} in a model without recurrent states", *row.sequence.key)
 
-    def _check_contents(self, request: Request, data: SequenceData | SequenceDataDelta, moved: Moved) -> None:
+    def _check_contents(self, row: PlannedRow, moved: Moved) -> None:
         """Check that a row finds the state of its first tokens in the slot that it is given, and lags by accepted
         drafts that are saved beside it.
         """
-        key, slot, num_computed = (request.request_id, data.sample_index), data.state_slot, data.num_computed_tokens
-        lag = data.num_lagging_tokens if isinstance(data, SequenceData) else 0
+        key, slot, num_computed = row.sequence.key, row.data.state_slot, row.num_computed_tokens
+        lag, outputs = row.sequence.num_lagging_tokens, row.output_token_ids
         if not num_computed:
             if lag:
                 self._reject("num_lagging_tokens", lag, "0 for a sequence that begins", *key)
             return
-        outputs = data.output_token_ids if isinstance(data, SequenceData) else data.appended_token_ids
         state = moved.device[slot] if slot in moved.device else self._slots.held(slot)
         if state is None:
             rule = f"the state after its {num_computed - lag} tokens"
             self._reject("state_slot", f"{slot}, which nobody has filled", rule, *key)
-        if not begins_alike(state.sequence, request, outputs, min(state.num_tokens, num_computed)):
+        if not begins_alike(state.computed, row.request, outputs, min(state.num_tokens, num_computed)):
             rule = f"the state after its {num_computed - lag} tokens"
             self._reject("state_slot", f"{slot}, with the state after {state}", rule, *key)
-        later = outputs[state.num_tokens - len(request.prompt_token_ids) :]
+        later = outputs[max(state.num_tokens - len(row.request.prompt_token_ids), 0) :]
         num_accepted = num_equal(state.draft_token_ids, later) if state.num_tokens < num_computed else 0
         if num_computed != state.num_tokens + lag or lag > num_accepted:
             rule = f"up to {num_accepted} drafts behind the {state.num_tokens} tokens that slot {slot} has"

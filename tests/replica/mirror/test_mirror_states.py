@@ -71,7 +71,7 @@ def test_rows_keep_their_slots():
     mirror = at_work()
     (first, second) = mirror.apply(decoding(2, FIRST, SECOND, state_ops=StateOps(copy=((0, 5),))))
     assert (first.sequence.state_slot, second.sequence.state_slot) == (0, 3)
-    mirror.apply(fork(3, 5))
+    mirror.apply(dataclasses.replace(fork(3, 5), block_ops=BlockOps(copy=((1, 4),))))
     assert mirror_slots(mirror) == {FIRST: 0, (1, 1): 5, SECOND: 3, (7, 0): 2}
 
 

@@ -134,7 +134,7 @@ class Run:
         self.worker_drafts: Callable[[SequenceKey, int], tuple[int, ...]] | None = None
         """Drafts of the workers for a sequence whose next token is at a position."""
         rules = AdapterRules(self.adapters.has, max_loras)
-        self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups.num_groups, drafts)
+        self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups, drafts)
         self.states = VisibleStates(num_slots, host_slots)
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks, groups)
         self.ended: dict[int, SequenceGroup] = {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from test_scheduler_property import by_position, check_answers
 
 from kv_cache.pending_moves import PendingMoves
 from kv_cache.state_slots import StateSlots
-from spmd_worker.replica.mirror.mirror import MirrorError
+from spmd_worker.replica.mirror.contents import Moved
+from spmd_worker.replica.mirror.mirror import MirroredSequence, MirrorError
 from spmd_worker.replica.mirror.state_check import StateCheck
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -110,7 +111,10 @@ def test_repeated_token_is_detected(monkeypatch: pytest.MonkeyPatch):
 
 def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mirrors let wrong plans through."""
-    follow = lambda self, rows: self._slots.moved(self._plan.state_ops)
+
+    def follow(self: StateCheck, known: Iterable[MirroredSequence]) -> Moved:
+        return self._slots.moved(self._plan.state_ops)
+
     monkeypatch.setattr(StateCheck, "check", follow)
     monkeypatch.setattr(StateCheck, "check_state_ops", follow)
 
