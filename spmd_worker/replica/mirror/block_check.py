@@ -1,4 +1,4 @@
-"""What blocks of keys and values hold, as a mirror follows it from plans, and the check that rows read their own.
+"""Contents of blocks, as a mirror follows them from plans, and the check that rows read their own keys and values.
 
 A block holds what the sequence has computed into whose table it was put last, to be written, or what a move brought.
 Who reads a block that others have filled, found in the prefix cache, shared with a fork, copied or swapped in, must
@@ -40,7 +40,7 @@ Held = Computed | BlockContents | Outside | None
 
 
 class BlockChanges(NamedTuple):
-    """What a step changes: blocks by what moves write there, by the sequences that write them then, and the sequences
+    """Changes by a step: blocks by what moves write there, by the sequences that write them then, and the sequences
     that are no longer in theirs.
     """
 
@@ -114,7 +114,7 @@ class MirroredBlocks:
             oldest.tokens = None
 
     def _moves(self, plan: StepPlan) -> tuple[dict[BlockId, Held], dict[BlockId, Held]]:
-        """What moves write on the device, and on the host."""
+        """Contents that moves write on the device, and on the host."""
         operations = plan.block_ops
         if operations.is_empty:
             return {}, {}
@@ -127,7 +127,7 @@ class MirroredBlocks:
         return moved, host
 
     def _contents(self, block_id: BlockId) -> Held:
-        """What a block holds, whatever its writer's table becomes."""
+        """Contents of a block, whatever its writer's table becomes."""
         held = self._device[block_id]
         if not isinstance(held, Computed):
             return held

@@ -1,4 +1,4 @@
-"""What memory holds, as a mirror follows it from plans: in each slot, the state after how many tokens of whom.
+"""Contents of memory, as a mirror follows them from plans: whose state each slot has, and after how many tokens.
 
 A mirror does not know what is free: contents stay until they are overwritten, and nobody but a row with the same tokens
 can read them.
@@ -15,7 +15,7 @@ from spmd_worker.replica.sequence.sampled import NOT_READ
 
 
 class Contents(NamedTuple):
-    """What was computed of the first `num_tokens` tokens of a sequence, and of the drafts that followed them."""
+    """Something computed from the first `num_tokens` tokens of a sequence, and from the drafts that followed them."""
 
     computed: Computed
     num_tokens: int
@@ -27,7 +27,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(sequence: MirroredSequence) -> Contents:
-    """What a sequence has after the last plan that listed it."""
+    """A sequence's contents after the last plan that listed it."""
     num_tokens = sequence.num_computed_tokens + sequence.num_scheduled_tokens
     return Contents(sequence.computed, num_tokens, sequence.draft_token_ids)
 
@@ -96,14 +96,16 @@ class MirroredSlots:
         self._host: dict[int, Contents | None] = {}
 
     def held(self, slot: int) -> Contents | None:
-        """What a slot holds. None: nobody has filled it."""
+        """Contents of a slot. None: nobody has filled it."""
         owner = self.owners[slot]
         return self._copies[slot] if owner is None else contents_of(owner)
 
     def moved(self, operations: StateOps) -> Moved:
-        """What the moves write. A copy has nothing of drafts: no row lags behind the position of a copy."""
-        host = {to: self.held(slot) for slot, to in operations.swap_out}
-        device = {to: host[slot] if slot in host else self._host.get(slot) for slot, to in operations.swap_in}
+        """Contents that the moves write. A copy has nothing of drafts: no row lags behind the position of a copy."""
+        host: dict[int, Contents | None] = {to: self.held(slot) for slot, to in operations.swap_out}
+        device: dict[int, Contents | None] = {
+            to: host[slot] if slot in host else self._host.get(slot) for slot, to in operations.swap_in
+        }
         for slot, to in operations.copy:
             held = self.held(slot)
             device[to] = None if held is None else held._replace(draft_token_ids=())
@@ -112,8 +114,8 @@ class MirroredSlots:
     def move(self, operations: StateOps, moved: Moved) -> None:
         """A slot that receives something is not its former owner's any more."""
         self._host.update(moved.host)
-        for slot, _ in operations.swap_in:
-            self._host.pop(slot, None)
+        for source, _ in operations.swap_in:
+            self._host.pop(source, None)
         for slot, contents in moved.device.items():
             self.give(slot, None)
             self._copies[slot] = contents

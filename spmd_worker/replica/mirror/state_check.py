@@ -27,8 +27,8 @@ class StateCheck:
         self._plan, self._rows, self._slots, self._most_drafts = plan, rows, slots, most_drafts
 
     def check(self, continuing: Sequence[MirroredSequence]) -> Moved:
-        """What the step's moves write. Raises MirrorError, before anything has changed, for a slot that does not exist,
-        is not the row's, or does not hold the state that the row goes on from.
+        """Return what the step's moves write. Raises MirrorError, before anything has changed, for a slot that does not
+        exist, is not the row's, or does not hold the state that the row goes on from.
         """
         if not self._slots.owners:
             self._check_stateless()
@@ -61,7 +61,7 @@ class StateCheck:
         return moved
 
     def check_state_ops(self, known: Iterable[MirroredSequence]) -> Moved:
-        """What the moves write. Their device slots must exist and hold something, and each receives once, but none of
+        """Return what the moves write. Their device slots exist and hold something, and each receives once, but none of
         the rows `known`, which keep what they have. The mirror does not know the number of host slots.
         """
         operations = self._plan.state_ops

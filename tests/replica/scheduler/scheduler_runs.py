@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import pytest
 from visible_cache import VisibleCache
 from visible_states import VisibleStates
 
@@ -20,6 +21,7 @@ from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.replica.drafts.proposer import Proposer
+from spmd_worker.replica.mirror.block_check import BlockChanges, MirroredBlocks
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
@@ -55,6 +57,11 @@ VOCAB_SIZE = 1000
 
 Values = Callable[[SequenceKey, int], int]
 """The token sampled for a sequence at a position."""
+
+
+def without_block_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrors let rows read any blocks, so that the cache with contents is what sees it."""
+    monkeypatch.setattr(MirroredBlocks, "check", lambda self, *args, **options: BlockChanges({}, {}, {}, ()))
 
 
 class Row(NamedTuple):

@@ -182,7 +182,7 @@ def test_histories_detect_wrong_state(monkeypatch: pytest.MonkeyPatch, fault: Ca
 def test_mirror_rejects_wrong_state_in_histories(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
 ):
-    """Before any row reads it."""
+    """No row reads it."""
     fault(monkeypatch)
     with pytest.raises(MirrorError, match=r"field (state_slot|state_ops|num_computed_tokens) is "):
         [random_history(seed, Run(**SWAPPED), by_position) for seed in range(20)]
