@@ -9,6 +9,7 @@ Shapes: states float32 [layers of the shape, num_slots, *state shape],
 """
 
 from collections import Counter
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -91,9 +92,13 @@ class StateEngine:
     def execute(self, state_ops: StateOps) -> None:
         """Run one step's moves in the order swap out, copy, swap in (see `StateOps`); on CUDA in the order of the
         current stream. Raises ValueError naming the slot, before anything moves, as `CacheEngine.execute` does.
+
+        Swaps move inputs of drafts too, copies do not: snapshots and forks begin where no row lags.
         """
         check_moves("state slot", state_ops, self.num_slots, self.num_host_slots)
-        run_moves(state_ops, self.tensors, self._hosts)
+        count = len(self.lasting_tensors)
+        run_moves(state_ops, self.tensors[:count], self._hosts[:count])
+        run_moves(replace(state_ops, copy=()), self.tensors[count:], self._hosts[count:])
 
     def _kinds(self) -> list[tuple[_Kind, ...]]:
         """Kinds of each layer's parts, in the order of `LayerStates`, without those that it lacks."""

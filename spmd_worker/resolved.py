@@ -45,6 +45,11 @@ logger = logging.getLogger(__name__)
 _DEFAULT_MAX_NUM_SEQS: Final = 256
 _DEFAULT_MAX_IMAGE_TOKENS: Final = 4096
 
+CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
+"""Environment variable: 1 checks queues, tables, pools and index against each other after every step, and before it on
+every rank that rows read blocks of their own. Slow.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:

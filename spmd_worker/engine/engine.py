@@ -13,7 +13,7 @@ step (`changes.py`).
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any
 from weakref import WeakMethod, ref
 
 from spmd_worker.base.errors import ConfigError
@@ -57,11 +57,8 @@ from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.replica.sequence.sleep_tags import ABORT
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
-from spmd_worker.resolved import ResolvedRun
+from spmd_worker.resolved import CHECK_VARIABLE, ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
-
-CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
-"""Environment variable: 1 checks queues, tables, pools and index against each other after every step. Slow."""
 
 
 @with_keyword_hints()

@@ -26,6 +26,7 @@ from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
+from spmd_worker.resolved import CHECK_VARIABLE
 from spmd_worker.worker.adapters import WorkerAdapters
 from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.hit_comparison import HitComparer
@@ -205,7 +206,8 @@ def allocate(
     event_handlers = (sleep, profiler, adapters, prompt_adapters, runner.keeper)
     assert tuple(map(type, event_handlers)) == EVENT_HANDLER_CLASSES, event_handlers
     sizes = (num_device_blocks, block_size, resolved.num_steps_ahead)
-    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups.num_groups, resolved.most_drafts)
+    checks_blocks = os.environ.get(CHECK_VARIABLE) == "1"
+    mirror = Mirror(*sizes, rules, num_slots[0], spec.groups, resolved.most_drafts, checks_blocks=checks_blocks)
     return RunningWorker(
         loaded,
         caches,

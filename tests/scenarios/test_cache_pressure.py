@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.device_tables import DeviceTables
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
+from spmd_worker.resolved import CHECK_VARIABLE
 
 NAME = "llama3"
 ROOMY = 2000

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from kv_cache.state_engine import StateEngine
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.ops.attention.draft_replay import DraftReplay
 from spmd_worker.replica.scheduler import scheduler as scheduler_module
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.updates import Decisions
 from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.resolved import CHECK_VARIABLE
 
 IN_GATE = ("lfm2", "qwen3_5", "nemotron")
 OTHERS = ("lfm2_moe", "lfm3", "olmo_hybrid", "granite", "falcon", "kimi_linear")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import CacheMismatchError, ConfigError
-from spmd_worker.engine.engine import CHECK_VARIABLE
+from spmd_worker.resolved import CHECK_VARIABLE
 from spmd_worker.worker.hit_comparison import HitComparer
 
 FOLDERS: dict[str, Callable[[], Path]] = {

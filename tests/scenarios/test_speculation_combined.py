@@ -16,10 +16,10 @@ from state_models import state_folder
 from stress_seed import SEED
 
 from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
-from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.replica.scheduler import factory
 from spmd_worker.replica.sequence.routed_experts import RoutedExperts
 from spmd_worker.replica.sequence.sampling_params import StructuredOutputsParams
+from spmd_worker.resolved import CHECK_VARIABLE
 
 NUM_ROWS, NUM_CALLED, NUM_ENGINES, MAX_LENGTH = 48, 24, 40, 96
 WORDS = ("sort 21 87 57 15 33 12 84 61 =", "reverse h x a f w =", "copy a m v s j l =", "add 31 + 58 =", "copy q =")

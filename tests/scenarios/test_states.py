@@ -18,10 +18,10 @@ from kv_cache.state_engine import StateEngine
 from kv_cache.state_ops import StateOps
 from spmd_worker import LLM
 from spmd_worker.base.errors import AdapterError, ConfigError
-from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.model.adapters.prompt_adapter import keys_values_for
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.topology import complete_model
+from spmd_worker.resolved import CHECK_VARIABLE
 
 KIND = "lfm2"
 OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon", "kimi_linear")

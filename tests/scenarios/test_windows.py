@@ -17,7 +17,7 @@ from state_rows import answers_of, state_rows
 
 from spmd_worker import LLM, PromptAdapterRequest, SamplingParams
 from spmd_worker.base.errors import AdapterError, ConfigError
-from spmd_worker.engine.engine import CHECK_VARIABLE
+from spmd_worker.resolved import CHECK_VARIABLE
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 FOLDERS = {

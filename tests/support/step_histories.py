@@ -115,7 +115,7 @@ class History:
 
     def __post_init__(self) -> None:
         self.schedulers = (self.ways.new_scheduler(self.chunked), self.ways.new_scheduler(self.chunked))
-        given = {"num_state_slots": self.ways.num_state_slots, "num_groups": self.ways.groups.num_groups}
+        given = {"num_state_slots": self.ways.num_state_slots, "groups": self.ways.groups}
         self.mirror = Mirror(self.ways.num_blocks, BLOCK_SIZE, **given)
         self.heads = [tuple(self.chance.randrange(6) for _ in range(length)) for length in (6, 9, 12)]
 

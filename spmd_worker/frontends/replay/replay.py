@@ -77,7 +77,7 @@ class Replay:
         sizes = (header.num_blocks, header.block_size, header.num_steps_ahead)
         config = header.speculative_config
         most_drafts = 0 if config is None else config.most_drafts
-        self.mirror = Mirror(*sizes, rules, header.num_state_slots, header.groups.num_groups, most_drafts)
+        self.mirror = Mirror(*sizes, rules, header.num_state_slots, header.groups, most_drafts)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0

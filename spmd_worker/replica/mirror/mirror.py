@@ -9,14 +9,22 @@ from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from kv_cache.state_ops import StateOps
+from kv_cache.layer_groups import ONE_GROUP, LayerGroups
+from spmd_worker.replica.mirror.block_check import MirroredBlocks
 from spmd_worker.replica.mirror.comparison_check import check_comparisons, check_repeated
+from spmd_worker.replica.mirror.contents import MirroredSlots
 from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.media_check import MediaCheck
 from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
-from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
+from spmd_worker.replica.mirror.records import (
+    MirroredGroup,
+    MirroredSequence,
+    MirrorError,
+    PlannedRow,
+    ScheduledSequence,
+)
 from spmd_worker.replica.mirror.state_check import StateCheck, num_lagging_tokens
-from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
+from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta, SequenceGroupMetadata
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampled import NOT_READ, SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
@@ -40,9 +48,9 @@ class _Sampling(NamedTuple):
 class Mirror:
     """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks,
     or, with 0, without one. With `num_steps_ahead` plans come before the ids that they append are read: `take_sampled`.
-    `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states. Tables have
-    `num_groups` entries for each block (`kv_cache/layer_groups.py`); the mirror does not know which are left over.
-    Sequences have at most `most_drafts` drafts.
+    `adapters` None: no request may have one. `num_state_slots` is 0 in a model without recurrent states. Tables have an
+    entry of each of the `groups` for each block, of which some are left over (`kv_cache/layer_groups.py`). Sequences
+    have at most `most_drafts` drafts. `checks_blocks`: what rows read in blocks is followed too (`block_check.py`).
     """
 
     def __init__(
@@ -52,18 +60,20 @@ class Mirror:
         num_steps_ahead: int = 0,
         adapters: AdapterRules | None = None,
         num_state_slots: int = 0,
-        num_groups: int = 1,
+        groups: LayerGroups = ONE_GROUP,
         most_drafts: int = 0,
+        *,
+        checks_blocks: bool = True,
     ) -> None:
         assert num_blocks >= 0, num_blocks
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
-        self.block_size, self.num_groups = block_size, num_groups
+        self.block_size, self.num_groups = block_size, groups.num_groups
         self._num_steps_ahead, self._adapters, self._most_drafts = num_steps_ahead, adapters, most_drafts
         self.media_rows: dict[bytes, None] = {}
         """Names of the images whose rows are kept."""
-        # The sequence that was given each slot last.
-        self._owners: list[MirroredSequence | None] = [None] * num_state_slots
+        self._slots = MirroredSlots(num_state_slots)
+        self._blocks = MirroredBlocks(num_blocks, block_size, groups) if checks_blocks and num_blocks else None
         self._step: int | None = None
         self._groups: dict[RequestId, MirroredGroup] = {}
         # Those of all groups.
@@ -82,8 +92,13 @@ class Mirror:
         last = self._last
         if not last.are_plain or not self._is_same_decoding(plan, last):
             return self._apply(plan)
+        blocks = self._blocks if plan.continuing_blocks else None
+        changes = None if blocks is None else blocks.check(plan, (), last.sequences, is_same=True)
+        if not plan.state_ops.is_empty:
+            self._slots.move(plan.state_ops, self._state_check(plan, ()).check_state_ops(last.sequences))
+        if blocks is not None and changes is not None:
+            blocks.change(changes, ())
         self._step = plan.step
-        self._move_states(plan.state_ops)
         for index, block_id in plan.continuing_blocks:
             last.tables[index].append(block_id)
         last.advance(self._appended_ids(plan, last.sequences))
@@ -110,8 +125,6 @@ class Mirror:
             or plan.continuing != last.keys
         ):
             return False
-        if not plan.state_ops.is_empty:
-            self._state_check(plan).check_state_ops(last.sequences)
         if plan.continuing_blocks:
             sizes = (self.num_blocks, self.block_size)
             num_new = PlanCheck(plan, self._groups, {}, *sizes, num_groups=self.num_groups).num_new_blocks()
@@ -130,13 +143,18 @@ class Mirror:
             following=following,
         )
         continuing = check.check()
-        self._state_check(plan).check(continuing)
+        rows = self._planned(plan)
+        moved = self._state_check(plan, rows).check(continuing)
+        blocks = self._blocks
+        changes = None if blocks is None else blocks.check(plan, rows, continuing, is_same=following is not None)
         self.media_rows = MediaCheck(plan, self._groups, self.media_rows).check(continuing)
-        check_comparisons(plan, *sizes, len(self._owners), self.num_groups)
+        check_comparisons(plan, *sizes, len(self._slots.owners), self.num_groups)
         check_repeated(plan)
         self._step = plan.step
+        if blocks is not None and changes is not None:
+            blocks.change(changes, rows)
         self._forget(plan)
-        self._move_states(plan.state_ops)
+        self._slots.move(plan.state_ops, moved)
         for index, block_id in plan.continuing_blocks:
             continuing[index].block_ids.append(block_id)
         if plan.continuing_num_ids:
@@ -145,16 +163,12 @@ class Mirror:
             if following is None:
                 following = LastRows().joined(tuple([sequence.decode_row for sequence in continuing]))
             last = following.advance(self._appended_ids(plan, continuing))
-        sequences: list[MirroredSequence] = []
-        for group in plan.groups:
-            if isinstance(group, SequenceGroupMetadata):
-                self._replace(group, sequences)
-            else:
-                self._append(group, sequences)
-        if sequences:
-            rows = [data for group in plan.groups for data in group.sequences]
-            columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
-            last = last.joined(tuple(map(ScheduledSequence._make, zip(*columns, strict=True))))
+        if rows:
+            for row in rows:
+                self._add(row)
+            samples = [(row.data.num_scheduled_tokens, row.data.num_samples) for row in rows]
+            pairs = zip(rows, samples)
+            last = last.joined(tuple([ScheduledSequence(row.sequence, *counts) for row, counts in pairs]))
         self._last = last
         if self._num_steps_ahead:
             self._await(plan.step, last)
@@ -228,20 +242,8 @@ class Mirror:
         others = continuing[num_ahead:]
         return [*ahead, *[ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in others]]
 
-    def _state_check(self, plan: StepPlan) -> StateCheck:
-        return StateCheck(plan, self._groups, self._owners, self._most_drafts)
-
-    def _move_states(self, operations: StateOps) -> None:
-        """A slot that receives something is not its former owner's any more."""
-        if not operations.is_empty:
-            for _, slot in (*operations.copy, *operations.swap_in):
-                self._give_slot(slot, None)
-
-    def _give_slot(self, slot: int, sequence: MirroredSequence | None) -> None:
-        former = self._owners[slot]
-        if former is not None:
-            former.state_slot = -1
-        self._owners[slot] = sequence
+    def _state_check(self, plan: StepPlan, rows: Sequence[PlannedRow]) -> StateCheck:
+        return StateCheck(plan, rows, self._slots, self._most_drafts)
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:
@@ -256,50 +258,81 @@ class Mirror:
 
     def _leave(self, key: SequenceKey) -> None:
         sequence = self._sequences.pop(key, None)
+        if sequence is not None and self._blocks is not None:
+            self._blocks.leave(sequence)
         if sequence is not None and sequence.state_slot >= 0:
-            self._give_slot(sequence.state_slot, None)
+            self._slots.give(sequence.state_slot, None)
 
-    def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
-        """Replace the request and the listed sequences by the data sent; others are kept."""
-        request = update.request
-        group = self._groups.setdefault(request.request_id, MirroredGroup(request))
-        group.request = request
-        for sequence in group.sequences.values():
-            sequence.set_request(request)
-        for data in update.sequences:
-            sequence = MirroredSequence(
-                request=request,
-                sample_index=data.sample_index,
-                output_token_ids=list(data.output_token_ids),
-                block_ids=list(data.block_ids),
-                num_computed_tokens=data.num_computed_tokens,
-                num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
-                state_slot=data.state_slot,
-                draft_token_ids=data.draft_token_ids,
-                num_lagging_tokens=data.num_lagging_tokens,
-            )
+    def _planned(self, plan: StepPlan) -> list[PlannedRow]:
+        """The rows of the plan's groups, with new records of those that are sent completely, or have just forked."""
+        rows: list[PlannedRow] = []
+        for update in plan.groups:
+            if isinstance(update, SequenceGroupMetadata):
+                rows += [
+                    PlannedRow(_new_record(update.request, data), update.request, data, True)
+                    for data in update.sequences
+                ]
+                continue
+            group = self._groups[update.request_id]
+            for delta in update.sequences:
+                held = group.sequences.get(delta.sample_index)
+                record = _new_fork(group.request, delta) if held is None else held
+                rows.append(PlannedRow(record, group.request, delta, held is None))
+        return rows
+
+    def _add(self, row: PlannedRow) -> None:
+        """Take over a new record, or bring the held one up to date."""
+        sequence, data = row.sequence, row.data
+        if row.is_new:
+            group = self._groups.get(row.request.request_id)
+            if group is None:
+                group = self._groups[row.request.request_id] = MirroredGroup(row.request)
+            elif group.request is not row.request:
+                group.request = row.request
+                for held in group.sequences.values():
+                    held.set_request(row.request)
+            former = group.sequences.get(sequence.sample_index)
+            if former is not None and self._blocks is not None:
+                self._blocks.leave(former)
             if data.state_slot >= 0:
-                self._give_slot(data.state_slot, sequence)
-            group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
-            sequences.append(sequence)
+                self._slots.give(data.state_slot, sequence)
+            group.sequences[sequence.sample_index] = self._sequences[sequence.key] = sequence
+            return
+        assert isinstance(data, SequenceDataDelta), data
+        if self._slots.owners:
+            sequence.num_lagging_tokens = num_lagging_tokens(sequence, data.num_computed_tokens)
+        sequence.output_token_ids += data.appended_token_ids
+        if data.num_kept_blocks != len(sequence.block_ids):
+            # A new list: a holder of the old one sees that it did not only grow.
+            sequence.block_ids = sequence.block_ids[: data.num_kept_blocks]
+        sequence.block_ids += data.appended_block_ids
+        sequence.num_computed_tokens = data.num_computed_tokens
+        sequence.num_scheduled_tokens = data.num_scheduled_tokens - len(data.draft_token_ids)
+        sequence.draft_token_ids = data.draft_token_ids
 
-    def _append(self, update: SequenceGroupMetadataDelta, sequences: list[MirroredSequence]) -> None:
-        group = self._groups[update.request_id]
-        for data in update.sequences:
-            sequence = group.sequences.get(data.sample_index)
-            if sequence is None:
-                sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0, data.state_slot)
-                if data.state_slot >= 0:
-                    self._give_slot(data.state_slot, sequence)
-                group.sequences[data.sample_index] = self._sequences[sequence.key] = sequence
-            elif self._owners:
-                sequence.num_lagging_tokens = num_lagging_tokens(sequence, data.num_computed_tokens)
-            sequence.output_token_ids += data.appended_token_ids
-            if data.num_kept_blocks != len(sequence.block_ids):
-                # A new list: a holder of the old one sees that it did not only grow.
-                sequence.block_ids = sequence.block_ids[: data.num_kept_blocks]
-            sequence.block_ids += data.appended_block_ids
-            sequence.num_computed_tokens = data.num_computed_tokens
-            sequence.num_scheduled_tokens = data.num_scheduled_tokens - len(data.draft_token_ids)
-            sequence.draft_token_ids = data.draft_token_ids
-            sequences.append(sequence)
+
+def _new_record(request: Request, data: SequenceData) -> MirroredSequence:
+    return MirroredSequence(
+        request=request,
+        sample_index=data.sample_index,
+        output_token_ids=list(data.output_token_ids),
+        block_ids=list(data.block_ids),
+        num_computed_tokens=data.num_computed_tokens,
+        num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
+        state_slot=data.state_slot,
+        draft_token_ids=data.draft_token_ids,
+        num_lagging_tokens=data.num_lagging_tokens,
+    )
+
+
+def _new_fork(request: Request, data: SequenceDataDelta) -> MirroredSequence:
+    return MirroredSequence(
+        request=request,
+        sample_index=data.sample_index,
+        output_token_ids=list(data.appended_token_ids),
+        block_ids=list(data.appended_block_ids),
+        num_computed_tokens=data.num_computed_tokens,
+        num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
+        state_slot=data.state_slot,
+        draft_token_ids=data.draft_token_ids,
+    )

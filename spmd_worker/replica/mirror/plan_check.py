@@ -1,5 +1,6 @@
 """Checks that a plan follows from the plans before it: every rule, before the mirror changes anything."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -82,20 +83,21 @@ class PlanCheck:
 
     def num_new_blocks(self) -> dict[int, int]:
         """Number of new entries of tables by index in `continuing`. Raises MirrorError for blocks that do not exist."""
-        plan = self._plan
-        num_new_blocks: dict[int, int] = {}
-        for index, _ in plan.continuing_blocks:
-            num_new_blocks[index] = num_new_blocks.get(index, 0) + 1
-        self._check_blocks("continuing_blocks", [block_id for _, block_id in plan.continuing_blocks])
-        is_outside = any(not 0 <= index < len(plan.continuing) for index in num_new_blocks)
-        num_groups = self._num_groups
-        are_uneven = any(count % num_groups for count in num_new_blocks.values())
-        has_several = not plan.continuing_num_ids and len(num_new_blocks) * num_groups != len(plan.continuing_blocks)
+        plan, num_groups = self._plan, self._num_groups
+        if not plan.continuing_blocks:
+            return {}
+        indices, block_ids = zip(*plan.continuing_blocks)
+        self._check_blocks("continuing_blocks", block_ids)
+        num_new_blocks = dict.fromkeys(indices, 1)
+        if len(num_new_blocks) != len(indices):
+            num_new_blocks = Counter(indices)
+        is_outside = not 0 <= min(indices) <= max(indices) < len(plan.continuing)
+        are_uneven = num_groups > 1 and any(count % num_groups for count in num_new_blocks.values())
+        has_several = not plan.continuing_num_ids and len(num_new_blocks) * num_groups != len(indices)
         if is_outside or are_uneven or has_several:
-            indices = [index for index, _ in plan.continuing_blocks]
             rule = f"different ones from 0 to {len(plan.continuing) - 1}"
             rule += f", {num_groups} times each" if num_groups > 1 else ""
-            self._reject("continuing_blocks", f"at indices {indices}", rule)
+            self._reject("continuing_blocks", f"at indices {list(indices)}", rule)
         return num_new_blocks
 
     def _check_continuing(self) -> Sequence[MirroredSequence]:

@@ -53,6 +53,7 @@ def prompt_step() -> StepPlan:
 NEXT_OF_1 = SequenceDataDelta(0, (50,), 2, (), 5, 1, 1)
 NEXT_OF_2 = SequenceDataDelta(0, (), 1, (3,), 3, 3, 1)
 FORK_OF_1 = SequenceDataDelta(1, (60,), 0, (0, 4), 5, 1, 1)
+COPY_FOR_FORK = BlockOps(copy=((1, 4),))
 
 
 def changed(data, **fields):
@@ -77,8 +78,9 @@ def frozen(mirror: Mirror):
 
 
 def values_of(sequence: MirroredSequence):
-    # `steady` holds the sequence itself.
-    return [getattr(sequence, spec.name) for spec in dataclasses.fields(sequence) if spec.name != "decode_row"]
+    # These two hold the sequence itself.
+    names = [spec.name for spec in dataclasses.fields(sequence) if spec.name not in ("decode_row", "computed")]
+    return [getattr(sequence, name) for name in names]
 
 
 def test_snapshot_is_held_and_returned_in_plan_order():
@@ -113,14 +115,15 @@ def test_reading_tokens_outside_sequence_is_an_assertion_error(mirror):
 
 
 def test_delta_may_introduce_a_fork(mirror):
-    _, fork = mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
+    _, fork = mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1), block_ops=COPY_FOR_FORK))
     assert fork.sequence.request is mirror._groups[1].request
     assert mirror_state(mirror)[(1, 1)] == ((60,), (0, 4), 6)
     assert len(mirror._groups) == 2
 
 
 def test_copy_on_write_replaces_last_block_of_table(mirror):
-    mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=1, appended_block_ids=(9,)))))
+    moves = BlockOps(copy=((1, 9),))
+    mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=1, appended_block_ids=(9,))), block_ops=moves))
     assert mirror_state(mirror)[(1, 0)][1] == (0, 9)
 
 
@@ -145,9 +148,13 @@ def test_swapped_sequence_returns_with_tokens_and_new_table(mirror):
 
 
 def test_new_table_may_have_another_length(mirror):
-    mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(9, 8, 7)))))
+    moves = BlockOps(swap_out=((0, 0), (1, 1)), swap_in=((0, 9), (1, 8)))
+    mirror.apply(
+        plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(9, 8, 7))), block_ops=moves)
+    )
     assert mirror_state(mirror)[(1, 0)] == ((50,), (9, 8, 7), 6)
-    mirror.apply(plan(9, delta(1, SequenceDataDelta(0, (51,), 0, (5, 6), 6, 1, 1))))
+    moves = BlockOps(swap_out=((9, 0), (8, 1)), swap_in=((0, 5), (1, 6)))
+    mirror.apply(plan(9, delta(1, SequenceDataDelta(0, (51,), 0, (5, 6), 6, 1, 1)), block_ops=moves))
     assert mirror_state(mirror)[(1, 0)] == ((50, 51), (5, 6), 7)
 
 
@@ -176,7 +183,7 @@ def test_sample_count_follows_running_sequences():
 
 
 def test_snapshot_replaces_only_the_sequences_it_lists(mirror):
-    mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
+    mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1), block_ops=COPY_FOR_FORK))
     whole = snapshot(1, SequenceData(1, (60, 61), (5, 6), 0, 7, 1), n=3)
     mirror.apply(plan(9, whole))
     assert mirror_state(mirror)[(1, 0)] == ((50,), (0, 1), 6)
@@ -185,7 +192,7 @@ def test_snapshot_replaces_only_the_sequences_it_lists(mirror):
 
 
 def test_finished_sequences_are_forgotten_before_plan_applies(mirror):
-    mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
+    mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1), block_ops=COPY_FOR_FORK))
     next_of_fork = SequenceDataDelta(1, (61,), 2, (), 6, 1, 1)
     mirror.apply(plan(9, delta(1, next_of_fork), finished_sequences=(SequenceKey(1, 0),), finished_request_ids=(2,)))
     assert list(mirror_state(mirror)) == [(1, 1)]

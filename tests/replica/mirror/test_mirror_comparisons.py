@@ -55,7 +55,7 @@ def test_impossible_comparison_is_rejected(comparison: HitComparison, match: str
 
 
 def test_model_without_states_compares_none() -> None:
-    plan = StepPlan(1, tuple([_stateless(group) for group in prompts().groups]), num_tokens=10)
+    plan = StepPlan(1, tuple([_stateless(group) for group in prompts().groups]), num_tokens=15)
     with pytest.raises(MirrorError, match="slot 0, the mirror expects from 0 to -1"):
         new_mirror(0).apply(compares(plan, state(0, 0)))
 

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from mirror_state import mirror_state
 from step_records import every_change
-from test_mirror import BLOCK_SIZE, NUM_BLOCKS, delta, frozen, plan, snapshot
+from test_mirror import BLOCK_SIZE, COPY_FOR_FORK, NUM_BLOCKS, delta, frozen, plan, snapshot
 
 from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.mirror import Mirror, MirrorError
@@ -79,14 +79,14 @@ def test_rows_come_in_plan_order_continuing_first(mirror):
 
 
 def test_parent_continues_while_fork_is_introduced(mirror):
-    mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK]))
+    mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK], block_ops=COPY_FOR_FORK))
     mirror.apply(steady(9, (KEY_OF_1, 51), (FORK_OF_1, 61)))
     assert mirror_state(mirror)[KEY_OF_1] == ((50, 51), (0, 1), 7)
     assert mirror_state(mirror)[FORK_OF_1] == ((60, 61), (0, 4), 7)
 
 
 def test_sequence_continues_while_sibling_comes_as_snapshot(mirror):
-    mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK]))
+    mirror.apply(steady(8, (KEY_OF_1, 50), groups=[FIRST_OF_FORK], block_ops=COPY_FOR_FORK))
     whole = snapshot(1, SequenceData(1, (60, 61), (6, 7), 0, 7, 1), n=3)
     first, second = mirror.apply(steady(9, (KEY_OF_1, 51), groups=[whole]))
     assert first.sequence.output_token_ids == [50, 51]

@@ -35,7 +35,9 @@ def snapshot(request_id: int, slot: int, blocks: tuple[int, ...], num_samples: i
 
 
 def prompts(step: int = 1) -> StepPlan:
-    return StepPlan(step, (snapshot(1, 0, (0, 1), 2), snapshot(2, 3, (2, 3))), num_tokens=10)
+    """Requests 1 and 2 have one prompt, and 7 another."""
+    other = dataclasses.replace(snapshot(7, 2, (14, 15)), request=Request(7, (5, 6, 7, 8, 4), SamplingParams(), 0))
+    return StepPlan(step, (snapshot(1, 0, (0, 1), 2), snapshot(2, 3, (2, 3)), other), num_tokens=15)
 
 
 def decoding(step: int, *keys: SequenceKey, **fields: object) -> StepPlan:
@@ -67,10 +69,10 @@ def fork(step: int, slot: int) -> StepPlan:
 
 def test_rows_keep_their_slots():
     mirror = at_work()
-    (first, second) = mirror.apply(decoding(2, FIRST, SECOND))
+    (first, second) = mirror.apply(decoding(2, FIRST, SECOND, state_ops=StateOps(copy=((0, 5),))))
     assert (first.sequence.state_slot, second.sequence.state_slot) == (0, 3)
-    mirror.apply(fork(3, 5))
-    assert mirror_slots(mirror) == {FIRST: 0, (1, 1): 5, SECOND: 3}
+    mirror.apply(dataclasses.replace(fork(3, 5), block_ops=BlockOps(copy=((1, 4),))))
+    assert mirror_slots(mirror) == {FIRST: 0, (1, 1): 5, SECOND: 3, (7, 0): 2}
 
 
 def test_moves_may_come_while_rows_only_decode():
@@ -84,9 +86,9 @@ def test_preempted_sequence_comes_back_with_another_slot():
     """A mirror learns of a preemption when another sequence has the slot."""
     mirror = at_work()
     mirror.apply(StepPlan(2, (snapshot(3, 3, (4, 5)),), num_tokens=5))
-    assert mirror_slots(mirror) == {FIRST: 0, SECOND: -1, (3, 0): 3}
+    assert mirror_slots(mirror) == {FIRST: 0, SECOND: -1, (3, 0): 3, (7, 0): 2}
     mirror.apply(StepPlan(3, (snapshot(2, 1, (2, 3)),), num_tokens=5))
-    assert mirror_slots(mirror) == {FIRST: 0, SECOND: 1, (3, 0): 3}
+    assert mirror_slots(mirror) == {FIRST: 0, SECOND: 1, (3, 0): 3, (7, 0): 2}
 
 
 def test_swapped_sequence_comes_back_with_another_slot():
@@ -149,9 +151,9 @@ def test_drafts_may_follow_lagging_tokens():
     "plan",
     [
         *(resent(3, 0, 6), resent(3, 1, 7), resent(3, 2)),
-        resent(3, 2, slot=4, swap_in=((0, 4),)),
+        resent(3, 2, slot=4, swap_out=((3, 0),), swap_in=((0, 4),)),
         # Computed again, from what other sequences have left.
-        *(resent(3, 0, slot=4, copy=((0, 4),)), resent(3, 0, copy=((0, 3),)), resent(3, 0, 0)),
+        *(resent(3, 0, 5, slot=4, copy=((0, 4),)), resent(3, 0, 5, copy=((0, 3),)), resent(3, 0, 0)),
     ],
 )
 def test_row_sent_completely_says_how_far_it_lags(plan: StepPlan):
@@ -180,6 +182,7 @@ def test_models_without_states_have_no_lag():
         mirror.apply(StepPlan(4, (group,), num_tokens=1))
 
 
+OUT = StepPlan(2, state_ops=StateOps(swap_out=((3, 0),)))
 TAKEN = StepPlan(2, (snapshot(3, 3, (4, 5)),), num_tokens=5)
 OVERWRITTEN = StepPlan(2, state_ops=StateOps(copy=((0, 3),)))
 
@@ -205,6 +208,66 @@ REJECTED: dict[str, tuple[list[StepPlan], Callable[[], StepPlan], str]] = {
     "a lost slot, in a delta": ([TAKEN], lambda: delta(3), "request 2, .* another sequence's by now"),
     "an overwritten slot": ([OVERWRITTEN], lambda: decoding(3, SECOND), "request 2, .* another sequence's by now"),
     "a second slot": ([], lambda: delta(2, state_slot=1), "state_slot is 1, .* -1 for a sequence that has its slot"),
+    "a fork without a copy": (
+        [],
+        lambda: fork(2, 5),
+        "step 2, request 1, sample 1: field state_slot is 5, which nobody has filled, .* after its 5 tokens",
+    ),
+    "a copy for a fork, a step late": (
+        [decoding(2, FIRST)],
+        lambda: dataclasses.replace(fork(3, 5), state_ops=StateOps(copy=((0, 5),))),
+        "step 3, request 1, sample 1: field num_computed_tokens is 5, .* behind the 6 tokens that slot 5 has",
+    ),
+    "a swap-in left out": (
+        [OUT],
+        lambda: resent(3, 0, 5, slot=4),
+        "step 3, request 2, sample 0: field state_slot is 4, which nobody has filled, .* after its 5 tokens",
+    ),
+    "a swap-in left out, to a slot with another state": (
+        [OUT],
+        lambda: resent(3, 0, 5, slot=2),
+        "step 3, request 2, sample 0: field state_slot is 2, with the state after 5 tokens of request 7, sample 0",
+    ),
+    "a swap-out left out": (
+        [],
+        lambda: resent(2, 0, 5, slot=4, swap_in=((0, 4),)),
+        "step 2: field state_ops is a swap-in of slot 0, which nobody has filled",
+    ),
+    "a state swapped in twice": (
+        [OUT, resent(3, 0, 5, slot=4, swap_in=((0, 4),))],
+        lambda: resent(4, 0, 5, slot=5, swap_in=((0, 5),)),
+        "step 4: field state_ops is a swap-in of slot 0, which nobody has filled",
+    ),
+    "another's state swapped in": (
+        [dataclasses.replace(OUT, state_ops=StateOps(swap_out=((3, 0), (2, 1))))],
+        lambda: resent(3, 0, 5, slot=4, swap_in=((1, 4),)),
+        "step 3, request 2, sample 0: field state_slot is 4, with the state after 5 tokens of request 7, sample 0",
+    ),
+    "a snapshot that nobody restores": (
+        [StepPlan(2, state_ops=StateOps(copy=((0, 1),)))],
+        lambda: resent(3, 0, 5, slot=4),
+        "step 3, request 2, sample 0: field state_slot is 4, which nobody has filled, .* after its 5 tokens",
+    ),
+    "a copy of nothing": (
+        [],
+        lambda: StepPlan(2, state_ops=StateOps(copy=((4, 5),))),
+        "step 2: field state_ops is a copy of slot 4, which nobody has filled",
+    ),
+    "a copy of nothing, while rows decode": (
+        [decoding(2, FIRST, SECOND)],
+        lambda: decoding(3, FIRST, SECOND, state_ops=StateOps(copy=((4, 5),))),
+        "step 3: field state_ops is a copy of slot 4, which nobody has filled",
+    ),
+    "a state of an ended sequence": (
+        [StepPlan(2, finished_request_ids=(7,))],
+        lambda: StepPlan(3, state_ops=StateOps(copy=((2, 5),))),
+        "step 3: field state_ops is a copy of slot 2, which nobody has filled",
+    ),
+    "two slots swapped": (
+        [OUT, StepPlan(3, state_ops=StateOps(copy=((2, 1),), swap_in=((0, 4),)))],
+        lambda: resent(4, 0, 5, slot=1),
+        "step 4, request 2, sample 0: field state_slot is 1, with the state after 5 tokens of request 7, sample 0",
+    ),
     "a fork without a slot": ([], lambda: fork(2, -1), "state_slot is -1, .* 0 to 5"),
     "a token applied twice, in a delta": (
         [],
@@ -232,16 +295,20 @@ REJECTED: dict[str, tuple[list[StepPlan], Callable[[], StepPlan], str]] = {
     "a lag forgotten": ([drafted()], lambda: resent(3, 0), "is 8, with a lag of 0"),
     "a lag forgotten at a swap": (
         [drafted()],
-        lambda: resent(3, 0, slot=4, swap_in=((0, 4),)),
+        lambda: resent(3, 0, slot=4, swap_out=((3, 0),), swap_in=((0, 4),)),
         "is 8, with a lag of 0",
     ),
     "a lag by a draft that was none": ([drafted()], lambda: resent(3, 2, last_id=9), "a lag of 2, .* up to 1 drafts"),
-    "a lag of a copy": ([drafted()], lambda: resent(3, 2, slot=4, copy=((0, 4),)), "num_lagging_tokens is 2"),
+    "a lag of a copy": (
+        [drafted()],
+        lambda: resent(3, 2, slot=4, copy=((3, 4),)),
+        "is 8, with a lag of 2, .* up to 0 drafts behind the 6 tokens that slot 4 has",
+    ),
     "a lag of zeros": ([drafted()], lambda: resent(3, 1, 0), "num_lagging_tokens is 1"),
     "a lag of a new sequence": (
         [drafted(), StepPlan(3, finished_request_ids=(2,))],
         lambda: resent(4, 2),
-        "num_lagging_tokens is 2, .* 0 where nothing is saved",
+        "state_slot is 3, which nobody has filled, .* the state after its 6 tokens",
     ),
     "a token applied twice, continuing": (
         [],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import pytest
 from visible_cache import VisibleCache
 from visible_states import VisibleStates
 
@@ -20,6 +21,7 @@ from kv_cache.outside_transfers import OutsideTransfers
 from kv_cache.state_slots import StateSlots
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.replica.drafts.proposer import Proposer
+from spmd_worker.replica.mirror.block_check import BlockChanges, MirroredBlocks
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
 from spmd_worker.replica.scheduler.adapter_plans import addition_of, plan_addition
@@ -55,6 +57,11 @@ VOCAB_SIZE = 1000
 
 Values = Callable[[SequenceKey, int], int]
 """The token sampled for a sequence at a position."""
+
+
+def without_block_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrors let rows read any blocks, so that the cache with contents is what sees it."""
+    monkeypatch.setattr(MirroredBlocks, "check", lambda self, *args, **options: BlockChanges({}, {}, {}, ()))
 
 
 class Row(NamedTuple):
@@ -134,7 +141,7 @@ class Run:
         self.worker_drafts: Callable[[SequenceKey, int], tuple[int, ...]] | None = None
         """Drafts of the workers for a sequence whose next token is at a position."""
         rules = AdapterRules(self.adapters.has, max_loras)
-        self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups.num_groups, drafts)
+        self.mirror = Mirror(num_blocks, block_size, ahead, rules, num_slots, groups, drafts)
         self.states = VisibleStates(num_slots, host_slots)
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks, groups)
         self.ended: dict[int, SequenceGroup] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_runs import Row, Run
+from scheduler_runs import Row, Run, without_block_check
 
 from spmd_worker.replica.mirror.mirror import MirrorError
 from spmd_worker.replica.scheduler.media_rows import MediaRowLimits, MediaRows
@@ -153,6 +153,9 @@ def test_names_without_images_would_share_blocks(monkeypatch: pytest.MonkeyPatch
     from spmd_worker.replica.scheduler import allocator
 
     monkeypatch.setattr(allocator, "given_rows", lambda request, first: [])
+    with pytest.raises(MirrorError, match="request 1, sample 0: field block_ids is 4, with tokens of request 0"):
+        test_other_images_behind_the_same_tokens_share_no_block()
+    without_block_check(monkeypatch)
     with pytest.raises(AssertionError):
         test_other_images_behind_the_same_tokens_share_no_block()
 

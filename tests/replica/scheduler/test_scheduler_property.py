@@ -26,9 +26,10 @@ from histories import (
     random_history,
 )
 from hypothesis import given, settings
-from scheduler_runs import EOS, Run
+from scheduler_runs import EOS, Run, without_block_check
 
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.replica.mirror.mirror import MirrorError
 from spmd_worker.replica.scheduler import allocator as residency_module
 from spmd_worker.replica.scheduler.allocator import Allocator
 from spmd_worker.replica.scheduler.planner import Planner
@@ -258,5 +259,16 @@ FAULTS = [
 def test_histories_detect_misplaced_block_contents(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault):
     """Negative control of the rows that find their past."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    without_block_check(monkeypatch)
     with pytest.raises(AssertionError, match="position"):
+        [random_history(seed, Run(**TIERED), by_position) for seed in range(20)]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), FAULTS[:5])
+def test_mirror_rejects_misplaced_block_contents(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault):
+    """A row reads none of them. Contents of a connector's slots are not followed."""
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    with pytest.raises(
+        MirrorError, match=r"request \d+, sample \d+: field block_ids is \d+, (with tokens of|which nobody)"
+    ):
         [random_history(seed, Run(**TIERED), by_position) for seed in range(20)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from test_scheduler_property import by_position, check_answers
 
 from kv_cache.pending_moves import PendingMoves
 from kv_cache.state_slots import StateSlots
+from spmd_worker.replica.mirror.contents import Moved
+from spmd_worker.replica.mirror.mirror import MirroredSequence, MirrorError
 from spmd_worker.replica.mirror.state_check import StateCheck
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -99,12 +101,22 @@ def test_repeated_token_is_detected(monkeypatch: pytest.MonkeyPatch):
         sequence.repeats_last = True
 
     monkeypatch.setattr(Scheduler, "_recompute", repeat)
-    monkeypatch.setattr(StateCheck, "check", lambda self, continuing: None)
+    without_check(monkeypatch)
     run = Run(**CROWDED)
     run.num_ids = iter([1, 1, 0, *[1] * 100]).__next__
     run.admit(5)
     with pytest.raises(AssertionError, match="state in slot"):
         run.finish()
+
+
+def without_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrors let wrong plans through."""
+
+    def follow(self: StateCheck, known: Iterable[MirroredSequence]) -> Moved:
+        return self._slots.moved(self._plan.state_ops)
+
+    monkeypatch.setattr(StateCheck, "check", follow)
+    monkeypatch.setattr(StateCheck, "check_state_ops", follow)
 
 
 def in_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +173,16 @@ FAULTS = [
 def test_histories_detect_wrong_state(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]):
     """Negative control of the slots that hold the tokens before a row's next one."""
     fault(monkeypatch)
+    without_check(monkeypatch)
     with pytest.raises(AssertionError, match="state in slot"):
+        [random_history(seed, Run(**SWAPPED), by_position) for seed in range(20)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mirror_rejects_wrong_state_in_histories(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+):
+    """No row reads it."""
+    fault(monkeypatch)
+    with pytest.raises(MirrorError, match=r"field (state_slot|state_ops|num_computed_tokens) is "):
         [random_history(seed, Run(**SWAPPED), by_position) for seed in range(20)]

@@ -12,6 +12,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from kv_cache.swap_space import SwapSpace
+from spmd_worker.replica.mirror.mirror import MirrorError
 from spmd_worker.replica.scheduler import planner as planner_module
 from spmd_worker.replica.scheduler.allocator import PreemptionPolicy
 from spmd_worker.replica.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
@@ -367,5 +368,5 @@ def test_swap_check_detects_use_of_full_host(monkeypatch: pytest.MonkeyPatch):
 def test_swap_check_detects_sequence_keeping_old_blocks(monkeypatch: pytest.MonkeyPatch):
     """A delta that kept what the mirrors knew would name blocks that others have now."""
     monkeypatch.setattr(planner_module, "TableChange", lambda first, block_ids: TableChange(1, block_ids[1:]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(MirrorError, match=r"field block_ids is others' by now, .* a new table"):
         test_swapped_sequence_returns_as_delta_with_full_table()
