@@ -31,7 +31,6 @@ from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
-    adapter_folders,
     check_files,
     check_output,
     is_job_file,
@@ -48,6 +47,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
+from spmd_worker.model_config.adapter_folder import adapter_folders
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from spmd_worker.base.config.plain_values import plain_folder
-from spmd_worker.base.config.schema import JobConfig, ModelOptions
+from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
@@ -33,6 +32,7 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, is_of_a_shard, output_of, prometheus_of, run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import check_pool
+from spmd_worker.model_config.adapter_folder import adapter_folders
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ def check_files(resolved: ResolvedRun) -> None:
     in_model = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
     for key, adapter in adapter_folders(resolved.config.model).items():
-        reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
+        if not is_remote(adapter):
+            reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
     placement, index = resolved.config.parallel.expert_placement, job.input_index
     read += [] if index is None else [Name(f"job.input_index={index}", Path(index))]
     reject_read_and_written(files, [*read, Name(f"parallel.expert_placement={placement}", Path(placement))])
@@ -196,19 +197,6 @@ def _reject_parts(output: Path, read: Sequence[Name], key: str = "job.output") -
     for name in read:
         if matches(str(output), name.path):
             raise ConfigError(f"{key}={output} would replace {name.path}, which is read: give another")
-
-
-def adapter_folders(model: ModelOptions) -> dict[str, str]:
-    """Folder of each adapter, by the key that names it: `model.adapters.NAME`, `model.prompt_adapters.NAME` and
-    `model.lora_merge`.
-    """
-    named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
-    folders = {
-        f"model.{key}.{name}": plain_folder(path) for key, given in named.items() for name, path in given.items()
-    }
-    if model.merged_adapter is not None:
-        folders["model.lora_merge"] = model.merged_adapter
-    return folders
 
 
 def _claim(key: str, value: str, path: Path) -> Claim:
