@@ -1,6 +1,7 @@
 """Adapters in S3: those of a configuration, of calls and of rows have the bits of local folders, on every rank."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,9 @@ def test_job_with_remote_adapters_has_local_bytes(s3, folders, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.guarantee("A remote adapter is downloaded once a node, and all ranks compute with its bits")
+@pytest.mark.guarantee(
+    "A remote adapter is downloaded once a node, and all ranks compute with its bits", is_control_inside=True
+)
 def test_ranks_share_one_download_of_remote_adapters(s3, folders, tmp_path):
     rows = [{"prompt": f"add {index} 7 =", "adapter": "ab"[index % 2], **SAMPLING} for index in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -88,6 +91,10 @@ def test_ranks_share_one_download_of_remote_adapters(s3, folders, tmp_path):
         outputs.append((tmp_path / f"out{len(outputs)}.jsonl").read_bytes())
     assert outputs[0] == outputs[1]
     assert sorted(downloads(s3)) == [FILES[0]] * 2 + [FILES[1]] * 2
+    # A control: without the copies they are downloaded again.
+    shutil.rmtree(tmp_path / "cache")
+    local_adapter(f"{s3.bucket}/adapters/a")
+    assert sorted(downloads(s3)) == FILES
     # The step log names the remote folder, from which a replay reads.
     header = read_step_log(tmp_path / "out0.jsonl.run" / "steps.log").header
     assert header.adapter_paths == (f"{s3.bucket}/adapters/a", f"{s3.bucket}/adapters/b")

@@ -1,5 +1,6 @@
 """Paths of a job's input and output, checked before anything is started."""
 
+import contextlib
 import glob
 import logging
 import os
@@ -74,19 +75,20 @@ def check_job(job: JobConfig) -> None:
 def check_names(job: JobConfig) -> None:
     """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
     output = output_of(job)
-    if isinstance(output, RemotePath):
-        check_writable("job.output", output.raw)
+    check_output_name(output)
     if is_remote(job.run_dir or ""):
         shown = shown_name(job.run_dir or "")
         raise ConfigError(f"job.run_dir={shown}: the run directory must be local: give a folder")
+
+
+def check_output_name(output: FilePath, key: str = "job.output") -> None:
+    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
+    if isinstance(output, RemotePath):
+        check_writable(key, output.raw)
     if str(output).count("*") > is_parts(output):
         raise ConfigError(
-            f"job.output={output}: parts have one * in their file's name, for the number: give such as "
-            f"answers/part-*.jsonl"
+            f"{key}={output}: parts have one * in their file's name, for the number: give such as answers/part-*.jsonl"
         )
-    if is_parts(output) and job.shard is not None:
-        shown = shown_name(job.output or "")
-        raise ConfigError(f"job.output={shown} and job.shard={job.shard}: a shard writes one file: leave out the *")
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
@@ -243,6 +245,7 @@ def check_merge(output: FilePath, manifest: dict[str, Any], folders: Sequence[Pa
     `folders`.
     """
     key = "--output"
+    check_output_name(output, key)
     inputs = [file_path(name) for name in manifest["input"]]
     _reject_remote_output(output, inputs, key)
     if is_parts(output):
@@ -274,16 +277,28 @@ def check_run_dir(run_dir: Name) -> None:
 
 
 def check_output(job: JobConfig) -> None:
-    """Begin and abandon the output file, and claim the folder of parts; with the locks held. Raises ConfigError for a
-    file that cannot be written.
-    """
+    """Begin and abandon the output file, with the locks held. Raises ConfigError for a file that cannot be written."""
     path = output_of(job)
-    try:
+    with _written(path):
         if isinstance(path, RemotePath):
             _check_remote(path)
         OutputFile.open(path).abandon()
-        if is_parts(path):
-            claim_folder(path)
+
+
+def claim_output(job: JobConfig, run: str) -> None:
+    """Claim the folder of parts for a run, whose manifest has its name. Raises ConfigError as `earlier_parts` does, and
+    for a file that cannot be written.
+    """
+    path = output_of(job)
+    if is_parts(path):
+        with _written(path):
+            claim_folder(path, run=run)
+
+
+@contextlib.contextmanager
+def _written(path: FilePath) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
 
