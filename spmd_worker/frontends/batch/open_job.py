@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, earlier_parts, is_parts
@@ -150,6 +151,9 @@ class OpenRun:
     def _num_rows(self) -> int:
         assert self._rows is not None, "the rows are not open"
         return self._rows.num_rows
+
+    def lost_rows(self) -> LostRows:
+        return LostRows()
 
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run

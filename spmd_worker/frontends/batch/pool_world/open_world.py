@@ -17,6 +17,7 @@ from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_adapters, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
@@ -94,6 +95,9 @@ class PoolRun:
         answers = {key: self.manifest[key] for key in ("version", "config_hash", "answers")}
         record = {"format_version": FORMAT_VERSION, "seed": engine.config.seed, **answers}
         return self._world.write_output(vectors_of(engine), record, advance, self.run_dir)
+
+    def lost_rows(self) -> LostRows:
+        return self._world.lost_rows()
 
     def end(self) -> None:
         end_manifest(self.run_dir, self.manifest)
