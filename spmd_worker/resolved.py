@@ -20,6 +20,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
 from spmd_worker.media.processor_settings import has_image_processor
+from spmd_worker.model_config.adapter_folder import fetch_adapters
 from spmd_worker.model_config.byte_rows import fits_bytes
 from spmd_worker.model_config.decoder_generation import DecoderGeneration
 from spmd_worker.model_config.encoder_options import max_encoder_len, num_encoder_positions
@@ -226,7 +227,11 @@ def _with_tokenizer_eos(model_config: ModelConfig, tokenizer: Tokenizer | None) 
 
 
 def find_model(config: RunConfig) -> ModelLocation:
-    """Locate the model's files; download a missing model of the hub. Raises ModelConfigError."""
+    """Locate the model's files; download a missing model of the hub, and remote models and adapters. Raises
+    ConfigError.
+    """
+    if not config.plan:
+        fetch_adapters(config.model)
     needs_weights = not config.plan and config.model.load_format != "dummy"
     return locate_model(config.model.path or "", config.model.revision, needs_weights=needs_weights)
 

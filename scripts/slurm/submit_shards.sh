@@ -22,9 +22,16 @@ done
 
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 project=${SPMD_WORKER_HOME:-$PWD}
-stem=$(sed -E 's/\.(jsonl|parquet)(\.[a-z0-9]+)?$//' <<<"$output")
-# Found when it runs: answers-00003-of-00007.jsonl.run and the others.
-run_dirs="$(printf '%q' "$stem")-?????-of-$(printf '%05d' "$num_shards").*.run"
+# Run directories of remote outputs are in the working directory. Found when it runs: answers-00003-of-00007.jsonl.run
+# and the others, of parts part-00003-of-00007.jsonl.run.
+run=$output
+[[ "$output" == *://* ]] && run=${output##*/}
+mark="?????-of-$(printf '%05d' "$num_shards")"
+if [[ "$run" == *'*'* ]]; then
+  run_dirs="$(printf '%q' "${run%%'*'*}")$mark$(printf '%q' "${run#*'*'}").run"
+else
+  run_dirs="$(printf '%q' "$(sed -E 's/\.(jsonl|parquet)(\.[a-z0-9]+)?$//' <<<"$run")")-$mark.*.run"
+fi
 
 shards=$(sbatch --parsable --array="0-$((num_shards - 1))" "$home/scripts/slurm/array.sbatch" "$@")
 echo "shards: job $shards"

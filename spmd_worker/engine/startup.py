@@ -22,7 +22,7 @@ from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError, RankFailedError
-from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
@@ -65,6 +65,12 @@ WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 
 _Engine = TypeVar("_Engine", bound=Engine)
 
+BeforeLoad = Callable[[ControlChannel], None]
+
+
+class NoWorkError(Exception):
+    """Raised by `before_load` on every rank: the program ends well, without a model."""
+
 
 def read_run(config: RunConfig) -> ResolvedRun:
     """Resolve a configuration for this process; reads the model's files once and starts nothing. Raises ConfigError,
@@ -81,8 +87,10 @@ def start_engine(
     environment: RankEnvironment | None = None,
     watchdog: Watchdog | None = None,
     engine_class: type[_Engine] = Engine,  # type: ignore[assignment]  # mypy 1: no default of a type variable
+    before_load: BeforeLoad | None = None,
 ) -> _Engine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
+    `before_load` is called with the channel of all ranks; it may raise NoWorkError, which is raised here.
 
     `resolved` is from `read_run`. `watchdog` is the program's own, already started; the engine makes one otherwise.
 
@@ -100,7 +108,7 @@ def start_engine(
         is_on_gpu = resolved.device_type == "cuda"
         watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start(resolved, executor, watchdog, executor.start, engine_class)
+    return _start(resolved, executor, watchdog, executor.start, engine_class, before_load=before_load)
 
 
 def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:
@@ -132,6 +140,10 @@ def _diagnosed(watchdog: Watchdog) -> Iterator[None]:
     """Block whose errors are reported to the other ranks, which may wait for this one, and name their cause."""
     try:
         yield
+    except NoWorkError:
+        if not watchdog.watched.exits:
+            watchdog.stop()
+        raise
     except BaseException as error:
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -149,6 +161,7 @@ def _start(
     set_up: Callable[[], None],
     engine_class: type[_Engine],
     earlier: EarlierAdapters | None = None,
+    before_load: BeforeLoad | None = None,
 ) -> _Engine:
     """`earlier`: adapters of the engine that this one replaces."""
     config = resolved.config
@@ -163,6 +176,8 @@ def _start(
             # No two ranks of the engine, of any replica, may share a GPU.
             gpus = engine_channel.gather(canonical([each.gpu_identity for each in executor.reports()]))
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
+            if before_load is not None:
+                before_load(engine_channel)
             max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
             watchdog.heartbeat.enter("agreeing on the start")
             together = partial(_together, engine_channel, watchdog)
@@ -190,7 +205,10 @@ def _start(
             lockstep = Lockstep(step_channel, config.executor.digest_every, scheduler.limits.num_in_flight)
         except BaseException as error:
             # Before the groups are closed, which may take a while.
-            watchdog.fail(error)
+            if isinstance(error, NoWorkError):
+                watchdog.heartbeat.enter(CLOSING)
+            else:
+                watchdog.fail(error)
             executor.shutdown()
             raise
         watchdog.heartbeat.enter(BETWEEN_STEPS)

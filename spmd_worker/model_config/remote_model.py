@@ -1,4 +1,4 @@
-"""Downloads the model folder that a remote `model.path` names (`s3://bucket/folder`) into a local cache.
+"""Downloads remote folders (`s3://bucket/folder`) of models and adapters into a local cache.
 
     CACHE/remote--NAME--DIGEST/VERSION            the files of one version of the folder: complete, and never changed
     CACHE/remote--NAME--DIGEST/VERSION.partial    a download; its complete files are kept by the next one
@@ -39,18 +39,17 @@ def locate_remote_model(name: str, patterns: Sequence[str], excluded: Sequence[s
     name = name.rstrip("/")
     key = f"model.path={shown_name(name)}"
     try:
-        wanted = _wanted(states_below(name), patterns, excluded)
-        if "config.json" not in wanted:
-            raise ModelConfigError(f"{key} has no config.json: give the folder of a model")
-        folder = _copy_once(name, wanted)
+        wanted = find_remote_files(name, patterns, excluded)
+        if "config.json" in wanted:
+            return ModelLocation(str(copy_once(name, key, wanted)), RemotePath(name).name)
     except (OSError, ConfigError) as error:
         raise ModelConfigError(f"{key} cannot be downloaded: {error}") from None
-    return ModelLocation(str(folder), RemotePath(name).name)
+    raise ModelConfigError(f"{key} has no config.json: give the folder of a model")
 
 
-def _wanted(
-    states: Mapping[str, RemoteState], patterns: Sequence[str], excluded: Sequence[str]
-) -> dict[str, RemoteState]:
+def find_remote_files(name: str, patterns: Sequence[str], excluded: Sequence[str] = ()) -> dict[str, RemoteState]:
+    """States of a remote folder's files that match `patterns`, or those of modules. Raises OSError and ConfigError."""
+    states = states_below(name)
     found = [name for name in states if _matches(name, patterns) and not _matches(name, excluded)]
     if _MODULES in found:
         found += [name for name in states if _matches(name, _MODULE_FILES)]
@@ -63,7 +62,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return is_safe and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _copy_once(name: str, wanted: Mapping[str, RemoteState]) -> Path:
+def copy_once(name: str, key: str, wanted: Mapping[str, RemoteState]) -> Path:
+    """The local copy of these files of a remote folder; `key` names it in the log. Raises OSError and ConfigError."""
     short = RemotePath(name).name
     base = cache_folder() / f"remote--{short}--{_digest([shown_name(name)])}"
     folder = base / _digest([[each, state.num_bytes, state.version] for each, state in wanted.items()])
@@ -71,7 +71,7 @@ def _copy_once(name: str, wanted: Mapping[str, RemoteState]) -> Path:
         base.mkdir(parents=True, exist_ok=True)
         with _locked(base / "lock"):
             if not folder.is_dir():
-                logger.info("model.path=%s: downloading into %s", shown_name(name), base, extra=SAME_ON_EVERY_RANK)
+                logger.info("%s: downloading into %s", key, base, extra=SAME_ON_EVERY_RANK)
                 _copy(name, wanted, folder)
     return folder
 

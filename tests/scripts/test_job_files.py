@@ -172,6 +172,24 @@ def test_shards_are_merged_when_all_have_ended(cluster: dict[str, str], tmp_path
     assert merge == ["-m", "spmd_worker.tools.collect", "--merge", *folders, "--output", str(output)]
 
 
+@pytest.mark.parametrize("folder", ["s3://bucket/a b/", "./"])
+def test_shards_in_parts_are_merged(cluster: dict[str, str], tmp_path: Path, folder: str):
+    """Regression: run directories of remote outputs, and of parts, were not found."""
+    names = [f"my part-{shard:05d}-of-00002.jsonl.zst.run" for shard in range(2)]
+    for name in [*names, "my part-00000-of-00003.jsonl.zst.run"]:
+        (tmp_path / name).mkdir()
+    output = f"{folder}my part-*.jsonl.zst"
+    command = ["bash", str(SUBMIT_SHARDS), "2", "model.path=/models/M", f"job.output={output}"]
+    subprocess.run(command, env=cluster, check=True, timeout=LIMIT_S)
+    words = Path(f"{cluster['CALLS']}.sbatch").read_text().splitlines()
+    merge = words[words.index("--wrap") + 1]
+    subprocess.run(["bash", "-c", merge], env=cluster, cwd=tmp_path, check=True, timeout=LIMIT_S)
+    prefix = "" if "://" in folder else folder
+    assert Path(f"{cluster['CALLS']}.torchrun").read_text().splitlines() == [
+        *("-m", "spmd_worker.tools.collect", "--merge", *(f"{prefix}{name}" for name in names), "--output", output)
+    ]
+
+
 @pytest.mark.parametrize("arguments", [["job.output=/a"], ["0", "job.output=/a"], ["3"], ["3", "job.pool=/p"]])
 def test_shards_without_number_or_output_are_rejected(cluster: dict[str, str], arguments: list[str]):
     done = subprocess.run(["bash", str(SUBMIT_SHARDS), *arguments], env=cluster, capture_output=True, timeout=LIMIT_S)

@@ -10,6 +10,9 @@ from numbers import Real
 from pathlib import PurePath
 from typing import Any
 
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import is_remote, shown_name
+
 _MAX_SHOWN = 80
 
 
@@ -64,7 +67,16 @@ def plain_text(value: Any) -> str | None:
 
 
 def plain_folder(path: str) -> str:
-    """A folder's path as all that compares folders has it: `~` is the home, and no slash is needless."""
+    """A folder's path as all that compares folders has it: `~` is the home, and no slash is needless. Raises
+    ConfigError for a remote name with a user or query, which may be secret.
+    """
+    if is_remote(path):
+        if shown_name(path) != path:
+            raise ConfigError(
+                f"{shown_name(path)} has a user or query, and folders of adapters are shown and recorded: leave it "
+                f"out, and give credentials as the store's library finds them"
+            )
+        return path.rstrip("/")
     return str(PurePath(os.path.expanduser(path)))
 
 

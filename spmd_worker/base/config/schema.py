@@ -256,6 +256,12 @@ def _check_adapters(model: ModelOptions) -> None:
             raise ConfigError(f"{error}: rename the adapter or its folder") from None
     if model.lora_merge == "":
         raise ConfigError("model.lora_merge is empty: give the folder of an adapter, or leave it out")
+    given = [(f"model.{key}.{name}", path) for key, folders in named.items() for name, path in folders.items()]
+    for key, path in [*given, ("model.lora_merge", model.lora_merge or "")]:
+        try:
+            plain_folder(path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={error}") from None
     for name, path in named["adapters"].items():
         if model.lora_merge is not None and (model.lora_merge == name or model.merged_adapter == plain_folder(path)):
             raise ConfigError(

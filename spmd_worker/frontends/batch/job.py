@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spmd_worker.base.config.schema import RunConfig
@@ -18,7 +19,7 @@ from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, write_stage_t
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.engine.data_parallel.replicas import Replicas, open_replicas
 from spmd_worker.engine.engine import Engine
-from spmd_worker.engine.startup import read_run, start_engine
+from spmd_worker.engine.startup import NoWorkError, read_run, start_engine
 from spmd_worker.frontends.batch.answer_rows import answer_alone
 from spmd_worker.frontends.batch.job_metrics import (
     ReplicaCounts,
@@ -42,6 +43,7 @@ from spmd_worker.frontends.batch.run_dir.shard import output_of, run_dir_of
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
+from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.device import device_type
 from spmd_worker.worker.memory.garbage import settled_objects
@@ -77,13 +79,17 @@ def run_job(
         check_world_size(resolved.layout, environment.world_size)
     with ExitStack() as held:
         run = _open(resolved, held, watchdog) if environment.is_leader else None
-        if environment.world_size == 1 and run is not None and (ended := run.earlier_output()) is not None:
-            # Other ranks would wait for this one.
+        ended = None if run is None else run.earlier_output()
+        try:
+            if ended is None or environment.world_size > 1:
+                _run(resolved, environment, watchdog, run, moments, has_ended=ended is not None)
+        except NoWorkError:
+            pass
+        else:
+            if run is not None and ended is None:
+                run.end()
+        if ended is not None:
             _check_error_rows(ended.num_error_rows, config.job.max_error_rows)
-            return
-        _run(resolved, environment, watchdog, run, moments)
-        if run is not None:
-            run.end()
 
 
 def _open(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> JobRun:
@@ -97,10 +103,16 @@ def _run(
     watchdog: Watchdog | None,
     run: JobRun | None,
     moments: Moments,
+    *,
+    has_ended: bool,
 ) -> None:
+    """`has_ended` on rank 0: there is nothing to do. Raises NoWorkError on every rank then."""
     if run is not None:
         run.lock.note("joins the other ranks and loads the model")
-    engine: Engine = start_engine(resolved, environment, watchdog)
+    # Only a pool can have ended.
+    asks = resolved.config.job.pool is not None and environment.world_size > 1
+    look = partial(_end_early, None if run is None else has_ended) if asks else None
+    engine: Engine = start_engine(resolved, environment, watchdog, before_load=look)
     moments.loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
@@ -121,6 +133,12 @@ def _run(
         raise
     finally:
         engine.shutdown()
+
+
+def _end_early(has_ended: bool | None, channel: ControlChannel) -> None:
+    """Raise NoWorkError on every rank if `has_ended` on rank 0; others give None."""
+    if channel.broadcast(None if has_ended is None else bytes([has_ended])) == bytes([True]):
+        raise NoWorkError
 
 
 def _follow(engine: Engine, replicas: Replicas | None) -> None:
@@ -151,11 +169,14 @@ def _lead(engine: Engine, replicas: Replicas | None, run: JobRun, moments: Momen
             replicas.forget_round()
         written = run.write_output(engine)
         output.is_complete = True
+    lost = run.lost_rows()
     metrics = job_metrics(output.counts, reports) | {
         "load_s": moments.loaded_s - moments.started_s,
         "generate_s": moments.generated_s - moments.loaded_s,
         "wall_s": time.perf_counter() - moments.started_s,
         "adapters": rows.num_rows_by_adapter,
+        "lost_rows": lost.computed,
+        "dropped_rows": lost.dropped,
     }
     _report(engine, run, metrics, reports, written)
     _check_error_rows(written.num_error_rows, engine.config.job.max_error_rows)

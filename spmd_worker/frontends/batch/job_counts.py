@@ -1,9 +1,17 @@
 """Sums over the rows of a job."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord
 from spmd_worker.frontends.openai.row_writer import RowAnswer
+
+
+class LostRows(NamedTuple):
+    """Rows of leases that a world of a pool has lost: `computed` in vain, or `dropped` while they waited."""
+
+    computed: int = 0
+    dropped: int = 0
 
 
 @dataclass(slots=True)

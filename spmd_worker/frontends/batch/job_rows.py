@@ -104,6 +104,10 @@ class JobInput:
                 break
         return None
 
+    def is_lost(self, index: int) -> bool:
+        """False: a job has its rows alone."""
+        return False
+
     def close(self) -> None:
         """End the rows, and the thread that reads ahead if there is one. In any thread."""
         self._is_closed = True

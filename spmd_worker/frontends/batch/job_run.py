@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_worker.engine.engine import Engine
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.row_source import RowSource
@@ -39,6 +40,9 @@ class JobRun(Protocol):
 
     def write_output(self, engine: Engine) -> WrittenOutput:
         """Return when the output is complete."""
+
+    def lost_rows(self) -> LostRows:
+        """Rows of leases that were lost; a job without a pool has none."""
 
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted."""

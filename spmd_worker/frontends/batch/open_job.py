@@ -20,9 +20,10 @@ from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
-from spmd_worker.frontends.batch.output_parts import PARTS_NAME, is_parts
+from spmd_worker.frontends.batch.output_parts import PARTS_NAME, earlier_parts, is_parts
 from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
@@ -30,10 +31,9 @@ from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
-    PROVENANCE_NAME,
-    adapter_folders,
     check_files,
     check_output,
+    claim_output,
     is_job_file,
 )
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
@@ -49,6 +49,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
+from spmd_worker.model_config.adapter_folder import adapter_folders
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,8 @@ class OpenRun:
         self._rows, self._output = rows, output
         if is_parts(output_of(job)):
             write = partial(write_lines, path=output_of(job), vectors=vectors_of(engine), part_rows=job.part_rows)
-            self._parts = PartsThread(
-                self._journal, lambda: rows.first_row, job.part_rows, partial(write, run_dir=self.run_dir)
-            )
+            write = partial(write, run_dir=self.run_dir, run=self.manifest["run"])
+            self._parts = PartsThread(self._journal, lambda: rows.first_row, job.part_rows, write)
         return rows, output
 
     def commit(self) -> None:
@@ -153,6 +153,9 @@ class OpenRun:
         assert self._rows is not None, "the rows are not open"
         return self._rows.num_rows
 
+    def lost_rows(self) -> LostRows:
+        return LostRows()
+
     def end(self) -> None:
         """Mark the job as ended, when nothing is left that could fail or be interrupted: starting an ended run
         recomputes it. Raises OSError.
@@ -183,6 +186,9 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
     is_resumed = check_manifest(run_dir, manifest, config.job.resume)
+    if is_parts(output := output_of(config.job)):
+        # Before anything changes; claimed once this run's name is durable.
+        earlier_parts(output, run=manifest["run"])
     check = InputCheck(config.job, reader, scan, run_dir, manifest, is_resumed=is_resumed, is_ranged=is_ranged)
     if not is_resumed:
         # Left by an ended run. Removed before the manifest is written, which identifies the journal next to it.
@@ -190,6 +196,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
         (run_dir / PARTS_NAME).unlink(missing_ok=True)
         sync_folder(run_dir)
     write_manifest(run_dir, manifest)
+    claim_output(config.job, manifest["run"])
     check.is_recorded()
     clear_run_dir(run_dir)
     try:
@@ -216,10 +223,9 @@ def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove the reports of an earlier start."""
+    """Remove the reports of an earlier start. Provenance stays with its output until both are replaced."""
     clear_records(run_dir)
-    for name in (METRICS_NAME, PROVENANCE_NAME):
-        (run_dir / name).unlink(missing_ok=True)
+    (run_dir / METRICS_NAME).unlink(missing_ok=True)
 
 
 def check_loaded(engine: Engine, manifest: dict[str, Any]) -> None:

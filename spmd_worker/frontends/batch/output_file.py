@@ -140,15 +140,18 @@ def write_lines(
     part_rows: int = PART_ROWS,
     run_dir: Path | None = None,
     writer: str | None = None,
+    run: str = "",
+    key: str = "job.output",
 ) -> dict[str, Any]:
     """Write all lines to a file that appears when it is complete, or to parts of `part_rows` lines. Returns their
     number, bytes and a digest of the uncompressed lines: for plain JSONL as `sha256sum`. Parts that `run_dir` records
-    are not written again. Raises as `OutputFile.open` does.
+    are not written again; `run` names who writes parts, `key` is the user's word for the output. Raises as
+    `OutputFile.open` and `claim_folder` do.
     """
     digest = LineDigest()
     counted = digest.read(lines)
     if is_parts(path):
-        parts = CommittedParts.open(path, part_rows, run_dir)
+        parts = CommittedParts.open(path, part_rows, run_dir, run, key)
         write_parts(counted, digest, parts, partial(_write_part, vectors=vectors, writer=writer))
     else:
         with OutputFile.open(path, vectors, writer) as output:
@@ -283,7 +286,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
     try:
         import zstandard
     except ImportError as error:
-        raise_missing_package("zstandard", "zstd", f"job.output={stream.name}", error)
+        raise_missing_package("zstandard", "zstd", f"the output {stream.name}", error)
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True)
     sink: LineSink = compressor.stream_writer(stream, closefd=False)
     return sink
@@ -297,7 +300,7 @@ class _ParquetSink:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise_missing_package("pyarrow", "parquet", f"job.output={stream.name}", error)
+            raise_missing_package("pyarrow", "parquet", f"the output {stream.name}", error)
         text, number = pyarrow.string(), pyarrow.int64()
         output = {"index": number, "text": text, "token_ids": pyarrow.list_(number)}
         output |= {"finish_reason": text, "stop_reason": text}

@@ -101,27 +101,57 @@ class Part:
 
 
 class CommittedParts:
-    """Committed parts of an output. `earlier` are names of an earlier job's, which this one's replace."""
+    """Committed parts of an output. `run` names who writes it, in the manifest until it is complete; "" is not
+    compared. `earlier` are names of an earlier job's parts, which this one's replace; `over` is the digest of the
+    manifest that it began with.
+    """
 
     def __init__(
-        self, pattern: FilePath, part_rows: int, run_dir: Path | None, parts: list[Part], earlier: list[str]
+        self,
+        pattern: FilePath,
+        part_rows: int,
+        run_dir: Path | None,
+        parts: list[Part],
+        earlier: list[str],
+        run: str = "",
+        over: str = "",
+        key: str = "job.output",
     ) -> None:
         self.pattern, self.part_rows = pattern, part_rows
         self._run_dir, self._parts, self._earlier = run_dir, parts, earlier
+        self._run, self._over, self._key = run, over, key
 
     @staticmethod
-    def open(pattern: FilePath, part_rows: int, run_dir: Path | None) -> "CommittedParts":
-        """The parts that the run directory records."""
+    def open(
+        pattern: FilePath, part_rows: int, run_dir: Path | None, run: str = "", key: str = "job.output"
+    ) -> "CommittedParts":
+        """The parts that the run directory records, unless another job has replaced them. Raises as `claim_folder`."""
         record = {}
         if run_dir is not None:
             with contextlib.suppress(FileNotFoundError, JsonError):
                 record = read_json_object(run_dir / PARTS_NAME)
-        if (record.get("output"), record.get("part_rows")) == (str(pattern), part_rows):
-            return CommittedParts(
-                pattern, part_rows, run_dir, [Part(**each) for each in record["parts"]], record["earlier"]
-            )
-        claim_folder(pattern)
-        return CommittedParts(pattern, part_rows, run_dir, [], earlier_parts(pattern))
+        data, names = _read(pattern.with_name(MANIFEST_NAME)), [record.get(each) for each in ("output", "run")]
+        if (*names, record.get("part_rows")) == (str(pattern), run, part_rows):
+            parts = [Part(**each) for each in record["parts"]]
+            found = CommittedParts(pattern, part_rows, run_dir, parts, record["earlier"], run, record["over"], key)
+            if not run or (data is not None and found._is_own(data)):
+                return found
+        claim_folder(pattern, key, run)
+        earlier = earlier_parts(pattern, key, run)
+        return CommittedParts(pattern, part_rows, run_dir, [], earlier, run, _digest_of(data), key)
+
+    def check_own(self) -> None:
+        """Raise ConfigError if another job has shown parts since this one began. Only remote folders have no lock."""
+        if self._run and isinstance(self.pattern, RemotePath):
+            data = _read(self.pattern.with_name(MANIFEST_NAME))
+            if data is not None and not self._is_own(data):
+                raise _of_another_job(self.pattern, self._key)
+
+    def _is_own(self, data: bytes) -> bool:
+        """Whether a manifest is this job's, or has not changed since it began."""
+        manifest = _parse(data) or {}
+        is_this = bool(manifest.get("is_complete")) and manifest["parts"] == [asdict(each) for each in self._parts]
+        return manifest.get("run") == self._run or is_this or _digest_of(data) == self._over
 
     def has(self, number: int) -> bool:
         """Whether the part is committed, complete and there. A shorter one was the last, and may not be it now."""
@@ -150,11 +180,13 @@ class CommittedParts:
 
     def _record(self) -> None:
         if self._run_dir is not None:
-            record = {"output": str(self.pattern), "part_rows": self.part_rows, "earlier": self._earlier}
+            record = {"output": str(self.pattern), "part_rows": self.part_rows, "run": self._run}
+            record |= {"over": self._over, "earlier": self._earlier}
             write_json(self._run_dir / PARTS_NAME, record | {"parts": [asdict(each) for each in self._parts]})
 
     def _show(self, lines: dict[str, Any] | None = None) -> None:
-        data = _manifest_of(self.pattern, self.part_rows, self._parts, lines, self._surplus())
+        self.check_own()
+        data = _manifest_of(self.pattern, self.part_rows, self._parts, lines, self._surplus(), self._run)
         _replace(self.pattern.with_name(MANIFEST_NAME), data)
 
 
@@ -164,6 +196,7 @@ def _manifest_of(
     parts: Sequence[Part],
     lines: dict[str, Any] | None = None,
     earlier: Sequence[str] = (),
+    run: str = "",
 ) -> bytes:
     """Bytes of a manifest; until it is complete (`lines`) with the names of an earlier output's other parts."""
     manifest = {
@@ -177,6 +210,9 @@ def _manifest_of(
     }
     if lines is None and earlier:
         manifest["earlier"] = list(earlier)
+    if lines is None and run:
+        # Equal jobs end with equal bytes.
+        manifest["run"] = run
     return (json.dumps(manifest, indent=1) + "\n").encode("ascii")
 
 
@@ -196,26 +232,27 @@ def write_parts(
             # Only for the digest of all lines.
             deque(own, maxlen=0)
         else:
+            parts.check_own()
             parts.add(number, write_part(own, part_path(parts.pattern, number), first_row))
     parts.end(digest.as_dict())
 
 
-def claim_folder(pattern: FilePath, key: str = "job.output") -> None:
-    """Make the folder this output's by its manifest, which one of several jobs can create. Raises ConfigError as
-    `earlier_parts` does if it is another's, OSError.
+def claim_folder(pattern: FilePath, key: str = "job.output", run: str = "") -> None:
+    """Make the folder this output's, written by `run`, by its manifest, which one of several jobs can create. Raises
+    ConfigError as `earlier_parts` does if it is another's, OSError.
     """
     path = pattern.with_name(MANIFEST_NAME)
     # Some stores ignore the condition of a conditional write, and would replace it.
     if _read(path) is None:
-        _create(path, _manifest_of(pattern, None, []))
+        _create(path, _manifest_of(pattern, None, [], run=run))
     if isinstance(path, Path):
         remove_uncreated(path)
-    earlier_parts(pattern, key)
+    earlier_parts(pattern, key, run)
 
 
-def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
+def earlier_parts(pattern: FilePath, key: str = "job.output", run: str = "") -> list[str]:
     """Names of the parts in an earlier output's manifest. Raises ConfigError for the manifest of anything else, which
-    would be replaced; its files removed.
+    would be replaced, its files removed; and for a remote output that is not complete and not `run`'s.
     """
     path = pattern.with_name(MANIFEST_NAME)
     data = _read(path)
@@ -234,7 +271,22 @@ def earlier_parts(pattern: FilePath, key: str = "job.output") -> list[str]:
         )
     if (other := _other_part(pattern, manifest)) is not None:
         raise ConfigError(f"{key}={pattern}: {path} lists {other}, a part of another output, and {way_out}")
+    is_open = manifest.get("is_complete") is False and isinstance(pattern, RemotePath)
+    if run and is_open and manifest.get("run") != run:
+        raise _of_another_job(pattern, key)
     return [*_names_in(manifest), *manifest.get("earlier", ())]
+
+
+def _of_another_job(pattern: FilePath, key: str) -> ConfigError:
+    return ConfigError(
+        f"{key}={pattern}: {pattern.with_name(MANIFEST_NAME)} is of another job with this output, which may be "
+        f"running, and whose parts would be replaced: give parts a folder of their own, resume that job with its "
+        f"run directory, or remove that file if its job has ended and is not to go on"
+    )
+
+
+def _digest_of(data: bytes | None) -> str:
+    return "" if data is None else sha256(data).hexdigest()
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:

@@ -85,6 +85,9 @@ class PrefixWindow:
     def is_ready(self) -> bool:
         return self._num_waiting > 0 or self._source.is_ready()
 
+    def is_lost(self, index: int) -> bool:
+        return self._source.is_lost(index)
+
     def next_row(self) -> InputRow | None:
         """The next row in the order of the window, or an error; None when there is none yet, or none any more. A row
         of a slow stream is handed out although the window is not full.
@@ -101,7 +104,11 @@ class PrefixWindow:
         if self._is_starting and self._num_waiting:
             has_few = self._num_waiting < _FIRST_ROWS and not self._is_full
             self._is_starting = has_few and not self._source.has_ended and self._source.is_ready()
-        return self._pop() if self._num_waiting and not self._is_starting else None
+        while self._num_waiting and not self._is_starting:
+            found = self._pop()
+            if not self._source.is_lost(found.row.index):
+                return found
+        return None
 
     @property
     def _is_full(self) -> bool:

@@ -132,6 +132,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("total time", _duration(metrics, "wall_s")),
         ("peak memory", _memory(metrics)),
         ("rows by adapter", _adapters(metrics)),
+        ("rows of lost leases", _lost_rows(metrics)),
         ("replicas", _replicas(metrics)),
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
@@ -148,6 +149,11 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 def _adapters(metrics: Mapping[str, Any]) -> str | None:
     counts = metrics.get("adapters") or {}
     return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or None
+
+
+def _lost_rows(metrics: Mapping[str, Any]) -> str | None:
+    counts = [metrics.get(key) or 0 for key in ("lost_rows", "dropped_rows")]
+    return f"{counts[0]:,} computed, {counts[1]:,} dropped before" if any(counts) else None
 
 
 def _replicas(metrics: Mapping[str, Any]) -> str | None:

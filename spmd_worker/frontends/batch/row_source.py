@@ -44,6 +44,9 @@ class RowSource(Protocol):
     def next_row(self) -> InputRow | None:
         """The next row; None when there are no more (`has_ended`), or none yet."""
 
+    def is_lost(self, index: int) -> bool:
+        """Whether a row that was returned, and not begun, needs no answer any more; it is forgotten then."""
+
 
 class DoneRows(Protocol):
     """Rows that have their answers already."""

@@ -89,6 +89,10 @@ class RowWindow:
         while self._pieces and (not chunk or len(chunk) + len(self._pieces[-1]) <= size):
             piece = self._pieces[-1]
             while piece and len(chunk) < size_alike:
+                if self._source.is_lost(piece[-1].index):
+                    piece.pop()
+                    self._num_sorted -= 1
+                    continue
                 num_bytes += len(piece[-1].line)
                 if chunk and num_bytes > _MAX_CHUNK_BYTES:
                     break

@@ -6,7 +6,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import is_remote
 from spmd_worker.frontends.batch.pool.object_store import ObjectStore
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore
-from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, OUTPUT_NAME
 from spmd_worker.frontends.batch.pool.store import PoolStore
 
 
@@ -28,6 +28,6 @@ def check_pool_report(name: str, page_path: Path | None, default: str) -> Path:
         return Path(name) / default
     folder = Path(name).resolve()
     inside = page_path.resolve().relative_to(folder).parts if page_path.resolve().is_relative_to(folder) else ()
-    if inside and inside[0] in {JOB_NAME, INPUT_INDEX_NAME, *FOLDERS}:
+    if inside and inside[0] in {JOB_NAME, INPUT_INDEX_NAME, OUTPUT_NAME, *FOLDERS}:
         raise ConfigError(f"--output {page_path} is a file of the pool: give another")
     return page_path

@@ -34,13 +34,15 @@ def compare_images(run_dir: Path) -> str | None:
     ImagesError.
     """
     try:
-        recorded = read_json_object(run_dir / PROVENANCE_NAME).get("images")
+        provenance = read_json_object(run_dir / PROVENANCE_NAME)
         manifest = read_manifest(run_dir / MANIFEST_NAME)
     except (OSError, JsonError, ConfigError) as error:
         raise ImagesError(f"{run_dir} is not the run directory of an ended job: {error}") from None
     if manifest is None or not isinstance(manifest["input"], list):
         raise ImagesError(f"{run_dir}: the job read a stream, which cannot be read again")
-    found = chained_digest(_digests(manifest))
+    if not manifest["has_ended"] and provenance.get("starts") != manifest["starts"]:
+        raise ImagesError(f"{run_dir}: {PROVENANCE_NAME} is of an earlier job, and this one has not ended: let it end")
+    recorded, found = provenance.get("images"), chained_digest(_digests(manifest))
     if found == recorded:
         return None
     return f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"

@@ -13,8 +13,6 @@ from typing import Any, Final
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 
-CONFIG_FILE: Final = "adapter_config.json"
-
 _PEFT_ALPHA: Final = 8
 """PEFT's `lora_alpha` where a file has none."""
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal")

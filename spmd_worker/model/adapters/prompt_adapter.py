@@ -17,10 +17,10 @@ from torch import Tensor
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import AdapterError
-from spmd_worker.model.adapters.peft_config import CONFIG_FILE
-from spmd_worker.model.adapters.source import WEIGHTS_FILE, read_config, read_tensors
+from spmd_worker.model.adapters.source import read_config, read_tensors
 from spmd_worker.model.layers.linear import kv_head_range
 from spmd_worker.model.weights.tensor_checks import is_finite
+from spmd_worker.model_config.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, local_adapter
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 from spmd_worker.replica.sequence.input_rows import EMBEDDINGS, KEYS_VALUES
@@ -62,10 +62,10 @@ class PromptAdapter:
 
 
 def read_prompt_adapter(path: str | Path) -> PromptAdapter:
-    """Read a PEFT folder. Raises AdapterError, which names the file and the key or tensor."""
-    folder = Path(path)
+    """Read a PEFT folder, local or remote. Raises AdapterError, which names the file and the key or tensor."""
+    folder = local_adapter(path)
     config = read_config(folder)
-    file, kind = folder / CONFIG_FILE, str(config.get("peft_type"))
+    file, kind = f"{path}/{CONFIG_FILE}", str(config.get("peft_type"))
     if kind not in _KINDS:
         reason = _REFUSED.get(kind, f"prompt adapters are {', '.join(_KINDS)}")
         raise AdapterError(f"{file}: peft_type={shown(kind)} is not supported: {reason}")
@@ -74,7 +74,7 @@ def read_prompt_adapter(path: str | Path) -> PromptAdapter:
         raise AdapterError(f"{file}: task_type={shown(task)} is that of an encoder-decoder, which is not supported")
     if config.get("modules_to_save"):
         raise AdapterError(f"{file}: modules_to_save replace weights of the base: save the complete model instead")
-    tensors, where = read_tensors(folder), str(folder / WEIGHTS_FILE)
+    tensors, where = read_tensors(folder), f"{path}/{WEIGHTS_FILE}"
     if list(tensors) != [_TENSOR] or tensors[_TENSOR].ndim != 2:
         shapes = {name: list(each.shape) for name, each in tensors.items()}
         raise AdapterError(f"{where}: has {shapes}: a prompt adapter has one tensor, {_TENSOR} [virtual tokens, width]")

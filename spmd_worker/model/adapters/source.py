@@ -18,13 +18,13 @@ from torch import Tensor
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import AdapterError, CheckpointError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
-from spmd_worker.model.adapters.peft_config import CONFIG_FILE, PeftConfig, parse_config
+from spmd_worker.model.adapters.peft_config import PeftConfig, parse_config
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model.weights.tensor_checks import check_data, is_finite
+from spmd_worker.model_config.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, local_adapter
 
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _PICKLE: Final = "adapter_model.bin"
 _MAX_CONFIG_BYTES: Final = 1 << 24
 _MAX_LISTED: Final = 20
@@ -81,10 +81,10 @@ class AdapterSource:
 
 
 def read_adapter(path: str | Path) -> AdapterSource:
-    """Read a PEFT folder. Raises AdapterError, which names the file and the key or tensor."""
-    folder = Path(path)
-    config = parse_config(read_config(folder), str(folder / CONFIG_FILE))
-    return _source(str(folder / WEIGHTS_FILE), config, read_tensors(folder))
+    """Read a PEFT folder, local or remote. Raises AdapterError, which names the file and the key or tensor."""
+    folder = local_adapter(path)
+    config = parse_config(read_config(folder), f"{path}/{CONFIG_FILE}")
+    return _source(f"{path}/{WEIGHTS_FILE}", config, read_tensors(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

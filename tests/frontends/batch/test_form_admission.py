@@ -54,6 +54,9 @@ class Rows:
     def has_ended(self) -> bool:
         return not self._rows
 
+    def is_lost(self, index: int) -> bool:
+        return False
+
     def next_row(self) -> Any:
         return self._rows.pop(0)
 
@@ -139,6 +142,9 @@ class SlowRows:
     @property
     def has_ended(self) -> bool:
         return not self.num_left
+
+    def is_lost(self, index: int) -> bool:
+        return False
 
     def next_row(self) -> Any:
         self.now_s += self.row_s

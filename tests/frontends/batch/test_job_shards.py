@@ -18,13 +18,16 @@ from pooling_models import pooling_folder
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import file_path
 from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge import merge_shards as merge_module
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
+from spmd_worker.frontends.batch.output_parts import claim_folder
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
-from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of, run_dir_of
+from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
+from spmd_worker.frontends.batch.run_dir.shard import Shard, is_of_a_shard, output_of, run_dir_of
 from spmd_worker.frontends.tools.collect import main as collect
 from spmd_worker.frontends.tools.doctor import main as doctor
 from spmd_worker.frontends.tools.index import main as index
@@ -102,12 +105,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(config_of(folder))
     run_shards(config_of(folder, output=str(folder / "one.parquet")), 1)
     run_shards(config_of(folder), 3)
+    run_shards(config_of(folder, output=str(folder / "cut" / "part-*.jsonl.gz"), part_rows=2), 4)
     assert index([str(folder / "rows.jsonl"), "--output", str(folder / "index")]) == 0
     run_shards(config_of(folder, output=str(folder / "seven.jsonl.zst"), input_index=str(folder / "index")), 7)
     return folder
 
 
-NAMES = {1: "one-00000-of-00001.parquet.run", 3: "out-*-of-00003.jsonl.run", 7: "seven-*-of-00007.jsonl.zst.run"}
+NAMES = {
+    1: "one-00000-of-00001.parquet.run",
+    3: "out-*-of-00003.jsonl.run",
+    4: "cut/part-*-of-00004.jsonl.gz.run",
+    7: "seven-*-of-00007.jsonl.zst.run",
+}
 
 
 def folders_of(runs: Path, count: int) -> list[Path]:
@@ -124,7 +133,9 @@ def copied(runs: Path, tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.guarantee("Merged shards are the bytes of the job in one piece")
-@pytest.mark.parametrize(("count", "suffix"), [(1, "jsonl"), (3, "jsonl"), (3, "jsonl.gz"), (3, "parquet"), (7, "zst")])
+@pytest.mark.parametrize(
+    ("count", "suffix"), [(1, "jsonl"), (3, "jsonl"), (3, "jsonl.gz"), (3, "parquet"), (4, "jsonl"), (7, "zst")]
+)
 def test_merge_equals_job_in_one_piece(runs: Path, tmp_path: Path, count: int, suffix: str):
     expected, output = tmp_path / f"expected.{suffix}", tmp_path / f"merged.{suffix}"
     written = write_lines(read_lines(runs / "out.jsonl"), expected)
@@ -138,6 +149,79 @@ def test_merge_equals_job_in_one_piece(runs: Path, tmp_path: Path, count: int, s
     whole = json.loads((runs / "out.jsonl.run" / "provenance.json").read_text())
     assert provenance["answers"] == whole["answers"]
     assert provenance["duplicate_custom_ids"] == 7
+
+
+def test_shards_in_parts_merge_into_parts(runs: Path, tmp_path: Path):
+    """Regression: parts of shards were rejected."""
+    folders = folders_of(runs, 4)
+    parts = sorted(path.name for path in (runs / "cut" / "shard-00001-of-00004").iterdir())
+    assert parts == ["manifest.json", "part-00000.jsonl.gz", "part-00001.jsonl.gz", "part-00002.jsonl.gz"]
+    merge_shards(folders, tmp_path / "all" / "part-*.jsonl")
+    found = sorted((tmp_path / "all").glob("part-*.jsonl"))
+    assert b"".join(path.read_bytes() for path in found) == (runs / "out.jsonl").read_bytes()
+    assert len(found) == 1
+    for name in ("part-*.jsonl.gz", "part-00001.jsonl.gz", "manifest.json"):
+        with pytest.raises(ConfigError, match=r"^--output .* is the output of shard 1/4, which is read: give another"):
+            merge_shards(folders, runs / "cut" / "shard-00001-of-00004" / name)
+    # Moved together.
+    shutil.move(shutil.copytree(runs / "cut", tmp_path / "a"), tmp_path / "moved")
+    (tmp_path / "moved" / "shard-00001-of-00004" / "part-00001.jsonl.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"moved/shard-00001-of-00004/part-00001"):
+        merge_shards(sorted((tmp_path / "moved").glob("*.run")), tmp_path / "out.jsonl")
+
+
+@pytest.mark.guarantee("Parts of a killed shard have the bytes of one that was not", is_control_inside=True)
+def test_killed_shard_keeps_its_committed_parts(runs: Path, tmp_path: Path):
+    write_rows(tmp_path / "rows.jsonl")
+    config = config_of(tmp_path, output=str(tmp_path / "cut" / "part-*.jsonl.gz"), part_rows=2, shard="1/4")
+    folder, whole = tmp_path / "cut" / "shard-00001-of-00004", runs / "cut" / "shard-00001-of-00004"
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+    for num_rows in range(1, NUM_ROWS // 4):
+        cut(config, num_rows)
+        # A control: the job was cut before its output was complete.
+        assert json.loads((folder / "manifest.json").read_text())["is_complete"] is False
+        assert all((whole / name).read_bytes() == data for name, data in files().items() if "partial" not in name)
+    run(config)
+    assert files() == {name: (whole / name).read_bytes() for name in files()}
+    assert len(files()) == len(list(whole.iterdir())) - 1
+
+
+def test_merge_errors_name_the_output(copied: list[Path]):
+    """Regression: some named `job.output` or `job.run_dir`, which a merge has not."""
+    folder = copied[0].parent
+    (folder / "file").touch()
+    (folder / "a.jsonl.run").touch()
+    (folder / "b.jsonl.run").mkdir()
+    (folder / "b.jsonl.run" / "manifest.json").write_text("{}")
+    (folder / "manifest.json").write_text('{"pattern": "c-*.jsonl", "parts": []}')
+    (folder / "held.jsonl.run").mkdir()
+    messages = []
+    with RunLock(folder / "held.jsonl.run", folder / "other.jsonl"):
+        for name in ("file/x.jsonl", "a.jsonl", "b.jsonl", "d-*.jsonl", "*-*.jsonl", "held.jsonl"):
+            with pytest.raises(ConfigError) as caught:
+                merge_shards(copied, folder / name)
+            messages.append(str(caught.value))
+    with pytest.raises(ConfigError) as caught:
+        merge_shards(copied, file_path("https://host/a.jsonl"))
+    for message in [*messages, str(caught.value)]:
+        assert "--output" in message
+        assert "job." not in message, message
+
+
+def test_merge_names_the_output_of_a_folder_claimed_late(copied: list[Path], monkeypatch: pytest.MonkeyPatch):
+    """Regression: a folder that another output took after the merge's check was rejected as `job.output`."""
+    folder = copied[0].parent / "late"
+
+    def claim(*_: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        claim_folder(folder / "a-*.jsonl")
+
+    monkeypatch.setattr(merge_module, "check_merge", claim)
+    with pytest.raises(ConfigError, match=r"^--output=.*b-\*\.jsonl: .* is of the output a-\*\.jsonl"):
+        merge_shards(copied, folder / "b-*.jsonl")
 
 
 def test_merge_replaces_output_and_can_be_verified(runs: Path, tmp_path: Path):
@@ -217,9 +301,9 @@ def test_kill_check_detects_early_removal(
     old, new, run_dir = digest_of(former[0]), digest_of(runs / "out.jsonl"), Path(f"{former[0]}.run")
     write = merge_module.write_lines
 
-    def write_late(*given: Any) -> dict[str, Any]:
+    def write_late(*given: Any, **named: Any) -> dict[str, Any]:
         (run_dir / "provenance.json").write_text('{"output": {"sha256": "none"}}')
-        return write(*given)
+        return write(*given, **named)
 
     monkeypatch.setattr(merge_module, "write_lines", write_late)
     found = states_after_kills(*former, range(3))
@@ -443,6 +527,11 @@ def test_shard_reads_only_its_rows_with_an_index(copied: list[Path], monkeypatch
             {"shard": "0/2", "input": "o*.jsonl"},
             r"^job\.input=o\*\.jsonl has out-00001-of-00002\.jsonl, which a shard .*: give",
         ),
+        (
+            {"shard": "0/2", "output": "p-*.jsonl", "input": "shard-*/*"},
+            r"^job\.input=shard-\*/\* has shard-00001-of-00003/p-00000.jsonl, which a shard .*: give",
+        ),
+        ({"shard": "1/3", "output": "out-*.jsonl", "input": "*.run/*"}, r"has out-00000-of-00002.jsonl.run/manif"),
         ({"shard": "1/3", "input": "*.run/*"}, r"^job\.input=.* has out-00000-of-00002.jsonl.run/manifest.json, which"),
     ],
 )
@@ -451,6 +540,8 @@ def test_wrong_shard_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_rows(tmp_path / "rows.jsonl", ["x"])
     write_rows(tmp_path / "out-00001-of-00002.jsonl", ["x"])
     (tmp_path / "out-00000-of-00002.jsonl.run").mkdir()
+    (tmp_path / "shard-00001-of-00003").mkdir()
+    write_rows(tmp_path / "shard-00001-of-00003" / "p-00000.jsonl", ["x"])
     write_rows(tmp_path / "out-00000-of-00002.jsonl.run" / "manifest.json", ["x"])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=why):
@@ -474,6 +565,21 @@ def test_shard_has_names_of_its_own(output: str, expected: str):
     assert run_dir_of(job) == Path("folder") / f"{expected}.run"
     assert run_dir_of(replace(job, run_dir="runs/a.b")) == Path("runs/a.b-00003-of-00007")
     assert is_job_file(job, Path("folder") / f"{expected}.partial")
+
+
+def test_parts_of_a_shard_have_a_folder():
+    for folder, run_folder in (("folder", "folder/"), ("s3://bucket/folder", "")):
+        job = JobConfig(output=f"{folder}/part-*.jsonl.zst", shard="3/7")
+        assert str(output_of(job)) == f"{folder}/shard-00003-of-00007/part-*.jsonl.zst"
+        assert str(run_dir_of(job)) == f"{run_folder}part-00003-of-00007.jsonl.zst.run"
+        others = [f"{folder}/shard-00001-of-00002/{name}" for name in ("part-00000.jsonl.zst", "manifest.json")]
+        assert [is_of_a_shard(job, file_path(each)) for each in others] == [True, True]
+        for each in (
+            f"{folder}/shard-x/part-00000.jsonl",
+            f"{folder}/part-00000.jsonl",
+            "s3://b/shard-00001-of-00002/a",
+        ):
+            assert not is_of_a_shard(job, file_path(each))
 
 
 def test_index_rejects_stream_and_its_own_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

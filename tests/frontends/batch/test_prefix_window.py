@@ -33,6 +33,7 @@ class Source:
         self._texts, self._priorities = list(texts), list(priorities)
         self.num_read = self._next = 0
         self.keys: dict[int, int] = {}
+        self.lost: set[int] = set()
         self.num_rows_by_adapter: dict[str, int] = {}
         self.has_ended = self._is_silent = False
 
@@ -41,6 +42,9 @@ class Source:
 
     def is_ready(self) -> bool:
         return not self._is_silent
+
+    def is_lost(self, index: int) -> bool:
+        return index in self.lost
 
     def next_row(self) -> InputRow | None:
         if self._next == len(self._texts):
@@ -132,6 +136,17 @@ def test_row_of_silent_stream_is_handed_out():
     found = [window.next_row() for _ in range(5)]
     assert [None if row is None else row.line for row in found] == [b"b", b"a", b"c", None, None]
     assert window.has_ended
+
+
+def test_lost_rows_are_not_handed_out():
+    """Regression: rows of a lost lease that waited in the window were computed."""
+    source = Source(["b", "a", "b", "bad", "a", "c"])
+    window = PrefixWindow(source, 10)
+    source.lost = {0, 1, 5}
+    assert sorted(found.row.index for found in take_all(window)) == [2, 3, 4]
+    source = Source(["a"])
+    source.lost = {0}
+    assert take_all(PrefixWindow(source, 10)) == []
 
 
 def test_first_row_waits_for_many_then_window_fills():

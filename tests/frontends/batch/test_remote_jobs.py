@@ -30,7 +30,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import write_lines
-from spmd_worker.frontends.batch.output_parts import claim_folder
+from spmd_worker.frontends.batch.output_parts import CommittedParts, Part, claim_folder
 from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 from spmd_worker.ranks.environment import RankEnvironment
@@ -190,6 +190,25 @@ def test_remote_shards_merge_to_the_local_job(s3, answers, tmp_path, monkeypatch
     assert read_remote(f"{s3.bucket}/merged.jsonl") == answers
 
 
+def test_remote_shards_in_parts_merge_to_local_job(s3, answers, tmp_path, monkeypatch):
+    """Regression: parts of shards were rejected."""
+    monkeypatch.chdir(tmp_path)
+    replace_remote(f"{s3.bucket}/rows.jsonl", b"".join(LINES))
+    for index in range(2):
+        job = {"input": f"{s3.bucket}/rows.jsonl", "output": f"{s3.bucket}/a/part-*.jsonl", "shard": f"{index}/2"}
+        with pytest.MonkeyPatch.context() as patch:
+            end_after(patch, 5)
+            with pytest.raises(Ended):
+                run(**job, part_rows=4)
+        run(**job, part_rows=4)
+        check_parts(f"{s3.bucket}/a/shard-0000{index}-of-00002", b"".join(answers.splitlines(True)[6 * index :][:6]), 4)
+    folders = [Path(f"part-0000{index}-of-00002.jsonl.run") for index in range(2)]
+    merge_shards(folders, file_path(f"{s3.bucket}/a/part-*.jsonl"))
+    check_parts(f"{s3.bucket}/a", answers, 100_000)
+    merge_shards(folders, file_path("merged.jsonl"))
+    assert Path("merged.jsonl").read_bytes() == answers
+
+
 def wait_for_first_part(patch, record: Path, num_rows: int) -> None:
     """End the job when so many rows are in its journal, and its first part is recorded."""
     end_after(patch, num_rows)
@@ -308,15 +327,93 @@ def test_second_output_of_a_folder_is_rejected(s3, tmp_path, monkeypatch, where)
     def look_before_another(resolved):
         check(resolved)
         (tmp_path / "answers").mkdir(exist_ok=True)
-        claim_folder(file_path(f"{folder}/a-*.jsonl"))
+        claim_folder(file_path(f"{folder}/a-*.jsonl"), run="another")
 
     monkeypatch.setattr(open_job, "check_files", look_before_another)
     message = r"job\.output=.*b-\*\.jsonl: .*manifest\.json is of the output a-\*\.jsonl, whose job may be running, "
     with pytest.raises(ConfigError, match=f"{message}and would be replaced: give parts a folder of their own, or rem"):
         run(output=f"{folder}/b-*.jsonl", **job)
     # The other goes on.
-    run(output=f"{folder}/a-*.jsonl", **job)
+    write_lines(LINES, file_path(f"{folder}/a-*.jsonl"), run="another")
     assert sorted(parts_in(folder)) == ["a-00000.jsonl", "manifest.json"]
+
+
+@pytest.mark.guarantee("A remote output in parts is written by one job")
+@pytest.mark.parametrize("kind", ["job", "pool"])
+def test_second_job_of_a_remote_output_is_rejected(s3, answers, tmp_path, kind):
+    """Regression: with another run directory it replaced the parts of the first, which went on with both."""
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    job = {"input": str(tmp_path / "rows.jsonl"), "output": f"{s3.bucket}/answers/part-*.jsonl", "part_rows": 5}
+    own, other = ({**job, "run_dir": str(tmp_path / name)} for name in ("own", "other"))
+    if kind == "pool":
+        other["pool"] = f"{s3.bucket}/pool"
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_first_part(patch, tmp_path / "own" / "parts.json", 8)
+        with pytest.raises(Ended):
+            run(**own)
+    before = parts_in(f"{s3.bucket}/answers")
+    message = r"job\.output=.*manifest\.json is of another job with this output, .*: give parts a folder .*, or remove"
+    with pytest.raises(ConfigError, match=message):
+        run(**other)
+    assert parts_in(f"{s3.bucket}/answers") == before
+    run(**own)
+    check_parts(f"{s3.bucket}/answers", answers, 5)
+    # A complete output is replaced, and the journal of the first job is not used beside another's parts.
+    run(**other)
+    check_parts(f"{s3.bucket}/answers", answers, 5)
+
+
+def test_job_stops_when_another_shows_parts(s3, tmp_path, monkeypatch):
+    """Both may begin over a complete output; and a job whose parts were replaced writes all of them again."""
+    pattern = file_path(f"{s3.bucket}/a/p-*.jsonl")
+    write_lines([b"old\n"], pattern)
+    over = sha256(read_remote(f"{s3.bucket}/a/manifest.json")).hexdigest()
+    first = CommittedParts.open(pattern, 1, tmp_path, "first")
+    with monkeypatch.context() as patch:
+        # A kill before the manifest lists the part, which parts.json records.
+        patch.setattr(CommittedParts, "_show", lambda *_: None)
+        first.add(0, Part("p-00000.jsonl", 1, 4, "0"))
+    first = CommittedParts.open(pattern, 1, tmp_path, "first")
+    assert first.has(0)
+    first.add(0, Part("p-00000.jsonl", 1, 4, "0"))
+    second = CommittedParts(pattern, 1, None, [], [], "second", over)
+    for call in (second.check_own, lambda: second.end({"lines": 0})):
+        with pytest.raises(ConfigError, match=r"manifest\.json is of another job with this output"):
+            call()
+    assert CommittedParts.open(pattern, 1, tmp_path, "first").has(0)
+    first.end({"lines": 1})
+    # A kill before the run has ended.
+    assert CommittedParts.open(pattern, 1, tmp_path, "first").has(0)
+    write_lines([b"new\n"], pattern, None, 1)
+    assert not CommittedParts.open(pattern, 1, tmp_path, "first").has(0)
+
+
+@pytest.mark.control("A remote output in parts is written by one job")
+def test_claim_check_detects_unnamed_runs(s3):
+    pattern = file_path(f"{s3.bucket}/a/p-*.jsonl")
+    claim_folder(pattern, run="first")
+    claim_folder(pattern, run="first")
+    claim_folder(pattern)
+    with pytest.raises(ConfigError, match="of another job"):
+        claim_folder(pattern, run="second")
+
+
+def test_merge_that_was_killed_is_repeated(s3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    job = {"input": "rows.jsonl", "output": f"{s3.bucket}/a/part-*.jsonl", "part_rows": 2}
+    for index in range(2):
+        run(**job, shard=f"{index}/2")
+    folders, output = sorted(tmp_path.glob("part-*-of-00002.jsonl.run")), file_path(f"{s3.bucket}/a/part-*.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(output_parts.CommittedParts, "end", lambda *_: (_ for _ in ()).throw(Ended()))
+        with pytest.raises(Ended):
+            merge_shards(folders, output)
+    assert json.loads(read_remote(f"{s3.bucket}/a/manifest.json"))["is_complete"] is False
+    with pytest.raises(ConfigError, match=r"^job\.output=.* is of another job with this output"):
+        run(**job, run_dir="other")
+    merge_shards(folders, output)
+    assert json.loads(read_remote(f"{s3.bucket}/a/manifest.json"))["is_complete"] is True
 
 
 def test_claim_replaces_nothing_in_stores_without_conditions(s3, monkeypatch):

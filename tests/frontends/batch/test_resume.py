@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import write_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.tools import collect as collect_module
 from spmd_worker.frontends.tools.doctor import examine
+from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.backends.cpu import CpuDevice
 
@@ -177,6 +179,23 @@ def test_ended_run_keeps_no_journal_and_starts_over(tmp_path: Path):
         assert run(config_of(tmp_path))["resumed_rows"] == 0
         names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
         assert names == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
+
+
+def test_failed_job_leaves_the_former_provenance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Regression: a start over an ended run removed it, and the former output stood without."""
+    write_rows(tmp_path)
+    config, provenance = config_of(tmp_path), tmp_path / "out.jsonl.run" / "provenance.json"
+    run(config)
+    before = provenance.read_bytes()
+    ended_job(tmp_path, 5)
+    assert json.loads(before)["output"]["sha256"] == sha256((tmp_path / "out.jsonl").read_bytes()).hexdigest()
+    assert provenance.read_bytes() == before
+    # It is not taken for that of the job which has not ended.
+    assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 2
+    assert "provenance.json is of an earlier job, and this one has not ended" in capsys.readouterr().err
+    run(config)
+    assert json.loads(provenance.read_bytes())["starts"] != json.loads(before)["starts"]
+    assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
 
 
 @pytest.mark.guarantee("A changed job is refused, with the key")

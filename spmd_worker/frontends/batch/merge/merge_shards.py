@@ -3,7 +3,9 @@
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_duplicates, merged_lines
 from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
+from spmd_worker.frontends.batch.output_parts import files_of, is_parts, last_path
 from spmd_worker.frontends.batch.run_dir.job_files import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
@@ -42,7 +45,7 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
     runs = read_shard_runs(folders)
     run_dir = run_dir_of(JobConfig(output=output.raw if isinstance(output, RemotePath) else str(output)))
     _check_output(runs, output, run_dir)
-    with RunLock(run_dir, output) as lock:
+    with RunLock(run_dir, output, "--output") as lock:
         lock.note("merges shards")
         try:
             duplicates = later_duplicates(_kept(runs, CUSTOM_IDS_NAME), run_dir)
@@ -53,8 +56,9 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
         except KeptDigestsError as error:
             raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
         vectors = runs[0].record["vectors"]
-        written = write_lines(_lines(runs, duplicates), output, None if vectors is None else tuple(vectors))
-        manifest = merged_manifest([run.manifest for run in runs], output)
+        manifest, key = merged_manifest([run.manifest for run in runs], output), "--output"
+        lines, columns = _lines(runs, duplicates), None if vectors is None else tuple(vectors)
+        written = write_lines(lines, output, columns, run=manifest["run"], key=key)
         provenance = merged_provenance(
             manifest, {"path": str(output), **written}, [run.provenance for run in runs], len(duplicates), images
         )
@@ -75,11 +79,14 @@ def _remove_earlier_run(run_dir: Path) -> None:
 def _check_output(runs: Sequence[ShardRun], output: FilePath, run_dir: Path) -> None:
     """Raise ConfigError if the output is a shard's, is read, or is that of a job that has not ended."""
     for run in runs:
-        is_same = _is_same(output, run.output)
+        is_same = any(_is_same(output, each) for each in [run.output, last_path(run.output), *files_of(run.output)])
         if is_same or run_dir.absolute() == run.folder.absolute():
             raise ConfigError(f"--output {output} is the output of shard {run.shard}, which is read: give another file")
     check_merge(output, runs[0].manifest, [run.folder for run in runs])
-    manifest = read_manifest(run_dir / MANIFEST_NAME)
+    manifest = None
+    with suppress(NotADirectoryError):
+        # The lock explains it.
+        manifest = read_manifest(run_dir / MANIFEST_NAME, "give another --output, or remove that file")
     if manifest is not None and not manifest["has_ended"]:
         raise ConfigError(
             f"--output {output}: {run_dir} holds a job that has not ended: give another file, or remove that folder"
@@ -89,6 +96,8 @@ def _check_output(runs: Sequence[ShardRun], output: FilePath, run_dir: Path) -> 
 def _is_same(one: FilePath, other: FilePath) -> bool:
     if isinstance(one, RemotePath) or isinstance(other, RemotePath):
         return one == other
+    if is_parts(other):
+        return one.resolve() == other.resolve()
     return one.exists() and other.exists() and one.samefile(other)
 
 
@@ -111,7 +120,7 @@ def _lines(runs: Sequence[ShardRun], duplicates: "array[int]") -> Iterator[bytes
 def _checked_lines(run: ShardRun) -> Iterator[tuple[int, bytes]]:
     """(row, line) of a shard's output. Raises ConfigError at the end unless they are those of its provenance."""
     digest, row = sha256(), run.rows.start
-    for line in read_lines(run.output):
+    for line in chain.from_iterable(map(read_lines, files_of(run.output))):
         digest.update(line)
         if row < run.rows.stop:
             yield row, line

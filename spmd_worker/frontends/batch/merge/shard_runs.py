@@ -10,6 +10,7 @@ from typing import Any
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object
 from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
+from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
 from spmd_worker.frontends.batch.run_dir.shard import Shard
@@ -88,8 +89,12 @@ def _output_of(folder: Path, record: dict[str, Any]) -> FilePath:
     recorded = file_path(record["output"])
     if isinstance(recorded, RemotePath):
         return recorded
-    beside = folder.absolute().parent / recorded.name
-    return beside if folder.name == f"{recorded.name}.run" and beside.is_file() else recorded
+    names, run_name = [recorded.name], f"{recorded.name}.run"
+    if is_parts(recorded):
+        names = [recorded.parent.name, recorded.name]
+        run_name = Shard(record["index"], record["count"]).run_of_parts(recorded.name)
+    beside = folder.absolute().parent.joinpath(*names)
+    return beside if folder.name == run_name and size_of(last_path(beside)) is not None else recorded
 
 
 def _check_same_job(first: ShardRun, other: ShardRun) -> None:

@@ -17,7 +17,15 @@ from typing import Final
 
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.base.files import is_plain_name, make_folder_durably, sync_folder, sync_stream
-from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, REPLACED, WORKERS, WORLDS
+from spmd_worker.frontends.batch.pool.records import (
+    FOLDERS,
+    INPUT_INDEX_NAME,
+    JOB_NAME,
+    OUTPUT_NAME,
+    REPLACED,
+    WORKERS,
+    WORLDS,
+)
 from spmd_worker.frontends.batch.pool.store import Listed
 
 _TEMPORARY: Final = "tmp"
@@ -185,7 +193,7 @@ def open_folder(folder: Path) -> PosixStore:
 def _check_contents(folder: Path) -> None:
     if (folder / JOB_NAME).exists():
         return
-    known = {INPUT_INDEX_NAME, JOB_NAME, WORLDS, _TEMPORARY, *FOLDERS}
+    known = {INPUT_INDEX_NAME, JOB_NAME, OUTPUT_NAME, WORLDS, _TEMPORARY, *FOLDERS}
     foreign = sorted(name for name in os.listdir(folder) if name not in known and name[0] != ".")
     if foreign:
         raise ConfigError(

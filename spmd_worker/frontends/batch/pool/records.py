@@ -22,6 +22,8 @@ from spmd_worker.base.files import JsonError, parse_json_object
 
 JOB_NAME: Final = "job.json"
 INPUT_INDEX_NAME: Final = "input.index"
+OUTPUT_NAME: Final = "output.json"
+"""Name of the pool in the manifest of an output in parts: the same for all worlds, and for no other pool."""
 RANGES, PARTS, DONE, WORKERS, MERGED, CLOCK = FOLDERS = ("ranges", "parts", "done", "workers", "merged", "clock")
 WORLDS: Final = "worlds"
 """Folder of the worlds' run directories, which are no objects of the pool."""

@@ -18,12 +18,14 @@ from spmd_worker.frontends.batch.pool.members import Lease, Member, put_once
 from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
 from spmd_worker.frontends.batch.pool.records import (
     MERGED,
+    OUTPUT_NAME,
     WORKERS,
     DoneRecord,
     Merged,
     Part,
     digest_of,
     free_record,
+    read_free_record,
     worker_and_kind,
 )
 from spmd_worker.frontends.batch.pool.store import PoolStore
@@ -58,9 +60,10 @@ def merge_pool(
             raise InterruptedError("the lease of the merge was lost")
 
     rows = MergedRows(store, member, go_on, folder)
+    name = read_free_record(store.read(OUTPUT_NAME)).get("run", "") if is_parts(output) else ""
     try:
         with contextlib.closing(rows):
-            digest = write_lines(rows, output, vectors, part_rows, writer=member.worker)
+            digest = write_lines(rows, output, vectors, part_rows, writer=member.worker, run=name)
     except OSError:
         if run(store, still_holds(lease)):
             raise

@@ -17,12 +17,16 @@ from spmd_worker.frontends.batch.file_lock import ENDING
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import read_index
 from spmd_worker.frontends.batch.input.row_reader import RowReader
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import check_loaded, clear_run_dir, manifest_of, vectors_of
 from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.output_parts import claim_folder, is_parts
+from spmd_worker.frontends.batch.pool.driver import run
+from spmd_worker.frontends.batch.pool.members import put_once
 from spmd_worker.frontends.batch.pool.object_store import open_pool_store
 from spmd_worker.frontends.batch.pool.pool_metrics import PoolValues
+from spmd_worker.frontends.batch.pool.records import OUTPUT_NAME, free_record, read_free_record
 from spmd_worker.frontends.batch.pool_world.pool_index import PoolIndex
 from spmd_worker.frontends.batch.pool_world.pool_input import PoolInput
 from spmd_worker.frontends.batch.pool_world.world import World
@@ -92,6 +96,9 @@ class PoolRun:
         record = {"format_version": FORMAT_VERSION, "seed": engine.config.seed, **answers}
         return self._world.write_output(vectors_of(engine), record, advance, self.run_dir)
 
+    def lost_rows(self) -> LostRows:
+        return self._world.lost_rows()
+
     def end(self) -> None:
         end_manifest(self.run_dir, self.manifest)
         self._world.leave("ended")
@@ -137,7 +144,9 @@ def open_world(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None
     world.check_equal()
     world.check_output()
     if is_parts(output):
-        claim_folder(output)
+        # Unless another world has named the pool.
+        name = run(store, put_once(OUTPUT_NAME, free_record({"run": f"pool {manifest['run']}"})))
+        claim_folder(output, run=read_free_record(name)["run"])
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     index.wait(_SCAN_S)
     path, values = prometheus_of(job), PoolValues(store, job.lease_s / 4)

@@ -14,7 +14,7 @@ class PoolInput:
     """
 
     def __init__(self, worker: PoolWorker, adapters: Iterable[str] = ()) -> None:
-        self.num_rows = 0
+        self.num_rows = self.num_dropped_rows = 0
         self.num_rows_by_adapter = dict.fromkeys(adapters, 0)
         self.keys: dict[int, RowKey] = {}
         self._worker = worker
@@ -51,6 +51,14 @@ class PoolInput:
                 self._count(found)
                 return found
         return None
+
+    def is_lost(self, index: int) -> bool:
+        """Whether a returned row is of no held range; it is forgotten then, and counted."""
+        if self._worker.wants(index):
+            return False
+        del self.keys[index]
+        self.num_dropped_rows += 1
+        return True
 
     def _count(self, found: InputRow) -> None:
         self.num_rows += 1

@@ -92,6 +92,11 @@ class PoolWorker:
         with self._changes:
             return tuple(self._held)
 
+    def wants(self, index: int) -> bool:
+        """Whether the row is of a leased range, and has no answer."""
+        with self._changes:
+            return any(held.wants(index) for held in self._held)
+
     def append(self, key: RowKey, answer: RowAnswer) -> None:
         """Accept the answer to a row; dropped if its lease was lost. Raises as `check` does."""
         self.check()

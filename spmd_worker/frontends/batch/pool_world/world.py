@@ -17,6 +17,7 @@ from spmd_worker.base.remote_names import absolute_name, file_path
 from spmd_worker.frontends.batch.input.input_index import RangeReader
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
+from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
 from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput
 from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
@@ -116,6 +117,10 @@ class World:
         self._output = JobOutput(self._worker, self.rows.keys, progress or Progress(None), None, prometheus)
         self._worker.start()
         return self.rows, self._output
+
+    def lost_rows(self) -> LostRows:
+        """Rows of leases that were lost."""
+        return LostRows(self._worker.num_dropped_rows, self.rows.num_dropped_rows)
 
     def wait_for_end(self) -> None:
         """Return when every row of the pool is done, as `PoolInput.has_ended` has it."""

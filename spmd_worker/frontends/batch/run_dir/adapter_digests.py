@@ -2,9 +2,9 @@
 
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.errors import AdapterError, ConfigError
-from spmd_worker.frontends.batch.run_dir.job_files import adapter_folders
 from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
 from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model_config.adapter_folder import adapter_folders
 
 
 def adapter_digests(model: ModelOptions) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Paths of a job's input and output, checked before anything is started."""
 
+import contextlib
 import glob
 import logging
 import os
@@ -11,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from spmd_worker.base.config.plain_values import plain_folder
-from spmd_worker.base.config.schema import JobConfig, ModelOptions
+from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
 from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
@@ -33,6 +33,7 @@ from spmd_worker.frontends.batch.run_dir.file_names import (
 from spmd_worker.frontends.batch.run_dir.kept_digests import CUSTOM_IDS_NAME, MEDIA_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, is_of_a_shard, output_of, prometheus_of, run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import check_pool
+from spmd_worker.model_config.adapter_folder import adapter_folders
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -76,19 +77,20 @@ def check_job(job: JobConfig) -> None:
 def check_names(job: JobConfig) -> None:
     """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
     output = output_of(job)
-    if isinstance(output, RemotePath):
-        check_writable("job.output", output.raw)
+    check_output_name(output)
     if is_remote(job.run_dir or ""):
         shown = shown_name(job.run_dir or "")
         raise ConfigError(f"job.run_dir={shown}: the run directory must be local: give a folder")
+
+
+def check_output_name(output: FilePath, key: str = "job.output") -> None:
+    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
+    if isinstance(output, RemotePath):
+        check_writable(key, output.raw)
     if str(output).count("*") > is_parts(output):
         raise ConfigError(
-            f"job.output={output}: parts have one * in their file's name, for the number: give such as "
-            f"answers/part-*.jsonl"
+            f"{key}={output}: parts have one * in their file's name, for the number: give such as answers/part-*.jsonl"
         )
-    if is_parts(output) and job.shard is not None:
-        shown = shown_name(job.output or "")
-        raise ConfigError(f"job.output={shown} and job.shard={job.shard}: a shard writes one file: leave out the *")
 
 
 def is_job_file(job: JobConfig, path: Path) -> bool:
@@ -142,7 +144,8 @@ def check_files(resolved: ResolvedRun) -> None:
     in_model = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file()]
     read += [Name(f"{path.relative_to(folder)} of model.path={model_path}", path) for path in in_model]
     for key, adapter in adapter_folders(resolved.config.model).items():
-        reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
+        if not is_remote(adapter):
+            reject_in_folder([*files, Claim(run, (run_dir,))], Name(f"{key}={adapter}", Path(adapter)))
     placement, index = resolved.config.parallel.expert_placement, job.input_index
     read += [] if index is None else [Name(f"job.input_index={index}", Path(index))]
     reject_read_and_written(files, [*read, Name(f"parallel.expert_placement={placement}", Path(placement))])
@@ -200,19 +203,6 @@ def _reject_parts(output: Path, read: Sequence[Name], key: str = "job.output") -
             raise ConfigError(f"{key}={output} would replace {name.path}, which is read: give another")
 
 
-def adapter_folders(model: ModelOptions) -> dict[str, str]:
-    """Folder of each adapter, by the key that names it: `model.adapters.NAME`, `model.prompt_adapters.NAME` and
-    `model.lora_merge`.
-    """
-    named = {"adapters": model.adapters or {}, "prompt_adapters": model.prompt_adapters or {}}
-    folders = {
-        f"model.{key}.{name}": plain_folder(path) for key, given in named.items() for name, path in given.items()
-    }
-    if model.merged_adapter is not None:
-        folders["model.lora_merge"] = model.merged_adapter
-    return folders
-
-
 def _claim(key: str, value: str, path: Path) -> Claim:
     """A file and its partial file. Raises ConfigError for a name that cannot be written."""
     way_out = "give another file"
@@ -257,6 +247,7 @@ def check_merge(output: FilePath, manifest: dict[str, Any], folders: Sequence[Pa
     `folders`.
     """
     key = "--output"
+    check_output_name(output, key)
     inputs = [file_path(name) for name in manifest["input"]]
     _reject_remote_output(output, inputs, key)
     if is_parts(output):
@@ -288,16 +279,28 @@ def check_run_dir(run_dir: Name) -> None:
 
 
 def check_output(job: JobConfig) -> None:
-    """Begin and abandon the output file, and claim the folder of parts; with the locks held. Raises ConfigError for a
-    file that cannot be written.
-    """
+    """Begin and abandon the output file, with the locks held. Raises ConfigError for a file that cannot be written."""
     path = output_of(job)
-    try:
+    with _written(path):
         if isinstance(path, RemotePath):
             _check_remote(path)
         OutputFile.open(path).abandon()
-        if is_parts(path):
-            claim_folder(path)
+
+
+def claim_output(job: JobConfig, run: str) -> None:
+    """Claim the folder of parts for a run, whose manifest has its name. Raises ConfigError as `earlier_parts` does, and
+    for a file that cannot be written.
+    """
+    path = output_of(job)
+    if is_parts(path):
+        with _written(path):
+            claim_folder(path, run=run)
+
+
+@contextlib.contextmanager
+def _written(path: FilePath) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
 

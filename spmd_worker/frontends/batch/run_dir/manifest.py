@@ -5,6 +5,7 @@ sums are added in the same order.
 """
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -88,6 +89,7 @@ def make_manifest(
     answers[_ARITHMETIC_KEY] = answers[_POLICY_KEY] = NOT_READ
     return {
         "format_version": FORMAT_VERSION,
+        "run": secrets.token_hex(8),
         "has_ended": False,
         "answers": answers,
         "config": settings,
@@ -122,6 +124,7 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
         # The name in answers to rows that name no model: the folder may have moved.
         manifest["model_name"] = last.get("model_name", manifest["model_name"])
+    manifest["run"] = last.get("run", manifest["run"])
     manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
     manifest["starts"] = [*last["starts"], *manifest["starts"]]
     return True
@@ -255,6 +258,8 @@ def merged_manifest(manifests: Sequence[dict[str, Any]], output: FilePath) -> di
     config = {**manifests[0]["config"], "job": job}
     return {
         **manifests[0],
+        # Of equal answers: another merge of the same job writes the same bytes.
+        "run": f"merge {_digest(manifests[0]['answers'])}",
         "has_ended": True,
         "config": config,
         "config_hash": _digest(config),
@@ -265,9 +270,10 @@ def merged_manifest(manifests: Sequence[dict[str, Any]], output: FilePath) -> di
     }
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(
+    path: Path, way_out: str = "give another job.run_dir, or remove this one to start over"
+) -> dict[str, Any] | None:
     """The manifest; None for a missing file. Raises ConfigError for an invalid or damaged one; OSError."""
-    way_out = "give another job.run_dir, or remove this one to start over"
     try:
         value = read_json_object(path)
     except FileNotFoundError:

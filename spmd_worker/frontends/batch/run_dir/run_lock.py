@@ -19,26 +19,29 @@ class RunLock:
     the run directory, or a folder that cannot be made.
     """
 
-    def __init__(self, run_dir: Path, output: FilePath | None) -> None:
+    def __init__(self, run_dir: Path, output: FilePath | None, key: str = "job.output") -> None:
+        """`key` is the user's word for the output; only a job's run directory has one of its own."""
         # Remote stores have no locks.
-        self._run_dir, self._output = run_dir, None if isinstance(output, RemotePath) else output
-        self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
+        self._run_dir, self._output, self._key = run_dir, None if isinstance(output, RemotePath) else output, key
+        self._run_key = "job.run_dir" if key == "job.output" else f"the run directory of {key}"
+        way_out = f"give another {'job.run_dir' if key == 'job.output' else key}"
+        self._lock = FileLock(run_dir / LOCK_NAME, f"{self._run_key}={run_dir}", way_out)
         self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
         if self._output is not None:
-            make_folder("the folder of job.output", self._output.parent)
+            make_folder(f"the folder of {self._key}", self._output.parent)
         with ExitStack() as held:
             has_lock = (self._run_dir / LOCK_NAME).exists()
             if has_lock:
                 held.enter_context(self._lock)
             if self._output is not None:
                 # The output's partial file is its lock: no other file is left next to the output.
-                partial, owned = partial_path(self._output), f"job.output={self._output}"
+                partial, owned = partial_path(self._output), f"{self._key}={self._output}"
                 lock = held.enter_context(FileLock(partial, owned, "give another file", is_temporary=True))
                 lock.note("runs the job")
             if not has_lock:
-                make_folder("job.run_dir", self._run_dir)
+                make_folder(self._run_key, self._run_dir)
                 held.enter_context(self._lock)
             self._lock.note("starting")
             self._held = held.pop_all()

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 
+from spmd_worker.base.remote_names import absolute_name, file_path
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLogHeader, StepLogWriter
@@ -83,15 +84,15 @@ def step_log_header(engine: Engine, weights: Mapping[str, str] = MappingProxyTyp
         num_steps_ahead=resolved.num_steps_ahead,
         keeps_histories=limits.keeps_histories,
         max_prompt_adapters=model.max_prompt_adapters,
-        lora_merge=None if model.merged_adapter is None else str(Path(model.merged_adapter).resolve()),
+        lora_merge=None if model.merged_adapter is None else absolute_name(file_path(model.merged_adapter)),
         max_loras=0 if adapters is None else adapters.max_loras,
         max_lora_rank=0 if adapters is None else adapters.max_lora_rank,
         max_cpu_loras=0 if adapters is None else adapters.max_cpu_loras,
         adapter_names=tuple(each.name for each in loaded),
-        adapter_paths=tuple(str(Path(each.path).resolve()) for each in loaded),
+        adapter_paths=tuple(absolute_name(file_path(each.path)) for each in loaded),
         adapter_digests=tuple(each.digest for each in loaded),
         prompt_adapter_names=tuple(each.name for each in prompts),
-        prompt_adapter_paths=tuple(str(Path(each.path).resolve()) for each in prompts),
+        prompt_adapter_paths=tuple(absolute_name(file_path(each.path)) for each in prompts),
         prompt_adapter_digests=tuple(each.digest for each in prompts),
         prompt_adapter_num_tokens=tuple(each.num_tokens for each in prompts),
         connector_saves=None if engine.outside is None else engine.outside.saves,

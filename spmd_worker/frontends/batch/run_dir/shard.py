@@ -1,6 +1,7 @@
 """Shards of a job: which rows are a shard's, and the names of its files.
 
 job.output=answers.jsonl.zst job.shard=3/7    ->    answers-00003-of-00007.jsonl.zst, and its .run
+job.output=a/part-*.jsonl    job.shard=3/7    ->    a/shard-00003-of-00007/part-*.jsonl, a/part-00003-of-00007.jsonl.run
 """
 
 import re
@@ -56,6 +57,17 @@ class Shard:
             suffix = inner + suffix
         return path.with_name(f"{path.name.removesuffix(suffix)}{self._mark}{suffix}")
 
+    def output(self, path: FilePath) -> FilePath:
+        """This shard's output: a file, or parts in a folder of the shard."""
+        if "*" not in path.name:
+            return self.file(path)
+        inside = f"shard{self._mark}/{path.name}"
+        return path.with_name(inside) if isinstance(path, RemotePath) else path.parent / inside
+
+    def run_of_parts(self, name: str) -> str:
+        """Name of the run directory of an output in parts: with the shard's number for the `*`."""
+        return f"{name.replace('*', self._mark[1:])}.run"
+
     def folder(self, path: Path) -> Path:
         """Name of this shard's folder."""
         return path.with_name(f"{path.name}{self._mark}")
@@ -68,23 +80,24 @@ class Shard:
 def output_of(job: JobConfig) -> FilePath:
     """The file that the job writes: `job.output`, or its shard's part of it; on this machine or not."""
     shard, path = Shard.of(job), file_path(job.output or "")
-    return path if shard is None else shard.file(path)
+    return path if shard is None else shard.output(path)
 
 
 def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, also with the shard's number, else `<output>.run`, of parts without their `*`: next to a local
-    output, and in the working directory for a remote one; `world_dir` in a pool.
+    """`job.run_dir`, also with the shard's number, else `<output>.run`, of parts without their `*`, or with the shard's
+    number for it: next to a local output, and in the working directory for a remote one; `world_dir` in a pool.
     """
     if job.pool is not None:
         return world_dir(job)
     shard = Shard.of(job)
     if not job.run_dir:
         output = output_of(job)
-        name = f"{output.name.replace('*', '')}.run"
-        if isinstance(output, RemotePath):
-            return Path(name)
+        if "*" in output.name:
+            output, name = file_path(job.output or ""), f"{output.name.replace('*', '')}.run"
+            name = name if shard is None else shard.run_of_parts(output.name)
+            return Path(name) if isinstance(output, RemotePath) else output.with_name(name)
         # A name may be missing, or be that of a folder: it is checked later.
-        return output.with_name(name) if "*" in output.name else Path(f"{output}.run")
+        return Path(f"{output.name if isinstance(output, RemotePath) else output}.run")
     return Path(job.run_dir) if shard is None else shard.folder(Path(job.run_dir))
 
 
@@ -100,11 +113,16 @@ def prometheus_of(job: JobConfig) -> Path | None:
 
 def is_of_a_shard(job: JobConfig, path: FilePath) -> bool:
     """Whether the file is an output of a shard of the job, in any number of shards, or in the run directory of one."""
-    output = Shard(0, 1).file(file_path(job.output or ""))
+    given = file_path(job.output or "")
+    output = Shard(0, 1).output(given)
     if isinstance(path, RemotePath):
-        is_beside = isinstance(output, RemotePath) and output.with_name(path.name) == path
-        return is_beside and _of_any_shard(output.name).fullmatch(path.name) is not None
+        names = [each.raw for each in (output, path) if isinstance(each, RemotePath)]
+        # Parts are known by their folder.
+        names = [name.rpartition("/")[0] for name in names] if "*" in given.name else names
+        return len(names) == 2 and _of_any_shard(names[0]).fullmatch(names[1]) is not None
     named = [output, *([Shard(0, 1).folder(Path(job.run_dir))] if job.run_dir else [])]
+    if isinstance(output, Path) and "*" in given.name:
+        named += [output.parent, output.parent.with_name(Shard(0, 1).run_of_parts(given.name))]
     patterns = [(_of_any_shard(each.name), each.resolve().parent) for each in named if isinstance(each, Path)]
     own = path.resolve()
     return any(

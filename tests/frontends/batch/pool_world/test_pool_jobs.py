@@ -1,6 +1,7 @@
 """Jobs in a pool, with an engine: ended and begun again in this process, under two layouts' keys."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from cut_jobs import Ended
-from ranks import REPOSITORY
+from ranks import REPOSITORY, run_forked
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError, JobError, PoolError
@@ -109,6 +110,31 @@ def test_contradicting_keys_are_rejected(folder: Path, change: dict[str, Any], m
     with pytest.raises(ConfigError, match=message):
         run(config_of(folder, pool=str(folder / "pool"), **change))
     assert not (folder / "pool").exists()
+
+
+def test_ranks_of_a_late_world_load_no_model(folder: Path):
+    """Regression: several ranks loaded the model before they learned that the pool had ended."""
+    model = shutil.copytree(MODEL, folder / "model")
+    command = [
+        *(str(REPOSITORY / "launch.py"), f"model.path={model}", "device=cpu", "cache.num_blocks=64"),
+        *("parallel.tensor_parallel_size=2", f"job.input={folder}/rows.jsonl", f"job.output={folder}/out.jsonl"),
+        f"job.pool={folder}/pool",
+    ]
+    first = run_forked(command, nproc=2, timeout_s=240)
+    assert first.returncode == 0, first.output
+    written = (folder / "out.jsonl").stat().st_mtime_ns
+    (weights,) = model.glob("*.safetensors")
+    data = weights.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    # NaN, which loading rejects.
+    weights.write_bytes(data[:start] + b"\xff" * (len(data) - start))
+    late = run_forked(command, nproc=2, timeout_s=240)
+    assert late.exit_codes == (0, 0), late.output
+    assert late.output.count("has ended: ") == 1
+    assert (folder / "out.jsonl").stat().st_mtime_ns == written
+    # A control: a world with work does load it.
+    (folder / "pool" / "merged" / "merge.0002").unlink()
+    assert "not finite" in run_forked(command, nproc=2, timeout_s=240).output
 
 
 def test_other_folder_is_no_pool(folder: Path):

@@ -27,6 +27,7 @@ from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, MERGE_LOG
 from spmd_worker.frontends.batch.pool_world import input_content, merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
+from spmd_worker.frontends.batch.prefix_window import PrefixWindow
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.journal import RowKey
 from spmd_worker.frontends.openai.row_writer import RowAnswer
@@ -185,6 +186,30 @@ def test_heartbeat_notices_a_lost_lease(job: JobConfig):
     slow.beat()
     slow.turn()
     assert not lost & {held.lease.log.number for held in slow.worker.held()}
+    slow.finish()
+    check(job)
+
+
+def test_waiting_rows_of_a_lost_lease_are_dropped(job: JobConfig):
+    """Regression: they were computed, and their answers dropped."""
+    store = MemoryStore()
+    slow, other = TurnedWorld(store, job), TurnedWorld(store, job)
+    slow.turn()
+    window = PrefixWindow(slow.rows, 1000)
+    while len(slow.running) < 2:
+        found = window.next_row()
+        slow.running += [] if found is None else [found]
+    num_waiting = len(slow.rows.keys) - 2
+    assert num_waiting > 0
+    wait_for_lease(store, other)
+    for _ in range(40):
+        other.go_on()
+    slow.beat()
+    slow.turn()
+    assert window.next_row() is None
+    slow.answer()
+    assert slow.world.lost_rows() == (2, num_waiting)
+    assert slow.rows.keys == {}
     slow.finish()
     check(job)
 
