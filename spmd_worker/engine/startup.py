@@ -402,7 +402,7 @@ def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, resolved: Res
     is_state = resolved.config.model.load_format == "sharded_state"
     contents = partial(state_digest, folder) if is_state else partial(tensor_digests, folder, inside)
     read = partial(_together, channel, watchdog, "reading the checkpoint")
-    identities = channel.gather(canonical(read(partial(file_identities, folder, inside))))
+    identities = channel.gather(canonical(read(partial(file_identities, folder, inside, is_state=is_state))))
     if len(dict.fromkeys(identities)) == 1:
         return
     # The first of the ranks that share files reads them for all.

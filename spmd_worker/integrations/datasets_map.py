@@ -103,4 +103,7 @@ def answers_depend_on(model: str, options: Mapping[str, Any]) -> str:
         adapters=adapter_digests(resolved.config.model),
         media=image_answers(resolved) | audio_answers(resolved),
     )
-    return json.dumps(manifest["answers"], sort_keys=True, default=str)
+    # A few changed weights may lie between the manifest's samples: files of another time are computed again.
+    weights = [(path.name, path.stat()) for path in sorted(resolved.model_folder.rglob("*.safetensors"))]
+    files = [(name, status.st_size, status.st_mtime_ns) for name, status in weights]
+    return json.dumps([manifest["answers"], files], sort_keys=True, default=str)

@@ -13,6 +13,7 @@ from retrained import retrain
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import RanksDisagreeError
 from spmd_worker.engine.startup import _agree_on_weights
+from spmd_worker.model.weights.identity import file_identities
 from spmd_worker.resolved import resolve_run
 
 WATCHDOG: Any = SimpleNamespace(heartbeat=SimpleNamespace(enter=lambda phase: None))
@@ -50,3 +51,14 @@ def test_state_beside_a_checkpoint_hides_no_difference(tmp_path: Path):
         payloads(folders[1], "auto", found)
     # Negative control: of a state, ranks may have their own files alone.
     payloads(folders[1], "sharded_state", payloads(folders[0], "sharded_state", [b"", b"[]"]))
+
+
+def test_files_that_are_not_loaded_are_not_compared(tmp_path: Path):
+    """Regression: a broken link ended every start, and another file had ranks read all weights."""
+    model = Path(shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", tmp_path / "model"))
+    before = file_identities(model)
+    assert [each[1] for each in before] == ["model.safetensors"]
+    (model / "consolidated.safetensors").symlink_to("nowhere")
+    assert file_identities(model) == before
+    with pytest.raises(FileNotFoundError):
+        file_identities(model, is_state=True)

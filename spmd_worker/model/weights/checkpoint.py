@@ -14,18 +14,17 @@ from pathlib import Path
 import torch
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
 from spmd_worker.model.layers.weight_slice import Rectangle, TensorView, is_inside
 from spmd_worker.model.weights.region import plan_read, split_region
 from spmd_worker.model.weights.safetensors_header import (
-    MAX_HEADER_BYTES,
     SafetensorsHeader,
     TensorEntry,
     read_header,
 )
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
-from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
+from spmd_worker.model.weights.weight_files import read_weight_map, weight_files
+from spmd_worker.model_config.tensor_names import INDEX_FILE
 
 STORED_DTYPES = {
     **WEIGHT_DTYPES,
@@ -40,7 +39,6 @@ STORED_DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Dtypes that `read_stored` reads: of weights and of parts of quantised ones."""
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # The page cache reads shorter gaps anyway, and a call costs as much as copying a page.
 _MAX_GAP_BYTES = 4096
 
@@ -69,12 +67,9 @@ class Checkpoint:
         Of a folder with both, `model.safetensors` is read and not the index, as in transformers.
         """
         assert sys.byteorder == "little", "safetensors data is little-endian and is not swapped here"
-        if (folder / SINGLE_FILE).is_file():
-            headers = {SINGLE_FILE: read_header(folder / SINGLE_FILE)}
-        elif (folder / INDEX_FILE).is_file():
-            headers = _read_indexed_headers(folder)
-        else:
-            raise CheckpointError(_nothing_found(folder))
+        weight_map = read_weight_map(folder)
+        headers = {path.name: read_header(path) for path in weight_files(folder, weight_map)}
+        _check_index(weight_map, headers)
         file_of = {name: file for file, header in headers.items() for name in header.tensors}
         return cls(folder, headers, 0, staging, file_of)
 
@@ -220,38 +215,6 @@ class Checkpoint:
             return self._descriptors[file_name]
 
 
-def _read_indexed_headers(folder: Path) -> dict[str, SafetensorsHeader]:
-    weight_map = _read_weight_map(folder / INDEX_FILE)
-    headers = {}
-    for file_name in sorted(dict.fromkeys(weight_map.values())):
-        if not (folder / file_name).is_file():
-            raise CheckpointError(f"{INDEX_FILE}: names {file_name}, which is not in {folder}: download it again")
-        headers[file_name] = read_header(folder / file_name)
-    _check_index(weight_map, headers)
-    return headers
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        text = read_regular_file(path, MAX_HEADER_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read: {error}") from None
-    try:
-        weight_map = parse_json_object(text).get("weight_map")
-    except JsonError as error:
-        raise CheckpointError(f"{path.name}: the index {error}") from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path.name}: weight_map must be an object that maps tensor names to file names")
-    for name, file_name in weight_map.items():
-        # A plain name is of a file directly in the folder, which may be a symlink, as in the HF cache.
-        is_plain = isinstance(file_name, str) and is_plain_name(file_name) and not file_name.startswith(".")
-        if not is_plain or not file_name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path.name}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file next to it"
-            )
-    return weight_map
-
-
 def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
     """Error about two tensors, by their names in the files, of the same weight."""
     one, other = sorted((one, other))
@@ -260,7 +223,9 @@ def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
     )
 
 
-def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:
+def _check_index(weight_map: Mapping[str, str] | None, headers: Mapping[str, SafetensorsHeader]) -> None:
+    if weight_map is None:
+        return
     for name, file_name in weight_map.items():
         if name not in headers[file_name].tensors:
             raise CheckpointError(f"{INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index says it is")
@@ -269,25 +234,3 @@ def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, Safetensor
             if weight_map.get(name) != file_name:
                 listed = weight_map.get(name, "nothing")
                 raise CheckpointError(f"{file_name}: tensor {name!r} is in this file, but the index says {listed}")
-
-
-def _nothing_found(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: is not a folder: a checkpoint is a folder with {SINGLE_FILE} or {INDEX_FILE}"
-    if (folder / STATE_FILE).is_file():
-        return (
-            f"{folder}: holds a sharded state, not a checkpoint of the hub's names (save_checkpoint): set "
-            f"model.load_format=sharded_state to start with it"
-        )
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE_SUFFIXES)
-    if pickles:
-        return (
-            f"{folder}: has weights only in {', '.join(pickles[:3])}: pickles are rejected because reading one can run "
-            "code: convert them to safetensors (save_pretrained of a recent transformers does), or take those of a "
-            "pull request on the hub (model.revision=refs/pr/N), which many models have"
-        )
-    if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
-        return f"{folder}: has weights only as GGUF, which is unsupported: use the safetensors it was converted from"
-    found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
-    others = f"; it has {', '.join(found[:3])} without an index" if found else ""
-    return f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{others}"

@@ -38,7 +38,7 @@ def content_digest(folder: Path, inside: Sequence[str] = ()) -> str:
 
 def _file_digest(path: Path) -> str:
     record = _record_path(path)
-    status = _status(path)
+    status = list(file_status(path))
     if record is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
             kept = json.loads(record.read_text(encoding="utf-8"))
@@ -50,15 +50,20 @@ def _file_digest(path: Path) -> str:
         while piece := stream.read(_PIECE_BYTES):
             digest.update(piece)
     logger.info("digest of %s: %d bytes in %.2f s", path, status[2], time.perf_counter() - started)
-    is_settled = time.time_ns() - max(status[3:]) > _SETTLED_NS
-    if record is not None and is_settled and _status(path) == status:
+    if record is not None and is_settled(status) and list(file_status(path)) == status:
         _write(record, {"status": status, "digest": digest.hexdigest()})
     return digest.hexdigest()
 
 
-def _status(path: Path) -> list[int]:
+def file_status(path: Path) -> tuple[int, ...]:
+    """Device, inode, size and times of change of a file, in nanoseconds. Raises OSError."""
     found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def is_settled(status: Sequence[int]) -> bool:
+    """Whether a file of this `file_status` is so old that another change would give it another one."""
+    return time.time_ns() - max(status[3:]) > _SETTLED_NS
 
 
 def _record_path(path: Path) -> Path | None:

@@ -11,16 +11,19 @@ from spmd_worker.base.process import boot_id
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.region import split_region
+from spmd_worker.model.weights.weight_files import all_weight_files
 
 _BLOCK_ELEMENTS = 1 << 22
 
 
-def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str | int]]:
-    """Machine, name, device, inode, size and mtime of each safetensors file of the folder and those `inside` it."""
+def file_identities(folder: Path, inside: Sequence[str] = (), *, is_state: bool = False) -> list[list[str | int]]:
+    """Machine, name, device, inode, size and mtime of each weight file of the folder and those `inside` it, or of a
+    sharded state. Raises CheckpointError and OSError.
+    """
     # Inodes of two machines may be equal; the id of this boot is unique.
     machine = boot_id() or platform.node()
     identities: list[list[str | int]] = []
-    for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
+    for path in sorted(folder.glob("*.safetensors")) if is_state else all_weight_files(folder, inside):
         status, name = path.stat(), str(path.relative_to(folder))
         identities.append([machine, name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns])
     return identities

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.files import read_regular_file
+from spmd_worker.model.weights.content_digest import file_status, is_settled
 from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from spmd_worker.model.weights.weight_files import all_weight_files
 from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.resolved import ResolvedRun
 
@@ -46,16 +48,16 @@ def state_digest(folder: Path) -> dict[str, str]:
 
 
 def file_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
-    """Digest of each safetensors file of `folder` and those `inside` it: of its size, its header and samples.
+    """Digest of each weight file of `folder` and those `inside` it: of its size, its header and samples.
 
     Files of at most 8 MiB together are read completely. Else samples of 4 KiB have distances of a power of two, so that
     there are at most 2,048 and one a file; the first 4 KiB of as many of the tensors between them are read, too: 16
-    MiB. A process reads files again only if their identity has changed. Raises CheckpointError and OSError.
+    MiB. A process reads files again only if they are new or their identity has changed. Raises CheckpointError and
+    OSError.
     """
-    paths = [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]
-    found = [path.stat() for path in paths]
-    statuses = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found]
-    digests = _digests(tuple(paths), tuple(statuses))
+    paths = tuple(all_weight_files(folder, inside))
+    statuses = tuple(map(file_status, paths))
+    digests = (_digests if all(map(is_settled, statuses)) else _digests.__wrapped__)(paths, statuses)
     return {str(path.relative_to(folder)): digest for path, digest in zip(paths, digests, strict=True)}
 
 

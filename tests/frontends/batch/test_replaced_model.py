@@ -15,6 +15,7 @@ import pytest
 from cut_jobs import Ended, end_after
 from ranks import REPOSITORY
 from retrained import retrain
+from safetensors.torch import load_file
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import ConfigError
@@ -158,6 +159,25 @@ def test_model_copied_elsewhere_goes_on_with_the_same_bytes(folder: Path):
     metrics = json.loads((run(moved) / "metrics.json").read_text())
     assert metrics["resumed_rows"] == NUM_DONE
     assert (folder / "out.jsonl").read_bytes() == expected
+
+
+def test_files_that_are_not_loaded_do_not_count(folder: Path):
+    """Regression: a consolidated copy, an optimizer's state or a broken link refused an honest resume."""
+    model, config = folder / "model", config_of(folder)
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    index, names = model / "model.safetensors.index.json", load_file(model / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    (model / "optimizer.safetensors").write_bytes(b"of step 1")
+    cut(config)
+    (model / "optimizer.safetensors").write_bytes(b"")
+    (model / "other.safetensors").symlink_to("nowhere")
+    index.write_text(json.dumps(json.loads(index.read_text()), indent=2))
+    assert json.loads((run(config) / "metrics.json").read_text())["resumed_rows"] == NUM_DONE
+    cut(config)
+    (model / "a.safetensors").rename(model / "b.safetensors")
+    index.write_text(index.read_text().replace("a.safetensors", "b.safetensors"))
+    with pytest.raises(ConfigError, match=r"^a\.safetensors of model\.path has other weights"):
+        run(config)
 
 
 def test_forced_resume_records_both_digests(folder: Path):

@@ -25,7 +25,6 @@ from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.model.weights.sampled_digest import sampled_digests
-from spmd_worker.model_config.tensor_names import INDEX_FILE
 from spmd_worker.resolved import ResolvedRun
 
 FORMAT_VERSION: Final = 2
@@ -78,7 +77,7 @@ def make_manifest(
     answers["device"] = resolved.device_type
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
-    answers[_MODEL_KEY] = model_digest(resolved)
+    answers[_MODEL_KEY] = resolved.files_digest
     answers |= weight_answers(resolved)
     answers |= adapters
     answers |= media or {}
@@ -290,14 +289,6 @@ def read_manifest(
     if value.pop(_CHECKSUM_KEY, None) != _digest(value):
         raise ConfigError(f"{path} is damaged (its checksum differs): {way_out}")
     return value
-
-
-def model_digest(resolved: ResolvedRun) -> str:
-    """Digest of config.json, generation_config.json and the checkpoint's index; weights have `weight_answers`."""
-    index = resolved.model_folder / INDEX_FILE
-    digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
-    digest.update(index.read_bytes() if index.is_file() else b"")
-    return digest.hexdigest()
 
 
 def weight_answers(resolved: ResolvedRun) -> dict[str, str]:
