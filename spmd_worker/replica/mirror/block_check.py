@@ -30,7 +30,7 @@ class BlockContents(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Keys and values that a connector brings: it knows by name what they are."""
+    """Keys and values that a connector brings, or that are given with an adapter: these are known by name."""
 
 
 OUTSIDE: Final = Outside()
@@ -73,6 +73,9 @@ class MirroredBlocks:
             block_ids = self._written_by(row)
             num_written += len(block_ids)
             written.update(dict.fromkeys(block_ids, row.sequence.computed))
+            if not row.num_kept_blocks and row.num_computed_tokens == row.request.num_given_tokens:
+                # What is given is written before the row's first token, or is there already.
+                moved.update(dict.fromkeys(row.new_blocks[: len(row.new_blocks) - len(block_ids)], OUTSIDE))
         if len(written) != num_written:
             self._reject(plan, "block_ids", "a block given to two rows", "one that writes it")
         displaced = self._displaced(plan, written, rows, continuing)
