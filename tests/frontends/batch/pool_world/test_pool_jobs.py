@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
 from spmd_worker.frontends.batch.run_dir import world
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import world_dir
+from spmd_worker.frontends.tools.doctor import examine
 from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -83,6 +84,8 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
     assert sorted(ends) == ["ended", "failed"]
     monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
     run(config)
+    # Regression: its run directory was taken for one of a killed job.
+    assert examine(run_dir_of(config.job)) == ([f"The run ended well: its output {folder}/out.jsonl is complete."], 0)
     with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
         run(replace(config, job=replace(config.job, max_error_rows=1)))
     with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
