@@ -70,7 +70,7 @@ class MirroredBlocks:
         written = {block_id: continuing[index].computed for index, block_id in plan.continuing_blocks}
         num_written = len(plan.continuing_blocks)
         for row in rows:
-            block_ids = self._written_by(row)
+            block_ids = self._written_by(row, written)
             num_written += len(block_ids)
             written.update(dict.fromkeys(block_ids, row.sequence.computed))
         if len(written) != num_written:
@@ -133,21 +133,21 @@ class MirroredBlocks:
             return held
         return BlockContents(held, held.num_written(), _entry(held.table(), block_id))
 
-    def _written_by(self, row: PlannedRow) -> Sequence[BlockId]:
+    def _written_by(self, row: PlannedRow, written: Mapping[BlockId, Computed]) -> Sequence[BlockId]:
         """The blocks from that of a row's first token on."""
         first, kept = row.num_computed_tokens // self._block_size * self._groups.num_groups, row.num_kept_blocks
         if 0 < row.num_computed_tokens <= row.request.num_given_tokens:
             # Given keys and values are written too, where they are not found.
-            while first and not self._has_begin(row, first - 1):
+            while first and not self._is_found(row, first - 1, written):
                 first -= 1
         if first >= kept:
             return row.new_blocks[first - kept :]
         return [*row.sequence.block_ids[first:kept], *row.new_blocks]
 
-    def _has_begin(self, row: PlannedRow, entry: int) -> bool:
-        """Whether a new row finds in an entry of its table what another has computed from the same tokens."""
+    def _is_found(self, row: PlannedRow, entry: int, written: Mapping[BlockId, Computed]) -> bool:
+        """Whether another row has computed, or does in this step, what a row needs in an entry of its table."""
         block_id, end = row.new_blocks[entry], (entry // self._groups.num_groups + 1) * self._block_size
-        held, num_tokens = self._device[block_id], min(end, row.num_computed_tokens)
+        held, num_tokens = written.get(block_id, self._device[block_id]), min(end, row.num_computed_tokens)
         computed = _holder(held, entry, block_id, num_tokens)
         return computed is not None and begins_alike(computed, row.request, (), num_tokens)
 

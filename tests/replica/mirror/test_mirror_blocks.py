@@ -240,9 +240,10 @@ def rows_request(request_id: int, kind: str, content: bytes) -> Request:
 def test_given_keys_are_written_once():
     """A row's first step begins behind them; who has the same ones may find them."""
     mirror, content = Mirror(NUM_BLOCKS, BLOCK_SIZE), b"k" * 16
-    for step, request_id, blocks in ((1, 1, (0, 1)), (2, 2, (0, 2))):
-        data = SequenceData(0, (), blocks, 6, 2, 1)
-        mirror.apply(plan(step, SequenceGroupMetadata(rows_request(request_id, KEYS_VALUES, content), (data,))))
+    for step, each in ((1, {1: (0, 1), 4: (0, 6)}), (2, {2: (0, 2)})):
+        data = {request_id: SequenceData(0, (), blocks, 6, 2, 1) for request_id, blocks in each.items()}
+        requests = {request_id: rows_request(request_id, KEYS_VALUES, content) for request_id in each}
+        mirror.apply(plan(step, *[SequenceGroupMetadata(requests[number], (data[number],)) for number in each]))
     mirror.apply(decoding(3, FIRST, SECOND, continuing_blocks=((0, 3), (1, 4))))
     other = SequenceGroupMetadata(rows_request(3, KEYS_VALUES, b"o" * 16), (SequenceData(0, (), (0, 5), 6, 2, 1),))
     also = {"continuing": (FIRST,), "continuing_token_ids": (12,), "num_tokens": 3}
