@@ -243,7 +243,7 @@ class MirroredBlocks:
 
 
 def _holder(held: Held, entry: int, block_id: BlockId, num_tokens: int) -> Computed | None:
-    """Whose keys and values a block holds, if they are those of that entry, as far as the first `num_tokens` tokens."""
+    """The sequence whose keys and values a block holds, if they are that entry's, as far as `num_tokens` tokens."""
     if isinstance(held, BlockContents):
         return held.computed if held.entry == entry and num_tokens <= held.num_tokens else None
     if not isinstance(held, Computed) or num_tokens > held.num_written():
