@@ -15,7 +15,7 @@ def open_standard_streams() -> None:
     would be in it. Reading standard input remains an error.
 
     What is written to a standard error that takes no more is lost: a job goes on when its terminal is closed, when the
-    reader of its log ends (`| head`), or when the disk of its log is full.
+    reader of its log ends (`| head`), or when the disk of its log is full. A log that goes on later says so.
     """
     for descriptor in range(3):
         try:
@@ -37,10 +37,18 @@ def open_standard_streams() -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A file whose failing writes have no effect."""
+    """A file whose failing writes have no effect, but that the next one that does not fail says how much is lost."""
+
+    _num_lost = 0
 
     def write(self, data: Any, /) -> int:
+        num_bytes = memoryview(data).nbytes
         try:
-            return super().write(data)
+            if self._num_lost and super().write(b"[%d bytes of this log are lost]\n" % self._num_lost) is not None:
+                self._num_lost = 0
+            # None: a terminal or pipe that does not block, and is full.
+            written = None if self._num_lost else super().write(data)
         except OSError:
-            return memoryview(data).nbytes
+            written = None
+        self._num_lost += num_bytes if written is None else 0
+        return num_bytes if written is None else written

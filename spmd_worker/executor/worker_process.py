@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from spmd_worker.base.metrics.log import LOGGER_NAME, configure_logging
 from spmd_worker.base.process import end_with_parent
+from spmd_worker.base.standard_streams import open_standard_streams
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.executor.worker_channel import FrameKind, receive_piece
 from spmd_worker.ranks.topology import RankLayout
@@ -36,14 +37,16 @@ _SETUP_METHODS: Final = ("adjust_rank", "initialize_from_config", "init_worker",
 
 def main() -> int:
     """Run this process's tasks. Returns the exit code."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="spmd-worker process")
     for name in ("--rank", "--descriptor", "--driver-pid", "--log-level"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
     # On other systems `_receive` sees the end of the task queue.
     end_with_parent(given.driver_pid)
-    # Ctrl-C reaches every process of the terminal: only the driver handles it.
+    # Ctrl-C and the end of a terminal reach every process of it: only the driver handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     keep_freed_memory()
     faulthandler.enable()

@@ -1,5 +1,6 @@
 """Standard streams that are closed, and a standard error that takes no more."""
 
+import contextlib
 import os
 import pty
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import REPOSITORY
 
-from spmd_worker.base.standard_streams import open_standard_streams
+from spmd_worker.base.standard_streams import _LossyFile, open_standard_streams
 
 
 @pytest.mark.parametrize("closed", [(2,), (0, 2), (0, 1, 2), ()])
@@ -68,6 +69,22 @@ print("goes on")
         lines += process.communicate()[0].splitlines(keepends=True)
         assert [line.strip() for line in lines] == told
         assert (process.returncode == 0) == (name == "ours")
+
+
+def test_log_that_goes_on_says_what_is_lost():
+    """A full pipe that does not block ended a job with BlockingIOError."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with _LossyFile(writer, "w") as log:
+        # Whole pages, until it is full.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        assert [log.write(b"12345"), log.write(b"678")] == [5, 3]
+        os.read(reader, 1 << 20)
+        assert log.write(b"goes on") == 7
+        assert os.read(reader, 1 << 20) == b"[8 bytes of this log are lost]\ngoes on"
+    os.close(reader)
 
 
 def test_standard_error_of_a_caller_is_kept(capsys: pytest.CaptureFixture[str]):

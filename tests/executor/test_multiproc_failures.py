@@ -328,6 +328,25 @@ def test_a_worker_without_a_driver_ends_by_itself():
             worker.kill()
 
 
+def test_worker_process_begins_without_terminal(tmp_path: Path):
+    """Its standard streams are closed; the end of the terminal, as Ctrl-C, is for the driver alone."""
+    source = f"""
+import os, pathlib, signal, socket, sys
+from spmd_worker.executor import worker_process
+ours, theirs = socket.socketpair()
+names = ("--rank", "0", "--descriptor", str(theirs.fileno()), "--driver-pid", str(os.getppid()), "--log-level", "30")
+sys.argv[1:] = names
+def run(*_):
+    print("to nobody", file=sys.stderr)
+    pathlib.Path({str(tmp_path / "told")!r}).write_text(repr(signal.getsignal(signal.SIGHUP)))
+worker_process.WorkerTasks.run = run
+os._exit(worker_process.main())
+"""
+    command = ["sh", "-c", '"$0" -c "$1" >&- 2>&-; :', sys.executable, source]
+    subprocess.run(command, cwd=REPOSITORY, timeout=120, check=True)
+    assert (tmp_path / "told").read_text() == repr(signal.SIG_IGN)
+
+
 def run_steps(executor: MultiprocExecutor) -> None:
     for step in range(1, 1_000_000):
         executor.execute_model(StepPlan(step=step))

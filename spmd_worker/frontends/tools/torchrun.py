@@ -9,8 +9,12 @@ Arguments and messages are torchrun's. torchrun exits with 1 however its ranks e
     143    SIGTERM ended it, or its ranks: preempted; start it again (130: Ctrl-C, 138: SIGUSR1)
     1, 70  the code of the rank that failed first: the job failed; the ranks diverged
     137    a rank was killed, for example for its memory
+
+Started by nohup, it goes on when its terminal is closed, which torchrun does not.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # torchrun's default of --signals-to-handle has SIGHUP, too.
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     try:
         run_ranks(sys.argv[1:] if arguments is None else arguments)
     except SignalException as error:

@@ -8,9 +8,9 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kv_cache.block_hash import NUM_HASH_BYTES
 from kv_cache.state_ops import StateOps
 from spmd_worker.replica.mirror.records import Computed, Inputs, MirroredSequence, inputs_of, pack_tokens
+from spmd_worker.replica.sequence.input_rows import NUM_DIGEST_BYTES
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampled import NOT_READ
 
@@ -67,14 +67,12 @@ def _are_equal(ids: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def _first(inputs: Inputs, num_tokens: int) -> tuple[int, int, list[tuple[bytes, int, int]]]:
-    """Those of the first tokens: names of rows and images are with their positions there."""
+    """Those of the first tokens: names of rows and images are with their positions there. Rows that have a name each
+    have those of the first.
+    """
     adapter, rope_regime, rows, media = inputs
-    given = []
-    for each in rows:
-        # One digest of all rows, or one of each.
-        has_each = len(each.content) > NUM_HASH_BYTES
-        content = each.content[: NUM_HASH_BYTES * max(num_tokens - each.start, 0)] if has_each else each.content
-        given.append((content, each.start, each.end))
+    named = [each for each in rows if each.start < num_tokens]
+    given = [(each.content[: NUM_DIGEST_BYTES * (num_tokens - each.start)], each.start, each.end) for each in named]
     given += [(item.media_id, start, start + count) for item in media for start, count in item.runs]
     return (
         adapter,

@@ -16,7 +16,7 @@ EMBEDDINGS: Final = "embeddings"
 KEYS_VALUES: Final = "keys_values"
 """Kind of rows that are keys and values of all layers: their positions are not computed."""
 _KINDS: Final = (EMBEDDINGS, KEYS_VALUES)
-_NUM_BYTES: Final = 16
+NUM_DIGEST_BYTES: Final = 16
 PLACEHOLDER: Final = 0
 """Token id at positions of rows."""
 
@@ -53,7 +53,7 @@ class PromptRows:
 def content_digest(kind: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
     """Name of rows: of their kind, their dtype, such as "bfloat16", their shape and every bit of their numbers."""
     head = f"{kind}:{dtype}:{'x'.join(map(str, shape))}:".encode()
-    hasher = blake2b(head, digest_size=_NUM_BYTES, person=b"spmd-rows-1")
+    hasher = blake2b(head, digest_size=NUM_DIGEST_BYTES, person=b"spmd-rows-1")
     hasher.update(data)
     return hasher.digest()
 
@@ -61,7 +61,7 @@ def content_digest(kind: str, dtype: str, shape: Sequence[int], data: bytes | me
 def row_digests(dtype: str, num_rows: int, data: bytes) -> bytes:
     """Names of `num_rows` rows of embeddings, each of its own numbers."""
     size = len(data) // num_rows
-    head = blake2b(f"{EMBEDDINGS}:{dtype}:{size}:".encode(), digest_size=_NUM_BYTES, person=b"spmd-row-1")
+    head = blake2b(f"{EMBEDDINGS}:{dtype}:{size}:".encode(), digest_size=NUM_DIGEST_BYTES, person=b"spmd-row-1")
     digests = []
     for start in range(0, len(data), size):
         hasher = head.copy()
@@ -75,7 +75,7 @@ def check_rows(rows: Sequence[InputRows], num_tokens: int) -> None:
     end = 0
     for each in rows:
         if (
-            len(each.content) not in (_NUM_BYTES, _NUM_BYTES * each.num_rows)
+            len(each.content) not in (NUM_DIGEST_BYTES, NUM_DIGEST_BYTES * each.num_rows)
             or each.kind not in _KINDS
             or each.num_rows < 1
             or each.start < end

@@ -516,7 +516,7 @@ def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[by
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         real_append, RowJournal.append = RowJournal.append, append
         if {bool(file)}:
-            fill(300)
+            fill(1000)
         sys.exit(launch.main())
     """
     arguments = [

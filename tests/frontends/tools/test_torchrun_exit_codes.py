@@ -40,10 +40,26 @@ def test_plain_torchrun_exits_alike_for_all(tmp_path: Path):
     assert codes == {1}
 
 
+def test_launcher_under_nohup_outlives_its_terminal(tmp_path: Path):
+    """torchrun handles the signal that nohup ignores."""
+    script = tmp_path / "nohup.py"
+    script.write_text(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        f"from {LAUNCHER} import main\n"
+        "sys.exit(main())\n"
+    )
+    line = "kill -HUP $PPID; kill -HUP $$; exit 0"
+    assert run_ranks(str(script), tmp_path, line, line).returncode == 0
+    # Negative control: a terminal that is closed, without nohup.
+    assert run_ranks(LAUNCHER, tmp_path, "kill -HUP $PPID", WAITING).returncode == 128 + signal.SIGHUP
+
+
 def run_ranks(launcher: str, folder: Path, *lines: str) -> ranks.CompletedRanks:
-    """A line of shell on each rank. In files: torchrun replaces `$` in arguments."""
+    """A module, or a script, with a line of shell on each rank. In files: torchrun replaces `$` in arguments."""
     for rank, line in enumerate(lines):
         (folder / f"rank{rank}.sh").write_text(line)
     (folder / "ranks.sh").write_text(f'. "{folder}/rank$LOCAL_RANK.sh"')
     options = ["--standalone", "--nproc-per-node", "2", "--no-python", "bash", str(folder / "ranks.sh")]
-    return ranks.run_script(["-m", launcher, *options], LIMIT_S, env={"OMP_NUM_THREADS": "1"})
+    started = [launcher] if launcher.endswith(".py") else ["-m", launcher]
+    return ranks.run_script([*started, *options], LIMIT_S, env={"OMP_NUM_THREADS": "1"})

@@ -38,6 +38,12 @@ def sent(
     return SequenceGroupMetadata(request, (SequenceData(0, outputs, blocks, num_computed, num_tokens, 1),))
 
 
+def with_rows(sent_row: SequenceGroupMetadata, names: bytes, num_rows: int, kind: str) -> SequenceGroupMetadata:
+    """The first `num_rows` positions are given: `names` are one letter for all of them, or one for each."""
+    rows = InputRows(b"".join([bytes([name]) * 16 for name in names]), 0, num_rows, kind)
+    return dataclasses.replace(sent_row, request=dataclasses.replace(sent_row.request, rows=(rows,)))
+
+
 def told(request_id: int, kept: int, blocks: tuple[int, ...], first: int, token_id: int = 11, sample_index: int = 0):
     """A row's next token, in a delta."""
     data = SequenceDataDelta(sample_index, (token_id,), kept, blocks, first, 1, 1)
@@ -71,6 +77,9 @@ BACK = told(2, 0, (4, 5), 6)
 IN = BlockOps(swap_in=((0, 4), (1, 5)))
 FORK = told(1, 0, (0, 4), 6, sample_index=1)
 ENDED = StepPlan(2, finished_request_ids=(1,))
+GIVEN = plan(2, with_rows(sent(3, (4, 5), (), 4), b"a", 4, KEYS_VALUES))
+SWAPPED = StepPlan(3, block_ops=BlockOps(swap_out=((4, 0), (5, 1))))
+ROWS = plan(2, with_rows(sent(3, (4, 5)), b"abcdef", 6, EMBEDDINGS))
 
 ACCEPTED: dict[str, tuple[list[StepPlan], StepPlan]] = {
     "swapped in": ([out()], plan(3, BACK, block_ops=IN)),
@@ -93,6 +102,18 @@ ACCEPTED: dict[str, tuple[list[StepPlan], StepPlan]] = {
         plan(3, sent(3, (4, 5), num_computed=4)),
     ),
     "recomputed": ([], plan(2, sent(2, (4, 5), (11,)))),
+    "given keys, swapped in": (
+        [GIVEN, SWAPPED],
+        plan(4, told(3, 0, (6, 7), 6), block_ops=BlockOps(swap_in=((0, 6), (1, 7)))),
+    ),
+    "given keys, again in blocks that have them": (
+        [GIVEN],
+        plan(3, with_rows(sent(1, (4, 6), (), 4), b"a", 4, KEYS_VALUES)),
+    ),
+    "rows of which the first are alike": (
+        [ROWS],
+        plan(3, with_rows(sent(1, (4, 6), (), 4), b"abcdxy", 6, EMBEDDINGS)),
+    ),
 }
 
 
@@ -180,6 +201,16 @@ REJECTED: dict[str, tuple[list[StepPlan], StepPlan, str]] = {
         [ENDED, plan(3, sent(4, (0, 1)))],
         plan(4, sent(3, (0, 4), num_computed=4)),
         "step 4, request 3, sample 0: field block_ids is 0, with tokens of request 4, sample 0",
+    ),
+    "given keys, not swapped in": (
+        [GIVEN, SWAPPED],
+        plan(4, told(3, 0, (6, 7), 6), block_ops=BlockOps(swap_in=((1, 7),))),
+        "request 3, sample 0: field block_ids is 6, which nobody has filled",
+    ),
+    "a prefix of other rows": (
+        [ROWS],
+        plan(3, with_rows(sent(1, (4, 6), (), 4), b"abcxef", 6, EMBEDDINGS)),
+        "request 1, sample 0: field block_ids is 4, with tokens of request 3",
     ),
     "a prefix that the step overwrites": (
         [ENDED],
