@@ -139,7 +139,7 @@ def test_every_file_of_a_run_is_named():
 
 def test_every_key_of_provenance_is_named(tmp_path: Path):
     manifest = {"config": {"seed": 0}, "starts": [{"layout": {}}]}
-    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden", "shard"), "")
+    manifest |= dict.fromkeys(("version", "config_hash", "answers", "overridden", "run", "shard"), "")
     write_provenance(tmp_path, manifest, {}, [])
     written = json.loads((tmp_path / "provenance.json").read_text())
     assert set(first_cells(section(FILES, "provenance.json"))) == set(written)

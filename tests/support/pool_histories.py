@@ -259,7 +259,8 @@ class LaunchedHistory(History):
 
     def _victim(self) -> int | None:
         pid = super()._victim()
-        if pid is None:
+        # Ranks that are stopped again and again while they join torchrun's store may not find it for a minute.
+        if pid is None or not self._lines(self._rows_of[pid]):
             return None
         self._signal(pid, signal.SIGSTOP)
         wait_until(lambda: all(map(is_stopped, family_of(pid))))

@@ -85,11 +85,10 @@ def run_job(
                 _run(resolved, environment, watchdog, run, moments, has_ended=ended is not None)
         except NoWorkError:
             pass
-        else:
-            if run is not None and ended is None:
-                run.end()
         if ended is not None:
             _check_error_rows(ended.num_error_rows, config.job.max_error_rows)
+        if run is not None:
+            run.end()
 
 
 def _open(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> JobRun:

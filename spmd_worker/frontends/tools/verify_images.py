@@ -40,7 +40,7 @@ def compare_images(run_dir: Path) -> str | None:
         raise ImagesError(f"{run_dir} is not the run directory of an ended job: {error}") from None
     if manifest is None or not isinstance(manifest["input"], list):
         raise ImagesError(f"{run_dir}: the job read a stream, which cannot be read again")
-    if not manifest["has_ended"] and provenance.get("starts") != manifest["starts"]:
+    if not manifest["has_ended"] and any(provenance.get(key) != manifest.get(key) for key in ("run", "starts")):
         raise ImagesError(f"{run_dir}: {PROVENANCE_NAME} is of an earlier job, and this one has not ended: let it end")
     recorded, found = provenance.get("images"), chained_digest(_digests(manifest))
     if found == recorded:

@@ -30,7 +30,7 @@ class BlockContents(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Keys and values that a connector brings, or that are given with an adapter: these are known by name."""
+    """Keys and values that a connector brings: it knows by name what they are."""
 
 
 OUTSIDE: Final = Outside()
@@ -70,12 +70,9 @@ class MirroredBlocks:
         written = {block_id: continuing[index].computed for index, block_id in plan.continuing_blocks}
         num_written = len(plan.continuing_blocks)
         for row in rows:
-            block_ids = self._written_by(row)
+            block_ids = self._written_by(row, written)
             num_written += len(block_ids)
             written.update(dict.fromkeys(block_ids, row.sequence.computed))
-            if not row.num_kept_blocks and row.num_computed_tokens == row.request.num_given_tokens:
-                # What is given is written before the row's first token, or is there already.
-                moved.update(dict.fromkeys(row.new_blocks[: len(row.new_blocks) - len(block_ids)], OUTSIDE))
         if len(written) != num_written:
             self._reject(plan, "block_ids", "a block given to two rows", "one that writes it")
         displaced = self._displaced(plan, written, rows, continuing)
@@ -136,12 +133,23 @@ class MirroredBlocks:
             return held
         return BlockContents(held, held.num_written(), _entry(held.table(), block_id))
 
-    def _written_by(self, row: PlannedRow) -> Sequence[BlockId]:
+    def _written_by(self, row: PlannedRow, written: Mapping[BlockId, Computed]) -> Sequence[BlockId]:
         """The blocks from that of a row's first token on."""
         first, kept = row.num_computed_tokens // self._block_size * self._groups.num_groups, row.num_kept_blocks
+        if 0 < row.num_computed_tokens <= row.request.num_given_tokens:
+            # Given keys and values are written too, where they are not found.
+            while first and not self._is_found(row, first - 1, written):
+                first -= 1
         if first >= kept:
             return row.new_blocks[first - kept :]
         return [*row.sequence.block_ids[first:kept], *row.new_blocks]
+
+    def _is_found(self, row: PlannedRow, entry: int, written: Mapping[BlockId, Computed]) -> bool:
+        """Whether another row has computed, or does in this step, what a row needs in an entry of its table."""
+        block_id, end = row.new_blocks[entry], (entry // self._groups.num_groups + 1) * self._block_size
+        held, num_tokens = written.get(block_id, self._device[block_id]), min(end, row.num_computed_tokens)
+        computed = _holder(held, entry, block_id, num_tokens)
+        return computed is not None and begins_alike(computed, row.request, (), num_tokens)
 
     def _displaced(
         self,
@@ -210,13 +218,9 @@ class MirroredBlocks:
                 held = after.get(writer, writer)
             if isinstance(held, Outside):
                 continue
-            if isinstance(held, Computed):
-                computed, table = held, held.table()
-                is_there = entry < len(table) and table[entry] == block_id and num_tokens <= held.num_written()
-            elif held is not None:
-                computed, is_there = held.computed, held.entry == entry and num_tokens <= held.num_tokens
-            if held is None or not is_there:
-                self._reject_read(plan, row, block_id, num_tokens, None if held is None else computed)
+            computed = _holder(held, entry, block_id, num_tokens)
+            if computed is None:
+                self._reject_read(plan, row, block_id, num_tokens, held)
             others[computed] = num_tokens, block_id
         outputs = row.output_token_ids if others else ()
         for computed, (num_tokens, block_id) in others.items():
@@ -224,17 +228,28 @@ class MirroredBlocks:
                 self._reject_read(plan, row, block_id, num_tokens, computed)
 
     def _reject_read(
-        self, plan: StepPlan, row: PlannedRow, block_id: BlockId, num_tokens: int, held: Computed | None
+        self, plan: StepPlan, row: PlannedRow, block_id: BlockId, num_tokens: int, held: Computed | BlockContents | None
     ) -> NoReturn:
         value = f"{block_id}, which nobody has filled"
         if held is not None:
-            value = f"{block_id}, with tokens of request {held.key.request_id}, sample {held.key.sample_index}"
+            key = (held.computed if isinstance(held, BlockContents) else held).key
+            value = f"{block_id}, with tokens of request {key.request_id}, sample {key.sample_index}"
         first = (num_tokens - 1) // self._block_size * self._block_size
         self._reject(plan, "block_ids", value, f"its tokens {first} to {num_tokens - 1} there", *row.sequence.key)
 
     def _reject(self, plan: StepPlan, name: str, value: object, expected: object, *key: int) -> NoReturn:
         where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
         raise MirrorError(f"step {plan.step}{where}: field {name} is {value}, the mirror expects {expected}")
+
+
+def _holder(held: Held, entry: int, block_id: BlockId, num_tokens: int) -> Computed | None:
+    """The sequence whose keys and values a block holds, if they are that entry's, as far as `num_tokens` tokens."""
+    if isinstance(held, BlockContents):
+        return held.computed if held.entry == entry and num_tokens <= held.num_tokens else None
+    if not isinstance(held, Computed) or num_tokens > held.num_written():
+        return None
+    table = held.table()
+    return held if entry < len(table) and table[entry] == block_id else None
 
 
 def _entry(table: list[BlockId], block_id: BlockId) -> int:

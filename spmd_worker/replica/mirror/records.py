@@ -104,7 +104,7 @@ class MirroredSequence:
 
 @dataclass(slots=True, eq=False)
 class Computed:
-    """Whose keys, values or states something in memory is: a record's; once that has left the mirror, because its
+    """The sequence whose keys, values or states something is: a record's; once that has left the mirror, because its
     sequence has ended or another record has taken its place, `tokens` are all that is left of it, until these are
     forgotten. `inputs` are what was computed from besides. `block_ids` and `num_written_tokens` are its last ones.
     """

@@ -37,6 +37,7 @@ from spmd_worker.frontends.batch import answer_rows, job_rows, open_job
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
+from spmd_worker.frontends.batch.run_dir import manifest as manifest_module
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import JOURNAL_NAME, RowJournal, read_journal
 from spmd_worker.frontends.batch.run_dir.manifest import write_manifest
@@ -181,8 +182,12 @@ def test_ended_run_keeps_no_journal_and_starts_over(tmp_path: Path):
         assert names == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
 
 
-def test_failed_job_leaves_the_former_provenance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_job_leaves_the_former_provenance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Regression: a start over an ended run removed it, and the former output stood without."""
+    # Both start within one second, which is all that tells their `starts` apart.
+    monkeypatch.setattr(manifest_module.time, "strftime", lambda *_: "2026-01-01T00:00:00+0000")
     write_rows(tmp_path)
     config, provenance = config_of(tmp_path), tmp_path / "out.jsonl.run" / "provenance.json"
     run(config)
@@ -194,7 +199,7 @@ def test_failed_job_leaves_the_former_provenance(tmp_path: Path, capsys: pytest.
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 2
     assert "provenance.json is of an earlier job, and this one has not ended" in capsys.readouterr().err
     run(config)
-    assert json.loads(provenance.read_bytes())["starts"] != json.loads(before)["starts"]
+    assert json.loads(provenance.read_bytes())["run"] != json.loads(before)["run"]
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
 
 

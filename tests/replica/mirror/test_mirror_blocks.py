@@ -261,3 +261,35 @@ def test_tokens_of_ended_rows_are_kept_within_limit():
     kept = mirror._blocks._ended
     assert [each.key.request_id for each in kept] == [6, 7]
     assert not any(each.tokens is None for each in kept)
+
+
+def rows_request(request_id: int, kind: str, content: bytes) -> Request:
+    rows = (InputRows(content, 0, 6, kind),)
+    return Request(request_id, (0,) * 6 + (7, 8), SamplingParams(), 0, rows=rows)
+
+
+def test_given_keys_are_written_once():
+    """A row's first step begins behind them; who has the same ones may find them."""
+    mirror, content = Mirror(NUM_BLOCKS, BLOCK_SIZE), b"k" * 16
+    for step, each in ((1, {1: (0, 1), 4: (0, 6)}), (2, {2: (0, 2)})):
+        data = {request_id: SequenceData(0, (), blocks, 6, 2, 1) for request_id, blocks in each.items()}
+        requests = {request_id: rows_request(request_id, KEYS_VALUES, content) for request_id in each}
+        mirror.apply(plan(step, *[SequenceGroupMetadata(requests[number], (data[number],)) for number in each]))
+    mirror.apply(decoding(3, FIRST, SECOND, continuing_blocks=((0, 3), (1, 4))))
+    other = SequenceGroupMetadata(rows_request(3, KEYS_VALUES, b"o" * 16), (SequenceData(0, (), (0, 5), 6, 2, 1),))
+    also = {"continuing": (FIRST,), "continuing_token_ids": (12,), "num_tokens": 3}
+    with pytest.raises(MirrorError, match="request 1, sample 0: field block_ids is block 0 to request 3"):
+        mirror.apply(plan(4, other, **also))
+
+
+def test_prefix_of_rows_is_that_of_their_digests():
+    """Rows with a digest each share blocks as far as these are equal."""
+    mirror, digests = Mirror(NUM_BLOCKS, BLOCK_SIZE), [bytes((number,)) * 16 for number in range(7)]
+    whole, alike, other = b"".join(digests[:6]), b"".join(digests[:5] + digests[6:]), b"".join(digests[1:])
+    mirror.apply(
+        plan(1, SequenceGroupMetadata(rows_request(1, EMBEDDINGS, whole), (SequenceData(0, (), (0, 1), 0, 8, 1),)))
+    )
+    found = (SequenceData(0, (), (0, 2), 4, 4, 1),)
+    mirror.apply(plan(2, SequenceGroupMetadata(rows_request(2, EMBEDDINGS, alike), found)))
+    with pytest.raises(MirrorError, match="request 3, sample 0: field block_ids is 0, with tokens of request 1"):
+        mirror.apply(plan(3, SequenceGroupMetadata(rows_request(3, EMBEDDINGS, other), found)))

@@ -60,6 +60,7 @@ def write_provenance(
         "answers": manifest["answers"],
         "shard": manifest["shard"],
         "overridden": manifest["overridden"],
+        "run": manifest["run"],
         "starts": manifest["starts"],
     }
     write_json(run_dir / PROVENANCE_NAME, provenance)

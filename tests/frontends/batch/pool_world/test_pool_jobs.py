@@ -1,7 +1,7 @@
 """Jobs in a pool, with an engine: ended and begun again in this process, under two layouts' keys."""
 
 import json
-import shutil
+import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
 from spmd_worker.frontends.batch.run_dir import world
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import world_dir
+from spmd_worker.frontends.tools.doctor import examine
 from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -83,6 +84,8 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
     assert sorted(ends) == ["ended", "failed"]
     monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
     run(config)
+    # Regression: its run directory was taken for one of a killed job.
+    assert examine(run_dir_of(config.job)) == ([f"The run ended well: its output {folder}/out.jsonl is complete."], 0)
     with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
         run(replace(config, job=replace(config.job, max_error_rows=1)))
     with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
@@ -114,27 +117,29 @@ def test_contradicting_keys_are_rejected(folder: Path, change: dict[str, Any], m
 
 def test_ranks_of_a_late_world_load_no_model(folder: Path):
     """Regression: several ranks loaded the model before they learned that the pool had ended."""
-    model = shutil.copytree(MODEL, folder / "model")
-    command = [
-        *(str(REPOSITORY / "launch.py"), f"model.path={model}", "device=cpu", "cache.num_blocks=64"),
-        *("parallel.tensor_parallel_size=2", f"job.input={folder}/rows.jsonl", f"job.output={folder}/out.jsonl"),
-        f"job.pool={folder}/pool",
+    arguments = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "parallel.tensor_parallel_size=2"),
+        *(f"job.input={folder}/rows.jsonl", f"job.output={folder}/out.jsonl", f"job.pool={folder}/pool"),
     ]
-    first = run_forked(command, nproc=2, timeout_s=240)
+    first = run_forked([REPOSITORY / "launch.py", *arguments], nproc=2, timeout_s=240)
     assert first.returncode == 0, first.output
     written = (folder / "out.jsonl").stat().st_mtime_ns
-    (weights,) = model.glob("*.safetensors")
-    data = weights.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    # NaN, which loading rejects.
-    weights.write_bytes(data[:start] + b"\xff" * (len(data) - start))
-    late = run_forked(command, nproc=2, timeout_s=240)
+    # Other weights would be another job.
+    source = """
+        import sys
+        import launch
+        from spmd_worker.executor.executor import Executor
+        Executor.load_model = lambda executor: sys.exit("a model is loaded")
+        sys.exit(launch.main())
+    """
+    (folder / "late.py").write_text(textwrap.dedent(source))
+    late = run_forked([folder / "late.py", *arguments], nproc=2, timeout_s=240)
     assert late.exit_codes == (0, 0), late.output
     assert late.output.count("has ended: ") == 1
     assert (folder / "out.jsonl").stat().st_mtime_ns == written
     # A control: a world with work does load it.
     (folder / "pool" / "merged" / "merge.0002").unlink()
-    assert "not finite" in run_forked(command, nproc=2, timeout_s=240).output
+    assert "a model is loaded" in run_forked([folder / "late.py", *arguments], nproc=2, timeout_s=240).output
 
 
 def test_other_folder_is_no_pool(folder: Path):
