@@ -184,7 +184,9 @@ class MirroredBlocks:
         end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
         if index * self._block_size >= end:
             return False
-        return group < self._groups.num_full or index >= self._groups.num_unseen(end - 1, self._block_size)
+        # The row may go on behind all of its drafts.
+        last = sequence.num_written_tokens - 1
+        return group < self._groups.num_full or index >= self._groups.num_unseen(last, self._block_size)
 
     def _check_displaced(self, plan: StepPlan, sequence: MirroredSequence) -> None:
         if sequence.is_displaced:

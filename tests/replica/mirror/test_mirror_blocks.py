@@ -251,6 +251,19 @@ def test_blocks_behind_window_are_not_read():
         mirror.apply(plan(3, dataclasses.replace(row, sequences=(wrong,))))
 
 
+def test_window_ends_behind_accepted_drafts():
+    """The blocks before it may be given away in the plan that says so."""
+    mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE, groups=LayerGroups(1, 1, (2,), 8), most_drafts=8)
+    mirror.apply(plan(1, sent(1, (1, 2, 3, 4))))
+    drafts = SequenceDataDelta(0, (20,), 4, (5, 6), 6, 6, 1, draft_token_ids=(21, 22, 23, 24, 25))
+    mirror.apply(plan(2, SequenceGroupMetadataDelta(1, (drafts,))))
+    accepted = SequenceDataDelta(0, (21, 22, 23, 24, 25, 26), 6, (7, 8), 12, 1, 1)
+    mirror.apply(plan(3, SequenceGroupMetadataDelta(1, (accepted,)), sent(2, (10, 4, 11, 12))))
+    # Groups with all tokens are read from the first on.
+    with pytest.raises(MirrorError, match="request 1, sample 0: field block_ids is block 3 to request 4, sample 0"):
+        mirror.apply(plan(4, told(1, 8, (), 13, 27), sent(4, (13, 14, 3, 15))))
+
+
 def test_tokens_of_ended_rows_are_kept_within_limit():
     """Twice as many as the cache holds; contents of those before are not compared."""
     mirror = Mirror(2, BLOCK_SIZE)
