@@ -292,7 +292,7 @@ def test_run_directory_is_made_at_its_path(tmp_path: Path):
 
 
 def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def must_not_start(*_: object) -> None:
+    def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("the engine was started")
 
     monkeypatch.setattr(job_module, "start_engine", must_not_start)
@@ -343,7 +343,7 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
 
 
 def test_unusable_settings_are_rejected_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
+    monkeypatch.setattr(job_module, "start_engine", lambda *_, **__: pytest.fail("the engine was started"))
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     config = config_of(tmp_path)
     for changed, message in (

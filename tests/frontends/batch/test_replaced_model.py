@@ -123,7 +123,7 @@ def end_in_pool(config: RunConfig) -> None:
 
 
 def refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object) -> Engine:
+    def start(*_: object, **__: object) -> Engine:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(job_module, "start_engine", start)
@@ -227,9 +227,9 @@ def test_model_replaced_while_the_job_starts_is_refused(folder: Path, monkeypatc
     """Regression: the manifest had the model before, and the answers were of the one after."""
     start = job_module.start_engine
 
-    def start_late(*given: Any) -> Engine:
+    def start_late(*given: Any, **more: Any) -> Engine:
         retrain(folder / "model")
-        return start(*given)
+        return start(*given, **more)
 
     monkeypatch.setattr(job_module, "start_engine", start_late)
     with pytest.raises(ConfigError, match=r"^model\.path=.* changed while the job started: start it again"):

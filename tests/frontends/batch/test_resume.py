@@ -590,7 +590,7 @@ def test_job_resumes_only_with_the_same_row_sums(tmp_path: Path, monkeypatch: py
     kept = path.read_bytes()
     whole = (run_dir(config) / JOURNAL_NAME).read_bytes()
     with monkeypatch.context() as unloaded:
-        unloaded.setattr(job_module, "start_engine", lambda *arguments: pytest.fail("loaded"))
+        unloaded.setattr(job_module, "start_engine", lambda *_, **__: pytest.fail("loaded"))
         other = replace(config, parallel=ParallelConfig(max_leaves=2))
         expected = (
             r"^row-parallel sums are added in 2 leaves \(tensor_parallel_size 1 or 2\), and in 4 leaves "

@@ -82,7 +82,7 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
     assert list(of_pool["error_codes"].values()) == [1]
     ends = [json.loads(path.read_text())["how"] for path in sorted((folder / "pool" / "workers").glob("*.end"))]
     assert sorted(ends) == ["ended", "failed"]
-    monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
+    monkeypatch.setattr(job_module, "start_engine", lambda *_, **__: pytest.fail("the engine was started"))
     run(config)
     # Regression: its run directory was taken for one of a killed job.
     assert examine(run_dir_of(config.job)) == ([f"The run ended well: its output {folder}/out.jsonl is complete."], 0)
