@@ -153,6 +153,6 @@ def test_output_that_is_no_regular_file_is_rejected(tmp_path):
 )
 def test_format_without_its_package_is_rejected_with_remedy(tmp_path, monkeypatch, name, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"job.output=.*{name} needs {package}.*spmd-worker\[{extra}\]"):
+    with pytest.raises(ConfigError, match=rf"^the output .*{name} needs {package}.*spmd-worker\[{extra}\]"):
         OutputFile.open(tmp_path / name)
     assert os.listdir(tmp_path) == []
