@@ -42,17 +42,19 @@ def test_plain_torchrun_exits_alike_for_all(tmp_path: Path):
 
 def test_launcher_under_nohup_outlives_its_terminal(tmp_path: Path):
     """torchrun handles the signal that nohup ignores."""
-    script = tmp_path / "nohup.py"
-    script.write_text(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        f"from {LAUNCHER} import main\n"
-        "sys.exit(main())\n"
-    )
+    scripts = {}
+    for action in ("SIG_IGN", "SIG_DFL"):
+        scripts[action] = str(tmp_path / f"{action}.py")
+        Path(scripts[action]).write_text(
+            "import signal, sys\n"
+            f"signal.signal(signal.SIGHUP, signal.{action})\n"
+            f"from {LAUNCHER} import main\n"
+            "sys.exit(main())\n"
+        )
     line = "kill -HUP $PPID; kill -HUP $$; exit 0"
-    assert run_ranks(str(script), tmp_path, line, line).returncode == 0
-    # Negative control: a terminal that is closed, without nohup.
-    assert run_ranks(LAUNCHER, tmp_path, "kill -HUP $PPID", WAITING).returncode == 128 + signal.SIGHUP
+    assert run_ranks(scripts["SIG_IGN"], tmp_path, line, line).returncode == 0
+    # Negative control: a terminal that is closed, without nohup, which the tests themselves may run under.
+    assert run_ranks(scripts["SIG_DFL"], tmp_path, "kill -HUP $PPID", WAITING).returncode == 128 + signal.SIGHUP
 
 
 def run_ranks(launcher: str, folder: Path, *lines: str) -> ranks.CompletedRanks:

@@ -1,7 +1,7 @@
 """Steps with few adapters: who joins, who passes whom, and what rows with adapters find in the cache."""
 
 import pytest
-from scheduler_runs import Run, cached_run, tokens
+from scheduler_runs import Run, cached_run, tokens, without_block_check
 
 from spmd_worker.replica.mirror.mirror import MirrorError
 from spmd_worker.replica.mirror.plan_check import AdapterRules
@@ -163,6 +163,7 @@ def test_blocks_are_found_by_an_adapters_content():
 @pytest.mark.control("An adapter's blocks are found by its content alone")
 def test_contents_check_detects_blocks_of_other_adapters(monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: names of blocks without the adapter."""
+    without_block_check(monkeypatch)
     root_hash = allocator._root_hash
     monkeypatch.setattr(allocator, "_root_hash", lambda version, request: root_hash(version, _without_adapter(request)))
     run = cached_run(max_loras=1)

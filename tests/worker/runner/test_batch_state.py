@@ -11,7 +11,7 @@ from step_histories import BLOCK_SIZE, GROUPED_WAYS, WAYS, Ways, run_history
 
 from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.replica.mirror.mirror import Mirror, MirroredSequence, ScheduledSequence
-from spmd_worker.replica.sequence.metadata import SequenceGroupMetadataDelta
+from spmd_worker.replica.mirror.records import PlannedRow
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepPlan
@@ -133,17 +133,16 @@ def always_further(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_list_for_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror changes a table in place."""
-    append = Mirror._append
+    add = Mirror._add
 
-    def in_place(self: Mirror, update: SequenceGroupMetadataDelta, sequences: list[MirroredSequence]) -> None:
-        held = self._groups[update.request_id].sequences
-        lists = {sample_index: sequence.block_ids for sample_index, sequence in held.items()}
-        append(self, update, sequences)
-        for sample_index, table in lists.items():
-            table[:] = held[sample_index].block_ids
-            held[sample_index].block_ids = table
+    def in_place(self: Mirror, row: PlannedRow) -> None:
+        table = row.sequence.block_ids
+        add(self, row)
+        if not row.is_new:
+            table[:] = row.sequence.block_ids
+            row.sequence.block_ids = table
 
-    monkeypatch.setattr(Mirror, "_append", in_place)
+    monkeypatch.setattr(Mirror, "_add", in_place)
 
 
 def without_new_firsts(monkeypatch: pytest.MonkeyPatch) -> None:
