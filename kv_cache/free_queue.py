@@ -86,7 +86,7 @@ class FreeQueue:
         return bool(self._next[block_id] != _NOT_QUEUED)
 
     def are_queued(self) -> list[bool]:
-        """Whether each block is in the queue."""
+        """True for each block that is in the queue, by its id."""
         return [following != _NOT_QUEUED for following in self._next[:-1]]
 
     def __iter__(self) -> Iterator[BlockId]:

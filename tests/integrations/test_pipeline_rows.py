@@ -193,7 +193,7 @@ def failing() -> Iterator[Callable[..., Failing]]:
 
 
 def plant_turns(monkeypatch: pytest.MonkeyPatch, *ended: bool) -> None:
-    """Whether the first turns are over at once; no other is, however long it takes to admit rows."""
+    """Time budgets whose first turns are over at once as `ended` says; no other is, however long rows take to admit."""
     turns = chain(ended, repeat(False))
     monkeypatch.setattr(row_engine, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=next(turns)))
 

@@ -148,7 +148,7 @@ class CommittedParts:
                 raise _of_another_job(self.pattern, self._key)
 
     def _is_own(self, data: bytes) -> bool:
-        """Whether a manifest is this job's, or has not changed since it began."""
+        """True for a manifest of this job, or the one that it began with."""
         manifest = _parse(data) or {}
         is_this = bool(manifest.get("is_complete")) and manifest["parts"] == [asdict(each) for each in self._parts]
         return manifest.get("run") == self._run or is_this or _digest_of(data) == self._over

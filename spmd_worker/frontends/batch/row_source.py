@@ -45,7 +45,7 @@ class RowSource(Protocol):
         """The next row; None when there are no more (`has_ended`), or none yet."""
 
     def is_lost(self, index: int) -> bool:
-        """Whether a row that was returned, and not begun, needs no answer any more; it is forgotten then."""
+        """True for a row that was returned, and not begun, and needs no answer any more; it is forgotten then."""
 
 
 class DoneRows(Protocol):

@@ -62,7 +62,7 @@ def file_status(path: Path) -> tuple[int, ...]:
 
 
 def is_settled(status: Sequence[int]) -> bool:
-    """Whether a file of this `file_status` is so old that another change would give it another one."""
+    """True if a file of this `file_status` is so old that another change would give it another one."""
     return time.time_ns() - max(status[3:]) > _SETTLED_NS
 
 

@@ -57,6 +57,7 @@ def file_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
     """
     paths = tuple(all_weight_files(folder, inside))
     statuses = tuple(map(file_status, paths))
+    # Another change of a new file may leave it the same status.
     digests = (_digests if all(map(is_settled, statuses)) else _digests.__wrapped__)(paths, statuses)
     return {str(path.relative_to(folder)): digest for path, digest in zip(paths, digests, strict=True)}
 

@@ -145,7 +145,7 @@ class MirroredBlocks:
         return [*row.sequence.block_ids[first:kept], *row.new_blocks]
 
     def _is_found(self, row: PlannedRow, entry: int, written: Mapping[BlockId, Computed]) -> bool:
-        """Whether another row has computed, or does in this step, what a row needs in an entry of its table."""
+        """True if another row has computed, or does in this step, what a row needs in an entry of its table."""
         block_id, end = row.new_blocks[entry], (entry // self._groups.num_groups + 1) * self._block_size
         held, num_tokens = written.get(block_id, self._device[block_id]), min(end, row.num_computed_tokens)
         computed = _holder(held, entry, block_id, num_tokens)
@@ -177,7 +177,7 @@ class MirroredBlocks:
         return displaced
 
     def _reads(self, sequence: MirroredSequence, block_id: BlockId) -> bool:
-        """Whether a sequence has something in a block, and its next token sees it."""
+        """True if a sequence has something in a block, and its next token sees it."""
         if block_id not in sequence.block_ids:
             return False
         index, group = divmod(_entry(sequence.block_ids, block_id), self._groups.num_groups)

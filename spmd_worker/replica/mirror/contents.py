@@ -34,7 +34,7 @@ def contents_of(sequence: MirroredSequence) -> Contents:
 
 
 def begins_alike(computed: Computed, request: Request, output_token_ids: Sequence[int], num_tokens: int) -> bool:
-    """Whether the first `num_tokens` tokens of a request with these outputs, and all else that is computed from, are
+    """True if the first `num_tokens` tokens of a request with these outputs, and all else that is computed from, are
     those of `computed`. Ids that are not read yet are not compared, nor is what has no tokens any more.
     """
     record, ids = computed.record, request.prompt_token_ids

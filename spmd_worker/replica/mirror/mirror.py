@@ -276,7 +276,7 @@ class Mirror:
             group = self._groups[update.request_id]
             for delta in update.sequences:
                 held = group.sequences.get(delta.sample_index)
-                record = _new_fork(group.request, delta) if held is None else held
+                record = _new_record(group.request, delta) if held is None else held
                 rows.append(PlannedRow(record, group.request, delta, held is None))
         return rows
 
@@ -311,28 +311,21 @@ class Mirror:
         sequence.draft_token_ids = data.draft_token_ids
 
 
-def _new_record(request: Request, data: SequenceData) -> MirroredSequence:
-    return MirroredSequence(
-        request=request,
-        sample_index=data.sample_index,
-        output_token_ids=list(data.output_token_ids),
-        block_ids=list(data.block_ids),
-        num_computed_tokens=data.num_computed_tokens,
-        num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
-        state_slot=data.state_slot,
-        draft_token_ids=data.draft_token_ids,
-        num_lagging_tokens=data.num_lagging_tokens,
+def _new_record(request: Request, data: SequenceData | SequenceDataDelta) -> MirroredSequence:
+    """Record of a sequence that is sent completely, or has just forked, as it is after the step."""
+    outputs, table, num_lagging = (
+        (data.output_token_ids, data.block_ids, data.num_lagging_tokens)
+        if isinstance(data, SequenceData)
+        else (data.appended_token_ids, data.appended_block_ids, 0)
     )
-
-
-def _new_fork(request: Request, data: SequenceDataDelta) -> MirroredSequence:
     return MirroredSequence(
         request=request,
         sample_index=data.sample_index,
-        output_token_ids=list(data.appended_token_ids),
-        block_ids=list(data.appended_block_ids),
+        output_token_ids=list(outputs),
+        block_ids=list(table),
         num_computed_tokens=data.num_computed_tokens,
         num_scheduled_tokens=data.num_scheduled_tokens - len(data.draft_token_ids),
         state_slot=data.state_slot,
         draft_token_ids=data.draft_token_ids,
+        num_lagging_tokens=num_lagging,
     )

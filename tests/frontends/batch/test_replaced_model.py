@@ -59,7 +59,7 @@ def run(config: RunConfig) -> Path:
 
 
 def answers(folder: Path, **job: Any) -> bytes:
-    """Of the model that the folder has now, in one piece."""
+    """Answers of the model that the folder has now, in one piece."""
     config = config_of(folder, **job, output=str(folder / "whole" / "out.jsonl"))
     run(config)
     return (folder / "whole" / "out.jsonl").read_bytes()

@@ -111,7 +111,7 @@ def test_new_file_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, i
 
 
 def test_samples_never_exceed_their_number(monkeypatch: pytest.MonkeyPatch, folder: Path):
-    """Of many tensors between the samples, evenly chosen ones are read."""
+    """Evenly chosen ones of many tensors between the samples are read."""
     monkeypatch.setattr(module, "MAX_SAMPLES", 16)
     many = {f"{i:03}": torch.ones(1500 + i) for i in range(100)}
     save_file(many, folder / "model.safetensors")

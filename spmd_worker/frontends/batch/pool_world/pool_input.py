@@ -53,7 +53,7 @@ class PoolInput:
         return None
 
     def is_lost(self, index: int) -> bool:
-        """Whether a returned row is of no held range; it is forgotten then, and counted."""
+        """True for a returned row whose range is not held any more; it is forgotten then, and counted."""
         if self._worker.wants(index):
             return False
         del self.keys[index]

@@ -93,7 +93,7 @@ class PoolWorker:
             return tuple(self._held)
 
     def wants(self, index: int) -> bool:
-        """Whether the row is of a leased range, and has no answer."""
+        """True for a row of a leased range that has no answer."""
         with self._changes:
             return any(held.wants(index) for held in self._held)
 
