@@ -16,6 +16,7 @@ from spmd_worker.model.drafts.mtp import MtpHead
 from spmd_worker.model.drafts.qwen_mtp import QwenStack
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.weights.staging import staging_for
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.resolved import ResolvedRun
@@ -31,13 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """The draft's module; its kernels and attention are its own, because its sizes and steps are."""
+    """The draft's module; its kernels and attention are its own, because its sizes and steps are. `vision`: how the
+    target takes images, if it does.
+    """
 
     draft: DraftRun
     opened: OpenedDevice
     module: DecoderForCausalLM | DraftHead
     kernels: Kernels
     attention: AttentionBackend
+    vision: VisionConfig | None = None
 
     def pack_weights(self) -> None:
         """Pack the weights, after they are filled."""
@@ -60,7 +64,7 @@ class LoadedDraft:
             model_config=self.draft.model_config,
         )
         if isinstance(self.module, DraftHead):
-            return HeadDrafter(self.module, engine, group, limits)
+            return HeadDrafter(self.module, engine, group, limits, self.vision)
         return ModelDrafter(self.module, engine, group, limits, config.scheduler.max_num_batched_tokens)
 
 
@@ -91,7 +95,8 @@ def load_draft(
     )
     head = _new_head(context, draft, target, allows_nonfinite=resolved.config.model.allow_nonfinite)
     _fill_head(head, resolved, opened.device)
-    return LoadedDraft(draft, opened, head, operations.kernels, operations.attention)
+    vision = target.model_config.vision
+    return LoadedDraft(draft, opened, head, operations.kernels, operations.attention, vision)
 
 
 def _new_head(

@@ -151,13 +151,13 @@ class PlantedDrafter:
     """Implements `Drafter`: what the workers draft is right, one draft too long, or not there."""
 
     num_lookahead_tokens = 4
-    needs_hidden = True
+    needs_hidden, takes_media = True, False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, expected: list[Any]) -> None:
         self._expected, self.num_tokens, self.num_forgotten = expected, 0, 0
 
-    def begin(self, scheduled: Any, batch: Any, hidden: Any, aux: Any) -> None:
+    def begin(self, scheduled: Any, batch: Any, hidden: Any, aux: Any, media: Any = None) -> None:
         assert len(hidden) == len(batch.token_ids)
         self.num_tokens += len(hidden)
 

@@ -56,11 +56,14 @@ class QwenMtpReference(nn.Module):
         self.rotary = rotary(config)
         stir_hybrid(self)
 
-    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """States [T, hidden] of the first tokens of a row; both arguments are [T, hidden]."""
+    def forward(self, embedded: Tensor, states: Tensor, rope_positions: Tensor | None = None) -> Tensor:
+        """States [T, hidden] of the first tokens of a row; both arguments are [T, hidden]. `rope_positions` int64
+        [3, T]: None without images.
+        """
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states))
         x = self.fc(torch.cat(both, dim=-1))[None]
-        angles = self.rotary(x, torch.arange(len(states))[None])
+        positions = torch.arange(len(states))[None] if rope_positions is None else rope_positions[:, None]
+        angles = self.rotary(x, positions)
         mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
         found: Tensor = self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask))[0]
         return found

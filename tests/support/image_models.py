@@ -160,6 +160,25 @@ def their_answer(kind: str, pictures: Sequence[Pixels]) -> tuple[list[int], list
 
 
 @torch.no_grad()
+def their_stream(kind: str, pictures: Sequence[Pixels], ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """transformers' inputs of the text model and its last hidden states, [T, hidden], and int64 [3, T] positions of
+    time, line and column, of a row of ids whose prompt has the pictures.
+    """
+    model: Any = image_reference(kind).model
+    with one_axis_a_call():
+        inputs = oracle_inputs(media_kind(kind), list(pictures))
+    row, given = torch.tensor([list(ids)]), dict[str, Tensor]()
+    hook = model.language_model.register_forward_pre_hook(
+        lambda module, arguments, options: given.update(options), with_kwargs=True
+    )
+    try:
+        hidden = model(row, **_tensors(kind, inputs, row), use_cache=False).last_hidden_state[0]
+    finally:
+        hook.remove()
+    return given["inputs_embeds"][0], hidden, given["position_ids"][-3:, 0]
+
+
+@torch.no_grad()
 def their_logprobs(
     model: "PreTrainedModel", kind: str, pictures: Sequence[Pixels], prompt: Sequence[int], chosen: Sequence[int]
 ) -> Tensor:

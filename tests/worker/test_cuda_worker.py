@@ -21,7 +21,7 @@ from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import caches, opened_device, start
-from spmd_worker.worker.backends import choice
+from spmd_worker.worker.backends import choice, cpu
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.choice import new_backend, with_device_backend
 from spmd_worker.worker.backends.cpu import CpuDevice
@@ -124,6 +124,22 @@ def test_plain_torch_has_no_same_bits():
     for device in (GPU, torch.device("cpu")):
         with pytest.raises(ConfigError, match="invariant_tensor_parallel=true is not supported by plain torch"):
             TorchDevice(resolve_run(run, device.type), device).operations()
+
+
+@pytest.mark.parametrize("is_invariant", [True, None])
+def test_missing_kernels_are_no_same_bits(monkeypatch: pytest.MonkeyPatch, is_invariant: bool | None):
+    """Without a compiler the CPU backend is plain torch, which only runs that asked for the same bits refuse."""
+    monkeypatch.setattr(cpu, "cpu_backend_or_reason", lambda *arguments: "no C++ compiler was found")
+    run = RunConfig(
+        model=ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model")),
+        parallel=ParallelConfig(tensor_parallel_size=2, invariant_tensor_parallel=is_invariant),
+    )
+    device = CpuDevice(resolve_run(run, "cpu"), torch.device("cpu"))
+    if is_invariant:
+        with pytest.raises(ConfigError, match=r"_parallel=true is not .* leave .* out\. .* no C\+\+ compiler was"):
+            device.operations()
+    else:
+        assert isinstance(device.operations().attention, SdpaBackend)
 
 
 def test_plain_torch_names_the_number_of_ranks():

@@ -18,6 +18,7 @@ from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.drafts.draft_names import DraftNames
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
@@ -38,10 +39,11 @@ class HeadStack(nn.Module):
 
 class DraftHead(nn.Module):
     """A head on the ranks of the last stage. `aux_layers`: layers of the target before which it reads the stream; it
-    reads the target's normed output if there are none.
+    reads the target's normed output if there are none. `takes_media`: its `forward` takes images.
     """
 
     aux_layers: tuple[int, ...] = ()
+    takes_media = False
     model: HeadStack
     weights: WeightStore
 
@@ -65,8 +67,8 @@ class DraftHead(nn.Module):
         del aux
         return hidden
 
-    def angles(self, positions: Tensor, regimes: Tensor) -> tuple[Any, ...]:
-        return tuple(rotary.angles(positions, regimes, self.dtype) for rotary in self._rotaries)
+    def angles(self, positions: Tensor, regimes: Tensor, rope_positions: Tensor | None = None) -> tuple[Any, ...]:
+        return tuple(rotary.angles(positions, regimes, self.dtype, rope_positions) for rotary in self._rotaries)
 
     @abstractmethod
     def forward(
@@ -77,9 +79,13 @@ class DraftHead(nn.Module):
         states: Tensor,
         cache: LayerCaches,
         metadata: AttentionMetadata,
+        *,
+        rope_positions: Tensor | None = None,
+        media: StepMedia | None = None,
     ) -> Tensor:
         """Ids of the next tokens and positions, int64 [T]; states [T, hidden], the target's projected or the head's own
-        -> its own [T, hidden]. Writes the layer's keys and values.
+        -> its own [T, hidden]. Writes the layer's keys and values. `rope_positions` int64 [3, T] turn queries and keys
+        in place of `positions`; `media` are rows of next tokens that are an image's.
         """
 
     @abstractmethod

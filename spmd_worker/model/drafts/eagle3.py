@@ -17,7 +17,7 @@ from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
 from spmd_worker.model.drafts.draft_names import EagleNames
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import add_without_norm, new_norm
@@ -109,7 +109,11 @@ class EagleHead(DraftHead):
         states: Tensor,
         cache: LayerCaches,
         metadata: AttentionMetadata,
+        *,
+        rope_positions: Tensor | None = None,
+        media: StepMedia | None = None,
     ) -> Tensor:
+        assert rope_positions is media is None, "the head takes no images"
         layer_cache = cache[0]
         assert layer_cache is not None, "the layer keeps keys"
         (stack, embedding), ropes = self._parts, self.angles(positions, rope_regimes)

@@ -20,7 +20,7 @@ from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
 from spmd_worker.model.drafts.draft_names import DraftNames
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.model.layers.norm import add_without_norm
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -56,6 +56,8 @@ class MtpStack(HeadStack):
 class MtpHead(DraftHead):
     """`embedding` and `head` are the target's; `embedding` None: another stage has it."""
 
+    takes_media = True
+
     def __init__(
         self,
         stack_class: type[MtpStack],
@@ -87,12 +89,18 @@ class MtpHead(DraftHead):
         states: Tensor,
         cache: LayerCaches,
         metadata: AttentionMetadata,
+        *,
+        rope_positions: Tensor | None = None,
+        media: StepMedia | None = None,
     ) -> Tensor:
         (stack,), (embedding,) = self._stack, self._embedding
         (layer,) = stack.layers
         assert isinstance(layer, DecoderLayer), layer
-        stream = stack.joined(embedding(token_ids), states)
-        part, stream = layer(None, stream, self.angles(positions, rope_regimes), cache[0], metadata)
+        embedded: Tensor = embedding(token_ids)
+        if media is not None:
+            embedded = embedded.index_copy(0, media.places, media.rows)
+        stream = stack.joined(embedded, states)
+        part, stream = layer(None, stream, self.angles(positions, rope_regimes, rope_positions), cache[0], metadata)
         return stack.continued(stream if part is None else add_without_norm(self._group, part, stream))
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:

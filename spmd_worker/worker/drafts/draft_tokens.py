@@ -12,32 +12,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.host_copies import to_device
+from spmd_worker.worker.runner.image_layout import Media, rope_positions_of
 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """`count` tokens of a row from position `first` on; its blocks, and the regime of its rope."""
+    """`count` tokens of a row from position `first` on; its blocks, the regime of its rope, and its images."""
 
     block_ids: Sequence[int]
     first: int
     count: int
     regime: int
+    media: Media = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Positions and regimes, int64 [T], and their attention; `last` int64 [S] are the last tokens of the rows."""
+    """Positions and regimes, int64 [T], and their attention; `last` int64 [S] are the last tokens of the rows.
+    `rope_positions` as in `Batch`.
+    """
 
     positions: Tensor
     regimes: Tensor
     attention: AttentionMetadata
     last: Tensor
+    rope_positions: Tensor | None = None
 
 
-def lay_out(rows: Sequence[RowTokens], block_size: int, device: torch.device) -> DraftTokens:
-    """The rows' tokens one behind the other."""
+def lay_out(
+    rows: Sequence[RowTokens], block_size: int, device: torch.device, vision: VisionConfig | None = None
+) -> DraftTokens:
+    """The rows' tokens one behind the other. `vision`: how the draft takes images, if it does."""
     counts = np.array([row.count for row in rows], dtype=np.int64)
     starts = (0, *accumulate(counts.tolist()))
     row_of = np.repeat(np.arange(len(rows)), counts)
@@ -57,7 +65,10 @@ def lay_out(rows: Sequence[RowTokens], block_size: int, device: torch.device) ->
     )
     regimes = np.array([row.regime for row in rows], dtype=np.int64)[row_of]
     last = np.array(starts[1:], dtype=np.int64) - 1
-    return DraftTokens(_to(positions, device), _to(regimes, device), attention, _to(last, device))
+    media = [row.media for row in rows]
+    three = rope_positions_of(vision, media if any(media) else None, [row.first for row in rows], counts)
+    rope_positions = None if three is None else _to(three, device)
+    return DraftTokens(_to(positions, device), _to(regimes, device), attention, _to(last, device), rope_positions)
 
 
 def to_ids(ids: Sequence[int], device: torch.device) -> Tensor:

@@ -10,12 +10,15 @@ T: tokens; R: rows that draft.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.model.drafts.draft_head import DraftHead
+from spmd_worker.model.layers.embedding import StepMedia
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
@@ -27,28 +30,49 @@ from spmd_worker.worker.drafts.drafting_rows import DraftLimits, StepRow, step_r
 from spmd_worker.worker.runner.batch import Batch
 
 
+class _Given(NamedTuple):
+    """A step of the target: its states [T, hidden], and rows of images in the places of the tokens before them."""
+
+    states: Tensor
+    media: StepMedia | None
+
+
 class HeadDrafter:
-    """Implements `Drafter`. `engine` has the cache of `head`."""
+    """Implements `Drafter`. `engine` has the cache of `head`. `vision`: how the target takes images, if it does."""
 
     needs_hidden = True
 
-    def __init__(self, head: DraftHead, engine: CacheEngine, group: GroupHandle, limits: DraftLimits) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        engine: CacheEngine,
+        group: GroupHandle,
+        limits: DraftLimits,
+        vision: VisionConfig | None = None,
+    ) -> None:
         self._head, self._engine, self._group, self._limits = head, engine, group, limits
         self._device, self.aux_layers = engine.device, head.aux_layers
+        self._vision = vision if head.takes_media else None
+        self.takes_media = self._vision is not None
         self.num_lookahead_tokens = limits.num_drafts
-        self._states: deque[Tensor] = deque()
+        self._steps: deque[_Given] = deque()
 
     @torch.inference_mode()
     def begin(
-        self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        hidden: Tensor,
+        aux: tuple[Tensor, ...],
+        media: StepMedia | None = None,
     ) -> None:
         """Keep the step's states until its tokens are read, perhaps after the next step is launched; a step that
         samples none ends here.
         """
         del batch
-        self._states.append(self._head.project(hidden, aux))
+        self._steps.append(_Given(self._head.project(hidden, aux), media))
         if not any(each.num_samples for each in scheduled):
-            self._computed(step_rows(scheduled, SampledIds()), self._states.pop())
+            self._computed(step_rows(scheduled, SampledIds()), self._steps.pop())
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Nothing is known of rows but their keys."""
@@ -60,7 +84,7 @@ class HeadDrafter:
     ) -> tuple[tuple[int, ...], ...]:
         """Compute the last step's tokens; drafts of each sequence that it sampled for."""
         rows = step_rows(scheduled, sampled)
-        states, laid_out = self._computed(rows, self._states.popleft())
+        states, laid_out = self._computed(rows, self._steps.popleft())
         found: list[tuple[int, ...]] = [()] * sampled.num_sequences
         counts = [self._num_wanted(row) if wants_drafts else 0 for row in rows]
         drafting = [index for index, count in enumerate(counts) if count]
@@ -75,7 +99,7 @@ class HeadDrafter:
         # The head is a position behind the row.
         return row.num_wanted(self._limits, self._limits.num_places(row.sequence) - row.end + 2)
 
-    def _computed(self, rows: Sequence[StepRow], given: Tensor) -> tuple[Tensor, DraftTokens]:
+    def _computed(self, rows: Sequence[StepRow], given: _Given) -> tuple[Tensor, DraftTokens]:
         """The head's states of the tokens of rows that are right, given the target's."""
         tokens: list[RowTokens] = []
         ids: list[int] = []
@@ -86,8 +110,17 @@ class HeadDrafter:
             ids += [max(token_id, 0) for token_id in row.token_ids(row.first + 1, row.first + 1 + count)]
             places += range(start, start + count)
             tokens.append(self._row_tokens(row, row.first, count))
-        states = given if len(places) == len(given) else given[to_ids(places, self._device)]
-        return self._compute(to_ids(ids, self._device), tokens, states)
+        states, media = given
+        if len(places) < len(states):
+            media = None if media is None else self._moved(media, places, len(states))
+            states = states[to_ids(places, self._device)]
+        return self._compute(to_ids(ids, self._device), tokens, states, media)
+
+    def _moved(self, media: StepMedia, places: Sequence[int], num_tokens: int) -> StepMedia:
+        """Rows at the indices in `places` of their tokens: images are of prompts, of which no token is left out."""
+        index_of = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
+        index_of[to_ids(places, self._device)] = torch.arange(len(places), device=self._device)
+        return media._replace(places=index_of[media.places])
 
     @staticmethod
     def _num_right(row: StepRow) -> int:
@@ -110,14 +143,17 @@ class HeadDrafter:
 
     def _row_tokens(self, row: StepRow, first: int, count: int) -> RowTokens:
         sequence = row.sequence
-        return RowTokens(self._limits.blocks(sequence), first, count, self._limits.regime(sequence.request))
+        request = sequence.request
+        return RowTokens(self._limits.blocks(sequence), first, count, self._limits.regime(request), request.media)
 
-    def _compute(self, ids: Tensor, tokens: Sequence[RowTokens], states: Tensor) -> tuple[Tensor, DraftTokens]:
-        laid_out = lay_out(tokens, self._limits.block_size, self._device)
+    def _compute(
+        self, ids: Tensor, tokens: Sequence[RowTokens], states: Tensor, media: StepMedia | None = None
+    ) -> tuple[Tensor, DraftTokens]:
+        laid_out = lay_out(tokens, self._limits.block_size, self._device, self._vision)
         # Tokens of images may have ids beyond the vocabulary.
         ids = ids.clamp(max=self._limits.model_config.vocab_size - 1)
         of_tokens = (laid_out.positions, laid_out.regimes, states, self._engine.draft_caches, laid_out.attention)
-        return self._head(ids, *of_tokens), laid_out
+        return self._head(ids, *of_tokens, rope_positions=laid_out.rope_positions, media=media), laid_out
 
     def _chosen(self, states: Tensor) -> Tensor:
         """The likeliest id of each row, int64 [R]."""

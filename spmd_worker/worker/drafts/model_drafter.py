@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
@@ -60,7 +61,7 @@ class ModelDrafter:
     at most `max_tokens`.
     """
 
-    needs_hidden = False
+    needs_hidden = takes_media = False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(
@@ -73,10 +74,15 @@ class ModelDrafter:
         self._tensors: tuple[Tensor, ...] = ()
 
     def begin(
-        self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        hidden: Tensor,
+        aux: tuple[Tensor, ...],
+        media: StepMedia | None = None,
     ) -> None:
         """The draft computes from tokens alone."""
-        del scheduled, batch, hidden, aux
+        del scheduled, batch, hidden, aux, media
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Drop what is known of sequences that ended, and of requests."""

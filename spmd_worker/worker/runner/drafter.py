@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
@@ -28,11 +29,19 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]
     """Layers of the target before which it reads the residual stream."""
 
+    takes_media: bool
+    """Whether it computes from rows of images."""
+
     def begin(
-        self, scheduled: Sequence[ScheduledSequence], batch: Batch, hidden: Tensor, aux: tuple[Tensor, ...]
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        hidden: Tensor,
+        aux: tuple[Tensor, ...],
+        media: StepMedia | None = None,
     ) -> None:
         """Take the target's normed output [T, H] of all tokens of the step, if it `needs_hidden`, after each forward
-        pass, and its stream [T, H] before each of `aux_layers`.
+        pass, its stream [T, H] before each of `aux_layers`, and `MediaStore.behind_step` if it `takes_media`.
         """
 
     def propose(

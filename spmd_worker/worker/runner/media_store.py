@@ -155,17 +155,28 @@ class MediaStore:
 
     def of_step(self, scheduled: Sequence[ScheduledSequence]) -> StepMedia | None:
         """The rows of a step, and their places among its tokens; None if it computes no image tokens."""
+        return self._rows_of(scheduled, 0)
+
+    def behind_step(self, scheduled: Sequence[ScheduledSequence]) -> StepMedia | None:
+        """The rows of the tokens that follow those of a step in their sequences, in the places of the latter. Rows that
+        are not made yet are left out: those of an image that begins behind the step.
+        """
+        return self._rows_of(scheduled, 1)
+
+    def _rows_of(self, scheduled: Sequence[ScheduledSequence], distance: int) -> StepMedia | None:
         if not self._rows:
             return None
         places: list[range] = []
         parts: list[Tensor] = []
         start = 0
         for sequence, count, _ in scheduled:
-            first, media = sequence.num_computed_tokens, sequence.request.media
+            first, media = sequence.num_computed_tokens + distance, sequence.request.media
             for item in media if media and first < media[-1].end else ():
                 for token, row, num_rows in item.rows_between(first, first + count):
-                    places.append(range(start + token - first, start + token - first + num_rows))
-                    parts.append(self._rows[item.media_id][:, row : row + num_rows])
+                    rows = self._rows.get(item.media_id) if distance else self._rows[item.media_id]
+                    if rows is not None:
+                        places.append(range(start + token - first, start + token - first + num_rows))
+                        parts.append(rows[:, row : row + num_rows])
             start += count
         if not places:
             return None

@@ -1,6 +1,9 @@
 """Drafts depend on the row alone, and those of a head are what it computes for all of a row's tokens at once."""
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +12,20 @@ from delta_checkpoints import delta_reference
 from draft_checkpoints import (
     EAGLE_TARGET,
     QwenMtpReference,
+    add_qwen_head,
     eagle_folder,
     mtp_folder,
     qwen_mtp_folder,
     small_draft_folder,
 )
+from image_models import PICTURES, image_folder, image_reference, prompt_of, their_stream
 from reference_models import checkpoint_folder, mixed_prompts
 from torch import Tensor
+from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.model.drafts.draft_head import DraftHead
+from spmd_worker.model.drafts.mtp import MtpHead
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.worker.drafts.draft_tokens import RowTokens, lay_out
@@ -130,6 +137,39 @@ def test_drafts_of_qwen_are_those_of_transformers(drafts: Drafts):
             expected.append(int(model.lm_head(states[-1]).argmax()))
             ids, hidden = [*ids, expected[-1]], torch.cat((hidden, states[-1:]))
         assert own == tuple(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("takes_media", [True, pytest.param(False, id="control")])
+def test_drafts_behind_images_are_those_of_transformers(
+    takes_media: bool, drafts: Drafts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The head takes an image's rows and the positions of its tokens, in chunks that end inside an image too."""
+    monkeypatch.setattr(MtpHead, "takes_media", takes_media)
+    folder, text_config = tmp_path / "model", AutoConfig.from_pretrained(image_folder("qwen3_5")).get_text_config()
+    shutil.copytree(image_folder("qwen3_5"), folder)
+    add_qwen_head(folder, "qwen3_5_images", text_config)
+    config = {"method": "mtp", "num_speculative_tokens": 3, "max_step_tokens": 999}
+    settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 192, "max_num_batched_tokens": 23, "max_num_seqs": 8}
+    pictures = {1: PICTURES[:1], 2: PICTURES[:2]}
+    with LLM(str(folder), dtype="float32", speculative_config=config, **settings) as llm:
+        prompts = [prompt_of("qwen3_5", each) for each in pictures.values()]
+        outputs = llm.generate(prompts, replace(PARAMS, max_tokens=24), use_tqdm=False)
+    model, head = image_reference("qwen3_5"), QwenMtpReference("qwen3_5_images", text_config)
+    embed, num_same, num_drafts = model.get_input_embeddings(), 0, 0
+    for tokens, own in drafts.items():
+        # The row of one picture is the shorter one.
+        num_pictures = 1 if tokens[: len(prompt := outputs[0].prompt_token_ids)] == tuple(prompt) else 2
+        embedded, hidden, places = their_stream("qwen3_5", pictures[num_pictures], tokens)
+        embedded, hidden, places = embedded[1:], hidden[:-1], places[:, :-1]
+        for draft in own:
+            states = head(embedded, hidden, places)
+            found = int(model.lm_head(states[-1]).argmax())
+            num_same, num_drafts = num_same + (found == draft), num_drafts + 1
+            embedded = torch.cat((embedded, embed(torch.tensor([found]))))
+            hidden, places = torch.cat((hidden, states[-1:])), torch.cat((places, places[:, -1:] + 1), dim=1)
+    assert num_drafts > 20
+    assert (num_same == num_drafts) == takes_media, (num_same, num_drafts)
 
 
 @torch.inference_mode()
