@@ -18,7 +18,7 @@ from draft_checkpoints import (
     qwen_mtp_folder,
     small_draft_folder,
 )
-from image_models import PICTURES, image_folder, prompt_of
+from image_models import image_folder
 from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
 from safetensors.torch import load_file, save_file
@@ -135,20 +135,40 @@ def test_qwen_head_that_knows_is_accepted(tmp_path: Path):
     assert counters.num_drafted_tokens == counters.num_accepted_tokens > 30, counters
 
 
+IMAGES = """
+import json, os, sys
+from dataclasses import replace
+from pathlib import Path
+from image_models import PICTURES, prompt_of
+from plain_outputs import without_times
+from spmd_worker import LLM, SamplingParams
+folder, config, layout = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+prompts = [prompt_of("qwen3_5", PICTURES), {"prompt": "Text and no picture."}, prompt_of("qwen3_5", PICTURES[:1])]
+params = [replace(greedy, max_tokens=24), greedy, replace(greedy, temperature=1, seed=3, n=3, max_tokens=40)]
+found = []
+for given in ({}, {"speculative_config": config}):
+    settings = {"dtype": "float32", "block_size": 16, "num_blocks": 96, "max_model_len": 192}
+    with LLM(folder, **settings, **layout, **given) as llm:
+        found.append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+        num_drafted = llm.llm_engine.counters.num_drafted_tokens
+Path(sys.argv[4], os.environ["RANK"]).write_text(json.dumps([*found, num_drafted]))
+"""
+
+
 @pytest.mark.stress
-def test_qwen_drafts_change_no_row_with_images(tmp_path: Path):
-    folder = tmp_path / "model"
+@pytest.mark.parametrize("layout", ["", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_qwen_drafts_change_no_row_with_images(layout: str, tmp_path: Path):
+    folder, size = tmp_path / "model", 2 if layout else 1
     shutil.copytree(image_folder("qwen3_5"), folder)
     add_qwen_head(folder, "qwen3_5_images", AutoConfig.from_pretrained(folder).get_text_config())
-    prompts = [prompt_of("qwen3_5", PICTURES), {"prompt": "Text and no picture."}, prompt_of("qwen3_5", PICTURES[:1])]
-    params = [replace(GREEDY, max_tokens=24), GREEDY, replace(GREEDY, temperature=1, seed=3, n=3, max_tokens=40)]
-    found = []
-    for given in ({}, {"speculative_config": speculation("qwen mtp")}):
-        with LLM(str(folder), dtype="float32", block_size=16, num_blocks=96, max_model_len=192, **given) as llm:
-            found.append([without_times(each) for each in llm.generate(prompts, params, use_tqdm=False)])
-            num_drafted = llm.llm_engine.counters.num_drafted_tokens
-    assert found[0] == found[1]
-    assert num_drafted > 20
+    given = [json.dumps(each) for each in (speculation("qwen mtp"), {layout: 2} if layout else {})]
+    done = ranks.run_ranks(IMAGES, size, 240, [folder, *given, tmp_path])
+    assert done.returncode == 0, done.output
+    for rank in range(size):
+        plain, drafted, num_drafted = json.loads((tmp_path / str(rank)).read_text())
+        assert drafted == plain
+        assert num_drafted > 20
 
 
 SCRIPT = """

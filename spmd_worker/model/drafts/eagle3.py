@@ -113,7 +113,7 @@ class EagleHead(DraftHead):
         rope_positions: Tensor | None = None,
         media: StepMedia | None = None,
     ) -> Tensor:
-        assert rope_positions is media is None, "the head takes no images"
+        assert (rope_positions, media) == (None, None), "the head takes no images"
         layer_cache = cache[0]
         assert layer_cache is not None, "the layer keeps keys"
         (stack, embedding), ropes = self._parts, self.angles(positions, rope_regimes)

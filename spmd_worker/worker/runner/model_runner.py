@@ -322,8 +322,8 @@ class ModelRunner:
             aux = tuple(streams[layer] for layer in self._drafter.aux_layers)
             # A graph's output buffer belongs to the next step too, which may be launched before this one is read.
             kept = hidden.clone() if graphs is not None and self._drafter.needs_hidden else hidden
-            has_rows = self.media is not None and self._drafter.takes_media
-            behind = self.media.behind_step(scheduled) if has_rows else None
+            rows = self.media if self._drafter.takes_media else None
+            behind = None if rows is None else rows.behind_step(scheduled)
             self._drafter.begin(scheduled, batch, kept, aux, behind)
         logits = argmax = None
         if batch.rows:

@@ -144,13 +144,15 @@ def test_drafts_of_qwen_are_those_of_transformers(drafts: Drafts):
 def test_drafts_behind_images_are_those_of_transformers(
     takes_media: bool, drafts: Drafts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The head takes an image's rows and the positions of its tokens, in chunks that end inside an image too."""
+    """The head takes an image's rows and the positions of its tokens, in chunks that end inside an image too; none ends
+    before one, of which the head then sees the placeholder.
+    """
     monkeypatch.setattr(MtpHead, "takes_media", takes_media)
     folder, text_config = tmp_path / "model", AutoConfig.from_pretrained(image_folder("qwen3_5")).get_text_config()
     shutil.copytree(image_folder("qwen3_5"), folder)
     add_qwen_head(folder, "qwen3_5_images", text_config)
     config = {"method": "mtp", "num_speculative_tokens": 3, "max_step_tokens": 999}
-    settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 192, "max_num_batched_tokens": 23, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 192, "max_num_batched_tokens": 25, "max_num_seqs": 8}
     pictures = {1: PICTURES[:1], 2: PICTURES[:2]}
     with LLM(str(folder), dtype="float32", speculative_config=config, **settings) as llm:
         prompts = [prompt_of("qwen3_5", each) for each in pictures.values()]
