@@ -199,7 +199,13 @@ struct Outputs {
       int32_t pair;
       std::memcpy(&pair, x + input, sizeof pair);
       const __m512i right = _mm512_i32gather_epi32(at, from, 4);
-      sums = _mm512_dpbf16_ps(sums, (__m512bh)right, (__m512bh)_mm512_set1_epi32(pair));
+      const __m512i left = _mm512_set1_epi32(pair);
+#if defined(SPMD_BF16_DOTS)
+      sums = _mm512_dpbf16_ps(sums, (__m512bh)right, (__m512bh)left);
+#else
+      for (const auto widened : {first_of_pairs, second_of_pairs})
+        sums = (__m512)fused(widened((Words)left), widened((Words)right), (Floats)sums);
+#endif
     }
     return rounded((Floats)sums);
   }

@@ -476,7 +476,10 @@ extern "C" int64_t spmd_has_amx() { return amx::is_granted(); }
 
 // The instruction set that the library was compiled for.
 extern "C" const char* spmd_instruction_set() {
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__) && !defined(SPMD_BF16_DOTS)
+  // The unit's products are what they were.
+  return amx::is_granted() ? "avx512 with bf16 dot products" : "avx512 with bf16 dot products in attention";
+#elif defined(SPMD_AVX512) && defined(__AVX512BF16__)
   return "avx512 with bf16 dot products";
 #elif defined(SPMD_AVX512)
   return "avx512";

@@ -135,6 +135,7 @@ struct OfTiles {
   using Sum = SumOf;
   static constexpr int kRows = kAmxRows;
   static constexpr bool kIsEven = false;  // another number of rows needs another tile configuration
+  static constexpr bool kWidens = false;
   static constexpr int64_t kMaxProducts = 1 << 29;
   static constexpr bool kLeavesAreParts = true;
   template <class Epilogue>

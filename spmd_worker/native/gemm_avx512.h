@@ -1,7 +1,7 @@
-// The micro-kernels of AVX-512: `Avx512` for float32, `Avx512Bf16` for bfloat16, `Vnni` for int8.
+// The micro-kernels of AVX-512: `Avx512` for float32, `Avx512Bf16` or `Avx512Widened` for bfloat16, `Vnni` for int8.
 //
 // A float32 chain is two chains, of even and of odd inputs, interleaved in a vector and added at the end; a bfloat16 chain
-// takes two inputs per step, in the processor's order; an int8 chain four.
+// takes two inputs per step, in the processor's order, and widened one after the other, as that of AVX2; an int8 chain four.
 #pragma once
 
 #include "gemm_by_rows.h"
@@ -33,6 +33,30 @@ class RowAddresses {
   const Element* thirds_[kThirds];
   int64_t stride_;
 };
+
+// Gives the sums of all rows to the epilogue.
+template <class Step, class Element, class Sums, int kRows, int kPanels, class Epilogue>
+SPMD_INLINE void take_rows(const Block<Element>& block, const Sums (&totals)[kRows][kPanels], const Epilogue& epilogue) {
+  using Vector = decltype(Step::joined(totals[0][0]));
+  if constexpr (std::is_same_v<Epilogue, AddInMemory>) {
+    AddInMemory own = epilogue;  // a copy, which no store changes
+#pragma GCC unroll 14
+    for (int row = 0; row < kRows; ++row) {
+      Vector of_row[2];
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
+      own.take<kPanels>(row, of_row);
+    }
+  } else {
+#pragma GCC unroll 14
+    for (int row = 0; row < kRows; ++row) {
+      Vector of_row[2];
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
+      epilogue.take(block.row + row, block.pair, kPanels, of_row);
+    }
+  }
+}
 
 // One step: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. The sums of kRowsOf rows by
 // a pair of panels fill the registers.
@@ -78,24 +102,7 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       }
       x.advance(kInputs);
     }
-    if constexpr (std::is_same_v<Epilogue, AddInMemory>) {
-      AddInMemory own = epilogue;  // a copy, which no store changes
-#pragma GCC unroll 14
-      for (int row = 0; row < kRows; ++row) {
-        Vector of_row[2];
-#pragma GCC unroll 2
-        for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
-        own.take<kPanels>(row, of_row);
-      }
-    } else {
-#pragma GCC unroll 14
-      for (int row = 0; row < kRows; ++row) {
-        Vector of_row[2];
-#pragma GCC unroll 2
-        for (int panel = 0; panel < kPanels; ++panel) of_row[panel] = Step::joined(totals[row][panel]);
-        epilogue.take(block.row + row, block.pair, kPanels, of_row);
-      }
-    }
+    take_rows<Step>(block, totals, epilogue);
   }
 };
 
@@ -111,7 +118,7 @@ struct Avx512 : InRegisters<Avx512, float, float, 6, 2, 2> {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPMD_BF16_DOTS)
 struct Avx512Bf16 : InRegisters<Avx512Bf16, uint16_t, float, 14, 2, 1> {
   SPMD_INLINE Floats start(const uint16_t*) { return Floats{}; }
   SPMD_INLINE Floats left(const uint16_t* pair) { return (Floats)_mm512_set1_epi32(bits_at<int32_t>(pair)); }
@@ -119,6 +126,51 @@ struct Avx512Bf16 : InRegisters<Avx512Bf16, uint16_t, float, 14, 2, 1> {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)right, (__m512bh)left);
   }
   SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
+};
+#else
+// Rows are floats already (`WidenedRows`); of the panels' pairs the first inputs are widened, and then the second.
+struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
+  static constexpr bool kHasRegisters = true, kWidens = true;
+  static constexpr int64_t kRowsBytes = 256 << 10;  // twice as many of floats
+
+  template <int kRows, int kPanels, class Epilogue>
+  static void multiply(const Block<uint16_t>& block, const Epilogue& epilogue) {
+    Floats totals[kRows][kPanels] = {};
+    const uint16_t *panels = block.panels, *ahead = block.to_prefetch();
+    const int64_t panel_size = block.panel_size;
+    RowAddresses<float, kRows> x(reinterpret_cast<const float*>(block.x), block.x_stride / 2);
+    for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= 2) {
+      Floats right[kPanels];
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel) {
+        right[panel] = first_of_pairs(load<Words>(panels + panel * panel_size));
+        __builtin_prefetch(ahead + panel * panel_size, 0, 2);
+      }
+      add<0>(totals, x, right);
+      // Loads the pairs again: no registers are left to keep them.
+      asm volatile("" ::: "memory");
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel)
+        right[panel] = second_of_pairs(load<Words>(panels + panel * panel_size));
+      add<1>(totals, x, right);
+      panels += 2 * kPanel, ahead += 2 * kPanel;
+      x.advance(2);
+    }
+    take_rows<Avx512Widened>(block, totals, epilogue);
+  }
+  SPMD_INLINE Floats joined(const Floats& sum) { return sum; }
+
+ private:
+  template <int kInput, int kRows, int kPanels>
+  SPMD_INLINE void add(
+      Floats (&totals)[kRows][kPanels], const RowAddresses<float, kRows>& x, const Floats (&right)[kPanels]) {
+#pragma GCC unroll 14
+    for (int row = 0; row < kRows; ++row) {
+      const Floats left = (Floats)_mm512_set1_ps(x.row(row)[kInput]);
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel) totals[row][panel] = fused(left, right[panel], totals[row][panel]);
+    }
+  }
 };
 #endif
 

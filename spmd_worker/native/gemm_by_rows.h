@@ -114,7 +114,7 @@ class LeavesByRows {
   // One pointer after another: compilers would read two as a vector, and it waits for all earlier stores if they were
   // stored one by one.
   SPMD_INLINE void advance(BlockOf& block, int64_t num_inputs) {
-    block.x += num_inputs;
+    block.x += num_inputs * (Micro::kWidens ? 2 : 1);
     asm volatile("" ::: "memory");
     block.panels += num_inputs * kPanel;
     asm volatile("" ::: "memory");
@@ -176,7 +176,7 @@ struct OfVectors {
   using Sum = SumOf;
   static constexpr bool kIsInt8 = sizeof(Element) == 1;
   static constexpr int kRows = kRowsOf, kStep = 32;
-  static constexpr bool kIsEven = true, kPacks = false;
+  static constexpr bool kIsEven = true, kPacks = false, kWidens = false;
   static constexpr int64_t kRowsBytes = 512 << 10, kFewProducts = kIsInt8 ? 1 << 19 : 1 << 18;
   static constexpr int64_t kMaxProducts = kIsInt8 ? 1 << 27 : 1 << 26;
   static constexpr int64_t num_parts(int64_t, int64_t) { return 1; }

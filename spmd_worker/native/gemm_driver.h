@@ -10,7 +10,8 @@
 // up to 16 pairs. A thread claims its next item before the last pair of the current one, so that it prefetches exactly
 // what it computes next.
 //
-// Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread.
+// Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread, and rows that are
+// widened to float (`kWidens`), once for all pairs of a group.
 //
 // Epilogues (gemm_epilogues.h) consume sums. Each thread has a copy. `take(row, pair, num_panels, sums)` gets the sums of
 // a row by a pair, [panel][16] as vectors; for one row, pairs come in ascending order. Epilogues that read the registers of
@@ -20,9 +21,10 @@
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item:
-//   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, num_parts(rows,
-//   steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue>
-//   and kLeavesAreParts.
+//   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, kWidens (rows of a
+//   block are floats, `x` and `x_stride` count halves of them, and there is one part), num_parts(rows, steps),
+//   Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and
+//   kLeavesAreParts.
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has all its leaves one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a leaf is
@@ -130,6 +132,39 @@ class Tiling {
   std::vector<int64_t> starts_;                                    // of the items, in tiles, and the end of the last
 };
 
+// The rows of one group as floats [block][kRows][inputs], each block's from when it is asked for the first time.
+template <int kRows>
+class WidenedRows {
+ public:
+  const float* of_block(const Gemm<uint16_t>& gemm, int64_t group, int64_t num_blocks, int64_t number, int64_t row, int num_rows) {
+    const int64_t size = gemm.num_inputs, block_size = kRows * size;
+    if (group_ != group) {
+      group_ = group, is_here_.assign(size_t(num_blocks), false);
+      rows_ = memory(num_blocks * block_size);
+    }
+    float* const block = rows_ + number * block_size;
+    if (is_here_[size_t(number)]) return block;
+    is_here_[size_t(number)] = true;
+    for (int each = 0; each < num_rows; ++each) {
+      const uint16_t* const from = gemm.x + (row + each) * gemm.x_stride;
+      for (int64_t input = 0; input < size; input += kLanes)
+        store(block + each * size + input, load_floats(from + input));
+    }
+    return block;
+  }
+
+ private:
+  static float* memory(int64_t count) {
+    static thread_local std::vector<float> kept;
+    if (int64_t(kept.size()) < count) kept.resize(size_t(count));
+    return kept.data();
+  }
+
+  int64_t group_ = -1;
+  std::vector<bool> is_here_;
+  float* rows_ = nullptr;
+};
+
 // One thread's part of a GEMM: all tiles of the items that it claims.
 template <class Micro, class Epilogue>
 class GemmThread {
@@ -143,7 +178,7 @@ class GemmThread {
 
   GemmThread(const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items)
       : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue) {
-    block_.x_stride = gemm.x_stride, block_.panel_size = gemm.panel_size();
+    block_.x_stride = Micro::kWidens ? 2 * gemm.num_inputs : gemm.x_stride, block_.panel_size = gemm.panel_size();
   }
 
   void run() {
@@ -178,9 +213,13 @@ class GemmThread {
       block_.ahead = panels_ahead(part, first, tile, last == end);
       int64_t row = tiling_.first_row(tile.block);
       for (block_.number = 0; number < last; ++number, ++block_.number) {
-        block_.row = row, row = tiling_.first_row(++tile.block);
+        block_.row = row, row = tiling_.first_row(tile.block + 1);
         block_.num_rows = int(row - block_.row);
-        block_.x = gemm_.x + block_.row * gemm_.x_stride + input;
+        if constexpr (Micro::kWidens)
+          block_.x = widened_rows(tile, end_block);
+        else
+          block_.x = gemm_.x + block_.row * gemm_.x_stride + input;
+        ++tile.block;
         block_.index = number - start;
         kernel_.multiply(block_);
       }
@@ -204,6 +243,12 @@ class GemmThread {
     return has_next && gemm_.num_panels_of(pair) >= block_.num_panels ? panels_of(pair, part) : block_.panels;
   }
 
+  const Element* widened_rows(const Tile& tile, int64_t end_block) {
+    const int64_t first = tiling_.first_block(tile.group);
+    return reinterpret_cast<const Element*>(widened_.of_block(
+        gemm_, tile.group, end_block - first, tile.block - first, block_.row, block_.num_rows));
+  }
+
   SPMD_INLINE_MEMBER const Element* panels_of(int64_t pair, int64_t part) const {
     return gemm_.panel(pair * 2) + tiling_.first_input(part) * kPanel;
   }
@@ -212,6 +257,7 @@ class GemmThread {
   const TilingOf& tiling_;
   Items& items_;
   Kernel kernel_;
+  WidenedRows<Micro::kRows> widened_;
   Block<Element> block_;
   int64_t next_item_ = -1;
   Tile next_first_;

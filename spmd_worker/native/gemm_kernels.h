@@ -29,8 +29,10 @@ void multiply(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_
 #if defined(SPMD_HAS_AMX)
   if (amx::is_granted()) return run_gemm<AmxBf16>(gemm, epilogue, num_threads);
 #endif
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+#if defined(SPMD_BF16_DOTS)
   run_gemm<Avx512Bf16>(gemm, epilogue, num_threads);
+#elif defined(SPMD_AVX512)
+  run_gemm<Avx512Widened>(gemm, epilogue, num_threads);
 #elif defined(SPMD_AVX2)
   run_gemm<Avx2Bf16>(gemm, epilogue, num_threads);
 #else

@@ -88,7 +88,7 @@ extern "C" int64_t spmd_packs_float32() {
 }
 
 extern "C" int64_t spmd_packs_bfloat16() {
-#if defined(SPMD_AVX2) || (defined(SPMD_AVX512) && defined(__AVX512BF16__))
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
   return 1;
 #else
   return amx::is_granted();

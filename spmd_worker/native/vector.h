@@ -25,6 +25,14 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Whether products take bfloat16 as they are. Intel's cores take longer for the dot product of two pairs than for four
+// multiplications and additions of floats: there they are widened, as on processors without the instruction. Compilers call
+// these cores by the first whose instructions they have.
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__) && !defined(__cooperlake__) && !defined(__sapphirerapids__) && \
+    !defined(__emeraldrapids__) && !defined(__graniterapids__) && !defined(__graniterapids_d__)
+#define SPMD_BF16_DOTS 1
+#endif
+
 #define SPMD_INLINE static inline __attribute__((always_inline))
 #define SPMD_INLINE_MEMBER inline __attribute__((always_inline))
 
