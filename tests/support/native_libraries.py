@@ -98,12 +98,19 @@ needs_avx512 = pytest.mark.skipif(
 needs_products = pytest.mark.skipif(
     len(emulated().gemm_dtypes) < 2, reason="the library has no products of its own for this processor"
 )
+DOTS = "avx512 with bf16 dot products"
+WIDENED = "x86-64-v4"
+"""AVX-512 whose bfloat16 products are those of floats, as the native library has where dot products are slower."""
+_HAS_DOTS = native().instruction_set == DOTS
 each_library = pytest.mark.parametrize(
     "instruction_set",
     [
         # Where the unit's kernels are left out, what would emulate it is the native library over again.
-        pytest.param(name, marks=needs_avx512 if name == EMULATED else [] if NATIVE in name else pytest.mark.matrix)
-        for name in INSTRUCTION_SETS
+        *(
+            pytest.param(name, marks=needs_avx512 if name == EMULATED else [] if NATIVE in name else pytest.mark.matrix)
+            for name in INSTRUCTION_SETS
+        ),
+        *([pytest.param(WIDENED, marks=pytest.mark.stress)] if _HAS_DOTS else []),
     ],
 )
 

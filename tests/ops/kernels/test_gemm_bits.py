@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from native_libraries import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
+from native_libraries import DOTS, EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
@@ -77,7 +77,9 @@ def int8_digest(instruction_set: str, dtype: torch.dtype) -> str:
 RECORDED = {
     ("amx", "float32"): "36b451c8f363daae",
     ("amx", "bfloat16"): "3ff299c4fadd6001",
+    ("dots", "float32"): "c50eccfa41cc7333",
     ("avx512", "float32"): "c50eccfa41cc7333",
+    ("avx512", "bfloat16"): "5ef6ea58126d60d4",
     ("avx2", "float32"): "c50eccfa41cc7333",
     ("avx2", "bfloat16"): "5ef6ea58126d60d4",
 }
@@ -88,7 +90,9 @@ INT8 = {"float32": "f33c8ac69ffdf385", "bfloat16": "2f3a317226460ece"}
 def multiplied_by(instruction_set: str) -> str:
     """Micro-kernels that share their bits."""
     library = library_for(instruction_set)
-    return "amx" if library.has_amx else library.instruction_set.split()[0]
+    if library.has_amx:
+        return "amx"
+    return "dots" if library.instruction_set == DOTS else library.instruction_set.split()[0]
 
 
 @each_library
