@@ -476,11 +476,13 @@ extern "C" int64_t spmd_has_amx() { return amx::is_granted(); }
 
 // The instruction set that the library was compiled for.
 extern "C" const char* spmd_instruction_set() {
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__) && !defined(SPMD_BF16_DOTS)
+#if defined(SPMD_BF16_DOTS)
+  return "avx512 with bf16 dot products";
+#elif defined(SPMD_BF16_DOTS_IN_ATTENTION)
   // The unit's products are what they were.
   return amx::is_granted() ? "avx512 with bf16 dot products" : "avx512 with bf16 dot products in attention";
 #elif defined(SPMD_AVX512) && defined(__AVX512BF16__)
-  return "avx512 with bf16 dot products";
+  return "avx512 with bf16 conversions";
 #elif defined(SPMD_AVX512)
   return "avx512";
 #elif defined(SPMD_AVX2)

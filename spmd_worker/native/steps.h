@@ -23,7 +23,7 @@ struct Float32 {
   SPMD_INLINE void keep(Floats probabilities, Left* to) { store(to, probabilities); }
 };
 
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+#if defined(SPMD_BF16_DOTS_IN_ATTENTION)
 struct Bfloat16 {
   using Element = uint16_t;
   using Left = uint32_t;

@@ -32,6 +32,10 @@ constexpr int kLanes = 4;
     !defined(__emeraldrapids__) && !defined(__graniterapids__) && !defined(__graniterapids_d__)
 #define SPMD_BF16_DOTS 1
 #endif
+// Attention too, but where the tile unit computes its prompts.
+#if defined(SPMD_BF16_DOTS) || (defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__))
+#define SPMD_BF16_DOTS_IN_ATTENTION 1
+#endif
 
 #define SPMD_INLINE static inline __attribute__((always_inline))
 #define SPMD_INLINE_MEMBER inline __attribute__((always_inline))
