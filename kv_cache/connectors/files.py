@@ -37,7 +37,9 @@ def check_options(options: Mapping[str, str]) -> tuple[Path, int]:
     folder, limit_bytes = Path(given_text(options, "folder")).expanduser().absolute(), gib_bytes(options, "10")
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ConnectorError(f"folder={folder} cannot be written: {nearest} is no folder that you may write to")
+        raise ConnectorError(
+            f"folder={folder} cannot be written ({nearest} is no folder that you may write to): choose another folder"
+        )
     return folder, limit_bytes
 
 
