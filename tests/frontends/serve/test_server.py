@@ -541,6 +541,7 @@ ALONE = [
     (["job.input=rows.jsonl"], "plan, job.input and job.output are for launch.py"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--api-key", ""], "SPMD_WORKER_API_KEY or --api-key is empty: give a key, or neither of them"),
+    (["model.path="], "model.path is not set: give a Hugging Face model folder"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --host HOST, --port PORT, --api-key KEY, --help"),
     (["serve.max_queue=1"], "serve.max_queue=1: there is no key serve.max_queue; did you mean serve.max_queued?"),
 ]
