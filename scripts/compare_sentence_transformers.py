@@ -6,6 +6,7 @@ Folders of classifiers are compared with its CrossEncoder,
 the others with its SentenceTransformer, in float32, texts beyond the model's length cut by both. The last line is JSON.
 """
 
+import argparse
 import importlib
 import json
 import sys
@@ -60,11 +61,13 @@ def scored(folder: Path, theirs: Any) -> float:
     return max(found)
 
 
-def main(folders: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Compare each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="+", type=Path)
+    folders = parser.parse_args(arguments).folder
     theirs, found = importlib.import_module("sentence_transformers"), {}
-    for name in folders:
-        folder = Path(name)
+    for folder in folders:
         (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
         compare = scored if architecture.endswith("ForSequenceClassification") else embedded
         found[folder.name] = compare(folder, theirs)

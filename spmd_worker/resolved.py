@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from kv_cache.connectors.factory import check_connector
 from kv_cache.state_slots import check_state_block_size
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
@@ -161,11 +162,12 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
 
     Raises ConfigError, ModelConfigError or TokenizerError.
     """
-    if config.model.path is None:
+    if not config.model.path:
         raise ConfigError(
             "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
             "config.json is enough)"
         )
+    _check_connector(config.cache)
     location = find_model(config)
     with_images = takes_images(config) and (config.plan.enabled or has_image_processor(location.folder))
     files = read_model_files(location.folder, with_images=with_images)
@@ -188,6 +190,16 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         return resolved
     tokenizer = Tokenizer.open_if_present(location.folder)
     return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
+
+
+def _check_connector(cache: CacheConfig) -> None:
+    """Raise ConfigError for a connector that does not exist, or options that it rejects: before weights are loaded."""
+    if cache.connector is None:
+        return
+    try:
+        check_connector(cache.connector, cache.connector_options or {})
+    except ValueError as error:
+        raise ConfigError(f"cache.connector={cache.connector}: {error}") from error
 
 
 def takes_images(config: RunConfig) -> bool:

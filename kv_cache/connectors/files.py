@@ -8,7 +8,7 @@ need the same folder. A part that a rank then cannot read makes all ranks comput
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +27,20 @@ _OPTIONS: Final = {
 
 def connect(context: ConnectorContext) -> "FileConnector":
     """Raises ConnectorError for invalid options."""
-    check_names(context.options, _OPTIONS)
-    folder = Path(given_text(context.options, "folder")).expanduser().absolute()
-    return FileConnector(context, folder, gib_bytes(context.options, "10"))
+    folder, limit_bytes = check_options(context.options)
+    return FileConnector(context, folder, limit_bytes)
+
+
+def check_options(options: Mapping[str, str]) -> tuple[Path, int]:
+    """Folder and its limit in bytes. Raises ConnectorError for invalid options, and a folder that cannot be made."""
+    check_names(options, _OPTIONS)
+    folder, limit_bytes = Path(given_text(options, "folder")).expanduser().absolute(), gib_bytes(options, "10")
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ConnectorError(
+            f"folder={folder} cannot be written ({nearest} is no folder that you may write to): choose another folder"
+        )
+    return folder, limit_bytes
 
 
 class FileConnector:

@@ -1,7 +1,8 @@
 """Interface of a KV connector: prefix blocks that live outside this engine, in files or in another engine.
 
 `cache.connector=package.module:factory` names a function of a `ConnectorContext` that returns a `KVConnector`. Every
-process of an engine calls it, because a connector has two halves, as in vLLM (KVConnectorBase_V1):
+process of an engine calls it, because a connector has two halves, as in vLLM (KVConnectorBase_V1). If its module has a
+function `check_options` of the options, it is called before weights are loaded, and raises ValueError for invalid ones.
 
     SchedulerHalf    on rank 0 of a replica alone: says which blocks exist outside
     WorkerHalf       on every rank: moves this rank's part of the blocks' bytes

@@ -9,7 +9,7 @@ rank N of replica R; a consuming rank reads those of its own number. What a cons
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,11 +31,17 @@ _PREFIX: Final = "spmd-kv-"
 
 def connect(context: ConnectorContext) -> "SharedMemoryConnector":
     """Raises ConnectorError for invalid options."""
-    check_names(context.options, _OPTIONS)
-    name, role = plain_name(context.options, "name"), plain_name(context.options, "role")
+    name, role, limit_bytes = check_options(context.options)
+    return SharedMemoryConnector(context, name, limit_bytes, saves=role == "producer")
+
+
+def check_options(options: Mapping[str, str]) -> tuple[str, str, int]:
+    """Name, role and limit in bytes. Raises ConnectorError for invalid options."""
+    check_names(options, _OPTIONS)
+    name, role = plain_name(options, "name"), plain_name(options, "role")
     if role not in _ROLES:
         raise ConnectorError(f"role={role!r} is not one of {', '.join(_ROLES)}")
-    return SharedMemoryConnector(context, name, gib_bytes(context.options, "1"), saves=role == "producer")
+    return name, role, gib_bytes(options, "1")
 
 
 class SharedMemoryConnector:

@@ -23,6 +23,8 @@ PACKAGES: Final = {
     "file": "fsspec",
 }
 """Package that each scheme needs, besides fsspec."""
+EXTRAS: Final = {**dict.fromkeys(("s3", "https", "http", "memory", "file"), "remote"), "hf": "hub"}
+"""Extra that brings the package; the others are installed by their own names."""
 READ_ONLY: Final = ("https", "http", "hf")
 """Schemes that are only read."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.remote_names import PACKAGES, scheme_of, shown_name, without_secrets
+from spmd_worker.base.remote_names import EXTRAS, PACKAGES, scheme_of, shown_name, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ _TRANSIENT_WORDS: Final = (
 """Errors of these packages with such a word in their class's name."""
 _BROKEN: Final = ("HTTPClientError", "ClientPayloadError", "HttpProcessingError")
 """Errors of botocore and aiohttp without a complete answer."""
+_CREDENTIALS: Final = "Credentials"
+"""Part of the names of errors of libraries that find none."""
+_NO_BUCKET: Final = "NoSuchBucket"
 _QUIET_LOGGERS: Final = ("botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "azure", "fsspec", "urllib3")
 
 
@@ -50,6 +53,13 @@ class RemoteError(OSError):
     def __init__(self, name: str, fault: str, number: int = errno.EIO, *, is_transient: bool = False) -> None:
         super().__init__(number, fault, shown_name(name))
         self.is_transient = is_transient
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class RemoteDeniedError(PermissionError):
+    """A remote file that may not be read or written; the message has no credentials, and says what to do."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -113,9 +123,12 @@ class Store:
             fault = f"{type(error).__name__} after {_MAX_TRIES} tries: {reason}"
             return RemoteError(self.name, fault, is_transient=True)
         if isinstance(error, PermissionError) or status in (401, 403):
-            return PermissionError(errno.EACCES, f"access is denied ({reason}): check the credentials", name)
+            return RemoteDeniedError(errno.EACCES, f"access is denied ({reason}): check the credentials", name)
+        if any(_CREDENTIALS in type(each).__name__ for each in causes(error)):
+            return RemoteDeniedError(errno.EACCES, f"no credentials are found ({reason}): set those of the store", name)
         if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(errno.ENOENT, "no such file", name)
+            is_bucket = any(_NO_BUCKET in _code_of(each) for each in causes(error))
+            return FileNotFoundError(errno.ENOENT, "no such bucket" if is_bucket else "no such file", name)
         if isinstance(error, FileExistsError) or status == 412:
             return FileExistsError(errno.EEXIST, "exists", name)
         return RemoteError(self.name, f"{type(error).__name__}: {reason}")
@@ -127,6 +140,8 @@ def open_store(name: str) -> Store:
     Credentials are found as each library finds them; fsspec's own configuration (FSSPEC_S3_ENDPOINT_URL=...) counts.
     """
     scheme = scheme_of(name)
+    # fsspec knows lower case alone.
+    name = scheme + name[len(scheme) :]
     try:
         from fsspec.config import conf
         from fsspec.core import url_to_fs
@@ -137,7 +152,7 @@ def open_store(name: str) -> Store:
     try:
         fs, path = url_to_fs(name, **options)
     except ImportError as error:
-        raise_missing_package(PACKAGES[scheme], "remote", shown_name(name), error)
+        raise_missing_package(PACKAGES[scheme], EXTRAS.get(scheme), shown_name(name), error)
     except Exception as error:  # any library's, as for missing credentials
         reason = f"{type(error).__name__}: {without_secrets(str(error))}"
         raise ConfigError(f"{shown_name(name)} is not usable ({reason}): check the name and the credentials") from None
@@ -184,13 +199,20 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
+def _code_of(error: BaseException) -> str:
+    """Code of an error of S3."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later."""
     status = status_of(error)
     if status is not None and status >= 300:
         return status in _TRANSIENT_STATUS
-    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+    if isinstance(error, FileExistsError | PermissionError):
         return False
+    # fsspec calls a server that cannot be reached a missing file; the cause says it.
     for each in causes(error):
         if isinstance(each, ConnectionError | TimeoutError) or any(code in str(each) for code in _TRANSIENT_CODES):
             return True

@@ -107,7 +107,7 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
 
 def check_sizes(images: Sequence[PreparedImage]) -> None:
     """Check that no image was resized, cut or padded. Raises MediaError."""
-    for number, image in enumerate(images, 1):
+    for number, image in enumerate(images):
         if image.pixels.shapes != (image.pixels.size,):
             height, width = image.pixels.size
             shapes = ", ".join(f"{shape[1]}x{shape[0]}" for shape in image.pixels.shapes)
@@ -137,7 +137,9 @@ def images_of(data: Any) -> list[Any]:
         raise MediaError("images_unsupported", f"multi_modal_data={shown(data)} must be a dict: {{'image': image}}")
     others = [str(kind) for kind, value in data.items() if kind != "image" and value is not None]
     if others:
-        raise MediaError("images_unsupported", f"multi_modal_data has {', '.join(others)}: only images are supported")
+        raise MediaError(
+            "images_unsupported", f"multi_modal_data has {', '.join(others)}: only images are supported, under 'image'"
+        )
     given = data.get("image")
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if any(isinstance(each, Mapping) for each in listed):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NotRequired, TypedDict
 
-from spmd_worker.base.config.plain_values import plain_text
+from spmd_worker.base.config.plain_values import plain_text, shown
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, check_sizes, images_of
 from spmd_worker.compat.keywords import is_empty
@@ -257,6 +257,9 @@ def _encode_mapping(
         return encoded
     if isinstance(prompt.get("prompt"), str):
         return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
+    if "prompt" in prompt:
+        text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
+        return Encoded(None, (), text)
     keys = "text under prompt, prompt_token_ids or prompt_embeds"
     return Encoded(None, (), f"a prompt needs {keys}; this one has {[*prompt]}")
 

@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from spmd_worker.base.config.plain_values import plain_folder
-from spmd_worker.base.errors import AdapterError, RankFailedError
+from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.errors import AdapterError, ConfigError, RankFailedError
 from spmd_worker.executor.adapters import reason_of
 from spmd_worker.executor.executor import Executor
 from spmd_worker.model.adapters.prompt_adapter import read_prompt_adapter
+from spmd_worker.model.adapters.source import read_peft_config
+from spmd_worker.model_config.adapter_folder import adapter_folders
 from spmd_worker.ranks.transport.channel import ControlChannel
 from spmd_worker.replica.lockstep.agreement import canonical
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry, RegisteredAdapter
@@ -33,6 +36,24 @@ _TENSORS: Final = "it was given as tensors: add it again"
 
 Together = Callable[[str, Callable[[], Any]], Any]
 """Runs an action on every rank, in a named phase: if it fails on one, all raise RankFailedError that names it."""
+
+
+def check_folders(model: ModelOptions) -> None:
+    """Raise ConfigError for a folder of the configuration that is no adapter of its kind, or of too high a rank, before
+    the model is loaded. Matrices of LoRA are not read.
+    """
+    for key, folder in adapter_folders(model).items():
+        try:
+            if key.startswith("model.prompt_adapters."):
+                read_prompt_adapter(folder)
+                continue
+            rank = read_peft_config(folder).rank_of_all
+        except AdapterError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        # A merged adapter needs no room.
+        if key != "model.lora_merge" and rank > model.max_lora_rank:
+            rule = f"above model.max_lora_rank={model.max_lora_rank}: raise it"
+            raise ConfigError(f"{key}: {folder} has the rank {rank}, {rule}")
 
 
 class EarlierAdapters(NamedTuple):

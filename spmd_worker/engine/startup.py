@@ -26,7 +26,7 @@ from spmd_worker.base.liveness.heartbeat import BETWEEN_STEPS, CLOSING
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.log import leave_to_rank_0
 from spmd_worker.base.version import code_fingerprint
-from spmd_worker.engine.adapters_at_start import EarlierAdapters, load_at_start
+from spmd_worker.engine.adapters_at_start import EarlierAdapters, check_folders, load_at_start
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.kv_connector import (
     OutsideBlocks,
@@ -35,6 +35,7 @@ from spmd_worker.engine.kv_connector import (
     weights_digest,
 )
 from spmd_worker.executor.executor import Executor
+from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.model.weights.sampled_digest import state_digest
@@ -76,7 +77,11 @@ def read_run(config: RunConfig) -> ResolvedRun:
     """Resolve a configuration for this process; reads the model's files once and starts nothing. Raises ConfigError,
     ModelConfigError or TokenizerError for an unsupported run.
     """
-    leave_to_rank_0(read_rank_environment().rank)
+    rank = read_rank_environment().rank
+    leave_to_rank_0(rank)
+    if rank == 0:
+        # Others need not see the folder.
+        resolved_media_root(config.job.media_root)
     resolved = resolve_run(config, device_type(config.device))
     check_cache_setting(resolved)
     return resolved
@@ -234,6 +239,7 @@ def _load(
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
+    together("checking the adapters", partial(check_folders, config.model))
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)
     together("loading the model", executor.load_model)

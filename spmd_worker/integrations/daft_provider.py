@@ -14,10 +14,15 @@ Equal prompts have equal answers, in any order and partition; a `seed` gives oth
 from dataclasses import dataclass
 from typing import Any, Final
 
-import daft
-from daft.ai.protocols import Prompter, PrompterDescriptor, TextEmbedder, TextEmbedderDescriptor
-from daft.ai.provider import Provider
-from daft.ai.typing import EmbeddingDimensions, UDFOptions
+from spmd_worker.base.config.extras import package_error
+
+try:
+    import daft
+    from daft.ai.protocols import Prompter, PrompterDescriptor, TextEmbedder, TextEmbedderDescriptor
+    from daft.ai.provider import Provider
+    from daft.ai.typing import EmbeddingDimensions, UDFOptions
+except ModuleNotFoundError as error:
+    raise package_error("daft", "daft") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config

@@ -22,10 +22,15 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
-from datatrove.pipeline.inference.servers import InferenceServer
-from datatrove.pipeline.inference.types import InferenceError
-from datatrove.utils.logging import logger
+from spmd_worker.base.config.extras import package_error
+
+try:
+    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
+    from datatrove.pipeline.inference.servers import InferenceServer
+    from datatrove.pipeline.inference.types import InferenceError
+    from datatrove.utils.logging import logger
+except ModuleNotFoundError as error:
+    raise package_error("datatrove", "datatrove") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.command import KEY_VARIABLE

@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from datatrove.data import Document, DocumentsPipeline
-from datatrove.pipeline.base import PipelineStep
+from spmd_worker.base.config.extras import package_error
+
+try:
+    from datatrove.data import Document, DocumentsPipeline
+    from datatrove.pipeline.base import PipelineStep
+except ModuleNotFoundError as error:
+    raise package_error("datatrove", "datatrove") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows

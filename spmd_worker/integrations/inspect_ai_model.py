@@ -26,20 +26,26 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from inspect_ai.model import (
-    ChatCompletionChoice,
-    ChatMessage,
-    ChatMessageAssistant,
-    GenerateConfig,
-    Logprob,
-    Logprobs,
-    ModelAPI,
-    ModelOutput,
-    ModelUsage,
-    TopLogprob,
-    modelapi,
-)
-from inspect_ai.tool import ToolChoice, ToolInfo
+
+from spmd_worker.base.config.extras import package_error
+
+try:
+    from inspect_ai.model import (
+        ChatCompletionChoice,
+        ChatMessage,
+        ChatMessageAssistant,
+        GenerateConfig,
+        Logprob,
+        Logprobs,
+        ModelAPI,
+        ModelOutput,
+        ModelUsage,
+        TopLogprob,
+        modelapi,
+    )
+    from inspect_ai.tool import ToolChoice, ToolInfo
+except ModuleNotFoundError as error:
+    raise package_error("inspect_ai", "inspect-ai") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.engine_models import engine_models

@@ -11,15 +11,20 @@ the ranks and checks that their requests are equal. Knows nothing about ranks or
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from spmd_worker.base.config.extras import package_error
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    raise package_error("lm_eval", "lm-eval") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.llm import LLM

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from mteb.models import ModelMeta
-from mteb.models.abs_encoder import AbsEncoder
-from mteb.models.model_meta import ScoringFunction
+
+from spmd_worker.base.config.extras import package_error
+
+try:
+    from mteb.models import ModelMeta
+    from mteb.models.abs_encoder import AbsEncoder
+    from mteb.models.model_meta import ScoringFunction
+except ModuleNotFoundError as error:
+    raise package_error("mteb", "mteb") from error
+
 from numpy.typing import NDArray
 
 from spmd_worker.base.errors import ConfigError

@@ -13,8 +13,14 @@ an actor that dies is started again by Ray, which gives it the rows again.
 from typing import Any, Final
 
 import pyarrow
-import ray
-from ray.data import ActorPoolStrategy, Dataset
+
+from spmd_worker.base.config.extras import package_error
+
+try:
+    import ray
+    from ray.data import ActorPoolStrategy, Dataset
+except ModuleNotFoundError as error:
+    raise package_error("ray", "ray") from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows

@@ -120,7 +120,7 @@ def _path_of_url(url: str, medium: Medium) -> str:
 
 def _read_file(path: str, root: Path | None, max_bytes: int, medium: Medium) -> bytes:
     if root is None:
-        rule = "need a folder that may be read: set job.media_root (allowed_local_media_path of LLM)"
+        rule = "need a folder that may be read: set job.media_root"
         raise medium.error("outside_root", f"{_shown(path)}: paths of {medium.plural} {rule}")
     try:
         base = os.path.realpath(root, strict=True)

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_cache.connectors.factory import find_factory
 from kv_cache.connectors.interface import ConnectorContext, KVConnector
 from spmd_worker.base.errors import ConfigError, PluginError
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
@@ -167,17 +168,7 @@ def load_plugins() -> None:
 def new_connector(factory: str, context: ConnectorContext) -> KVConnector:
     """The connector of `cache.connector`, `package.module:factory`. Raises ConfigError."""
     with connector_errors(factory):
-        module_name, _, function_name = factory.partition(":")
-        if not (module_name and function_name):
-            raise ValueError("is not the name of a function: write it as package.module:factory")
-        try:
-            function = getattr(import_module(module_name), function_name, None)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"cannot be imported: {error}") from error
-        if not callable(function):
-            raise ValueError(f"{module_name} has no function {function_name}")
-        connector: KVConnector = function(context)
-        return connector
+        return find_factory(factory)(context)
 
 
 @contextmanager

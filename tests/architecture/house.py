@@ -6,7 +6,7 @@ A path says the rule. The one place to edit when a wing is added. Knows nothing 
 PACKAGES = ("kv_cache", "spmd_worker")
 FACADE = "spmd_worker"
 """The package whose `__init__.py` offers names lazily; every other `__init__.py` is empty."""
-MAY_COMPUTE_IMPORTS = (FACADE, "spmd_worker.worker.worker_wrapper")
+MAY_COMPUTE_IMPORTS = (FACADE, "spmd_worker.worker.worker_wrapper", "kv_cache.connectors.factory")
 """The facade offers names lazily; the wrapper resolves classes that users give by qualified name."""
 
 WINGS = (

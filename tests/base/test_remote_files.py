@@ -3,13 +3,15 @@
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import s3fs
 
-from spmd_worker.base import remote_files, remote_upload
+from spmd_worker.base import remote_files, remote_store, remote_upload
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import (
     create_remote,
@@ -24,6 +26,7 @@ from spmd_worker.base.remote_files import (
 from spmd_worker.base.remote_names import RemotePath, file_path, shown_name, without_secrets
 from spmd_worker.base.remote_store import RemoteChangedError, RemoteError, open_store
 from spmd_worker.base.remote_upload import check_creatable, remove_leftovers, write_remote
+from spmd_worker.frontends.batch.input.input_files import find_inputs
 
 DATA = bytes(range(256)) * 3 * 4096
 """Three blocks."""
@@ -234,6 +237,31 @@ def test_http_file_is_read_by_ranges(pages, monkeypatch):
         open_remote(f"{pages}/flat").read()
 
 
+def test_server_out_of_reach_is_no_missing_file(pages, monkeypatch):
+    """Before, fsspec's FileNotFoundError of a refused connection was one."""
+    monkeypatch.setattr(remote_store, "_FIRST_PAUSE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        name = f"http://127.0.0.1:{closed.getsockname()[1]}/rows.jsonl"
+    with pytest.raises(RemoteError, match="after 10 tries") as caught:
+        list_remote(name)
+    assert caught.value.is_transient
+
+
+def test_wrong_bucket_and_missing_credentials_are_named(s3, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        replace_remote("s3://no-such-bucket/rows.jsonl", b"")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        state_of(f"{s3.bucket}/none")
+    assert list_remote(f"{s3.bucket.replace('s3', 'S3')}/none") == []
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ConfigError, match=r"rows.jsonl cannot be read: no credentials are found .*: set those of the"):
+        find_inputs(f"{s3.bucket}/rows.jsonl")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
 def test_names_that_are_only_read_are_rejected_for_writing():
     with pytest.raises(ConfigError, match="https:// is only read"):
         write_remote("https://host/rows.jsonl")
@@ -242,12 +270,17 @@ def test_names_that_are_only_read_are_rejected_for_writing():
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("adlfs", "az://b/x"), ("gcsfs", "gs://b/x"), ("fsspec.core", "s3://b/x")]
+    ("module", "name", "command"),
+    [
+        ("adlfs", "az://b/x", "pip install adlfs$"),
+        ("gcsfs", "gs://b/x", "pip install gcsfs$"),
+        ("fsspec.core", "s3://b/x", r"pip install 'spmd-worker\[remote\]'$"),
+    ],
 )
-def test_missing_package_is_named(monkeypatch, module, name):
+def test_missing_package_is_named(monkeypatch, module, name, command):
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
-    with pytest.raises(ConfigError, match=rf"{package}, which is not installed.*spmd-worker\[remote\]"):
+    with pytest.raises(ConfigError, match=rf"needs {package}, which is not installed: {command}"):
         open_store(name)
 
 

@@ -107,7 +107,7 @@ def test_images_resized_before_keep_their_sizes(
         assert (found.error, found.token_ids, found.media_items) == (None, plain.token_ids, plain.media_items)
     else:
         assert found.error is not None
-        assert "image 1 of 90x64 pixels would be prepared as 96x64" in found.error
+        assert "image 0 of 90x64 pixels would be prepared as 96x64" in found.error
 
 
 def test_prompt_without_images_is_as_before(images: ImagePrompts, tokenizer: Tokenizer):

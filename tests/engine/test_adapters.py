@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folders import CONFIG, lora_tensors, write_lora, write_prompt_adapter
+from adapter_folders import CONFIG, lora_tensors, write_adapter, write_lora, write_prompt_adapter
+from pooling_models import pooling_folder
 from safetensors.torch import load_file
 from test_adapters_on_ranks import MODEL, PARAMS, PROMPT, refusal, tokens_with
 
 from spmd_worker import LLM, LoRARequest
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.compat.engine_args import run_config
-from spmd_worker.engine import adapters_at_start
+from spmd_worker.engine import adapters_at_start, startup
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
@@ -289,10 +290,9 @@ def test_adapters_of_the_configuration_are_pinned(folder: Path):
         )
         assert llm.remove_lora(1)
         assert llm.add_lora(LoRARequest("b", 2, str(folder / "b")))
-    with pytest.raises(AdapterError, match="rank 0: /nowhere: is not a folder"):
-        LLM(MODEL, **options, adapters={"a": "/nowhere"})
-    with pytest.raises(AdapterError, match=rf"^rank 0: {folder}/a.*the adapter cannot be used"):
-        LLM(MODEL, **options, adapters={"a": str(folder / "a")}, max_lora_rank=2)
+    other = str(write_adapter(folder / "other", Path(pooling_folder("causal")), 1))
+    with pytest.raises(AdapterError, match=rf"^rank 0: {other}.*the adapter cannot be used"):
+        LLM(MODEL, **options, adapters={"a": other})
 
 
 def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -302,6 +302,7 @@ def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Pat
     def read(_: str) -> None:
         raise RuntimeError("no reader")
 
+    monkeypatch.setattr(startup, "check_folders", lambda _: None)
     monkeypatch.setattr(adapters_at_start, "read_prompt_adapter", read)
     with pytest.raises(AdapterError, match=r"^rank 0: RuntimeError: no reader"):
         LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
@@ -446,3 +447,29 @@ def test_executor_alone_loads_adapters(requests: list[LoRARequest]):
 def test_settings_of_adapters_are_checked(given: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         LLM(MODEL, enable_lora=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"adapters": {"a": "/none"}}, r"adapters\.a: /none: is not a folder: an adapter is one with"),
+        ({"adapters": {"a": "{a}"}, "max_lora_rank": 2}, "has the rank 4, above max_lora_rank=2: raise it"),
+        ({"adapters": {"a": "{prompt}"}}, "adapters are of the type LORA"),
+        ({"adapters": {"a": "{pickle}"}}, r"has only adapter_model\.bin, and no adapter_model\.safetensors"),
+        ({"prompt_adapters": {"a": "{a}"}}, "it is a LoRA adapter"),
+        ({"lora_merge": "{prompt}"}, "adapters are of the type LORA"),
+    ],
+)
+def test_wrong_folder_is_found_before_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+):
+    """Before, the weights were loaded first."""
+    write_prompt_adapter(tmp_path / "prompt", 128, 2, 1)
+    shutil.copytree(folder / "a", tmp_path / "pickle")
+    (tmp_path / "pickle/adapter_model.safetensors").rename(tmp_path / "pickle/adapter_model.bin")
+    paths = {"a": folder / "a", "prompt": tmp_path / "prompt", "pickle": tmp_path / "pickle"}
+    given = {key: {"a": each["a"].format(**paths)} for key, each in options.items() if isinstance(each, dict)}
+    given |= {key: each.format(**paths) for key, each in options.items() if isinstance(each, str)}
+    monkeypatch.setattr(UniProcExecutor, "load_model", lambda _: pytest.fail("the model is loaded"))
+    with pytest.raises(ConfigError, match=words):
+        LLM(MODEL, device="cpu", num_blocks=64, **options | given)

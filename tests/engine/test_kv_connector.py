@@ -39,12 +39,14 @@ from spmd_worker.base.config.schema import (
     ExecutorConfig,
     JobConfig,
     ModelOptions,
+    PlanConfig,
     RunConfig,
     SamplingConfig,
 )
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.ranks.environment import RankEnvironment
+from spmd_worker.resolved import resolve_run
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +196,30 @@ def test_uncertain_weights_turn_the_connector_off(
 def test_unusable_connector_is_named(options: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         open_llm(**options)
+
+
+@pytest.mark.parametrize(
+    ("connector", "options", "words"),
+    [
+        ("no.such:thing", {}, "cannot be imported: No module named 'no': install it, or add its folder to PYTHONPATH"),
+        ("broken_connector:connect", {}, "cannot be imported: ZeroDivisionError: .* python -c 'import broken_conn"),
+        ("memory_connector:nothing", {}, "memory_connector has no function nothing"),
+        (FILES, {"folde": "kv"}, "it has no option 'folde': cache.connector_options takes folder"),
+        (FILES, {"folder": f"{__file__}/kv"}, r"folder=.*/kv cannot be written \(.*test_kv_connector.py is no folder"),
+        (FILES, {"folder": "kv", "gib": "much"}, "gib='much' must be a number of GiB above 0, such as 20"),
+        (SHARED_MEMORY, {"name": "a", "role": "both"}, "role='both' is not one of producer, consumer"),
+    ],
+)
+def test_connector_is_checked_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, options: dict[str, str], words: str
+):
+    """What is known before weights are loaded. Before, they were loaded first."""
+    (tmp_path / "broken_connector.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    cache = CacheConfig(connector=connector, connector_options=options or None)
+    config = RunConfig(plan=PlanConfig(enabled=True), model=ModelOptions(path=str(MODEL)), cache=cache)
+    with pytest.raises(ConfigError, match=rf"cache\.connector={connector}: {words}"):
+        resolve_run(config, "cpu")
 
 
 def test_connector_needs_digests():

@@ -227,6 +227,10 @@ def test_run_reports_its_tasks_and_rejects_others() -> None:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
         with pytest.raises(ValueError, match=r"^embed .*generates .*=pooling"):
             llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"^encode .*generates .*=pooling"):
+            llm.encode(ids(PROMPTS[:1]), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"^pooling .*generates .*=pooling"):
+            llm.llm_engine.add_request("0", ids(PROMPTS[:1])[0], PoolingParams())
     with LLM(pooling_folder("mean"), **SETTINGS) as llm:
         assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
         with pytest.raises(PromptsRefusedError, match=r"run pools .*=generate"):

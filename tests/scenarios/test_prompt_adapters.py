@@ -260,7 +260,7 @@ def test_unsupported_folders_are_refused(
         ({"prompt_embeddings": torch.full((20, 64), torch.nan)}, "not finite"),
         ({"prompt_embeddings": torch.zeros(20, 63)}, "rows of 63 numbers, the model's have 64"),
         ({"other": torch.zeros(20, 64)}, "one tensor, prompt_embeddings"),
-        (None, "has neither adapter_model.safetensors"),
+        (None, "has no adapter_model.safetensors: save the adapter with save_pretrained"),
     ],
 )
 def test_invalid_tensors_are_refused(llm: LLM, folders: list[Path], tmp_path: Path, tensors: Any, reason: str):

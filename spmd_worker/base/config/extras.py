@@ -1,12 +1,18 @@
-"""Optional packages: an error names the extra that installs a missing one."""
+"""Optional packages: an error names the extra, or the package, that installs a missing one."""
 
 from typing import NoReturn
 
 from spmd_worker.base.errors import ConfigError
 
 
-def raise_missing_package(package: str, extra: str, feature: str, error: ImportError) -> NoReturn:
-    """Raise ConfigError for `feature`, which needs `package`: from the except clause of its import."""
-    raise ConfigError(
-        f"{feature} needs {package}, which is not installed: pip install 'spmd-worker[{extra}]'"
-    ) from error
+def raise_missing_package(package: str, extra: str | None, feature: str, error: ImportError) -> NoReturn:
+    """Raise ConfigError for `feature`, which needs `package`: from the except clause of its import. `extra` None: it is
+    in none.
+    """
+    wanted = package if extra is None else f"'spmd-worker[{extra}]'"
+    raise ConfigError(f"{feature} needs {package}, which is not installed: pip install {wanted}") from error
+
+
+def package_error(package: str, extra: str) -> ModuleNotFoundError:
+    """Error of a module that is of no use without a package: its import raises it."""
+    return ModuleNotFoundError(f"{package} is not installed: pip install 'spmd-worker[{extra}]'", name=package)

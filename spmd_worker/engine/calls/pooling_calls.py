@@ -204,8 +204,8 @@ class PoolingCalls:
         engine = self._engine
 
         def encode() -> list[Encoded]:
-            if task is not None:
-                check_task(task, engine.limits.pooling)
+            if task is not None or engine.limits.pooling is None:
+                check_task(task or call, engine.limits.pooling)
             truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
             encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
             check_extras(given.tokenization_kwargs)

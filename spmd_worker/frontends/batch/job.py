@@ -41,6 +41,7 @@ from spmd_worker.frontends.batch.run_dir.provenance import write_provenance
 from spmd_worker.frontends.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.frontends.batch.run_dir.shard import output_of, run_dir_of
 from spmd_worker.frontends.batch.shared_job import help_shared_job, lead_shared_job
+from spmd_worker.frontends.openai.engine_models import own_names
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import check_world_size
 from spmd_worker.ranks.transport.channel import ControlChannel
@@ -74,6 +75,7 @@ def run_job(
     check_job(config.job)
     if resolved is None or resolved.device_type != device_type(config.device):
         resolved = read_run(config)
+    own_names(resolved)
     if environment.is_launched:
         # Several engines would all read the same rows and write the same file.
         check_world_size(resolved.layout, environment.world_size)

@@ -55,6 +55,9 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
     value = fields[task]
     if isinstance(value, dict):
         check_keys(value, _CHAT_KEYS, f" in {task}")
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        way_out = "each of several texts needs a row of its own; a body of /v1/embeddings takes a list"
+        raise InvalidRequestError(f"{task}={shown(value)} must be a text, or token ids: {way_out}")
     prompt = _conversation(value) if isinstance(value, dict) else _one(task, value)
     prompt = with_images(prompt, fields.get("images"))
     inputs = PoolingInputs((prompt,), _params(fields, task))

@@ -55,6 +55,19 @@ _PLAIN_KEYS: Final = (
 )
 ROW_KEYS: Final = tuple(dict.fromkeys((*_PLAIN_KEYS, *AUDIO_KEYS, *POOLING_KEYS, *OPENAI_ROW_KEYS)))
 
+_OTHER_KEYS: Final[tuple[tuple[type, str], ...]] = (
+    (int, "token ids are given as prompt_token_ids"),
+    (dict, "a conversation is given as messages"),
+    (object, "each of several prompts needs a row of its own"),
+)
+"""Type of the first element of a list as `prompt` -> what to write instead."""
+
+_PLAIN_NAMES: Final = {
+    "response_format": "structured_outputs",
+    "model": "adapter",
+    "max_completion_tokens": "max_tokens",
+}
+"""Keys of bodies -> those of plain rows."""
 
 _DEFAULT_LIMITS: Final = RowLimits()
 _NO_FORMAT: Final = ChatFormat()
@@ -131,9 +144,15 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     fields = {key: value for key, value in fields.items() if key != "audio"}
     for key in fields:
         if key in BODY_KEYS and key not in _PLAIN_KEYS:
-            grammar = "; a plain row takes structured_outputs" if key == "response_format" else ""
-            message = f"{key!r} is a key of an OpenAI row's body (custom_id, method, url, body), not of a plain row"
-            raise InvalidRequestError(message + grammar, "unknown_key")
+            own = f"; a plain row takes {_PLAIN_NAMES[key]}" if key in _PLAIN_NAMES else ""
+            message = (
+                f"{key!r} is a key of an OpenAI row's body (custom_id, method, url, body), not of a plain row{own}"
+            )
+            raise InvalidRequestError(message, "unknown_key")
+        if key == "multi_modal_data":
+            raise InvalidRequestError(
+                f"{key!r} is a key of prompts in Python: a row takes images or audio", "unknown_key"
+            )
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
@@ -160,6 +179,11 @@ def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
     template_kwargs = fields.get("chat_template_kwargs")
     if template_kwargs is not None and key != "messages":
         raise InvalidRequestError(f"chat_template_kwargs goes with messages, this row has {key}", "conflicting_keys")
+    if key == "prompt" and isinstance(value, list) and value:
+        way_out = next(each for kind, each in _OTHER_KEYS if isinstance(value[0], kind))
+        raise InvalidRequestError(f"prompt={shown(value)} must be a string: {way_out}")
+    if key == "prompt_token_ids" and isinstance(value, str):
+        raise InvalidRequestError(f"{key}={shown(value)} must be a list of token ids: text is given as prompt")
     if key == "prompt" or (key == "encoder_prompt" and not isinstance(value, list)):
         return text_prompt(key, value)
     if key in ("prompt_token_ids", "encoder_prompt"):

@@ -2,7 +2,7 @@
 `model.prompt_adapters`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -41,10 +41,7 @@ class ServedModels:
     prompt_adapters: Mapping[str, VirtualTokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, named in (("adapters", self.adapters), ("prompt_adapters", self.prompt_adapters)):
-            for name in (self.base, *self.aliases):
-                if name in named:
-                    raise ConfigError(f"model.{key} has {name!r}, which is the model's own name: give another")
+        check_names((self.base, *self.aliases), self.adapters, self.prompt_adapters)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +63,14 @@ class ServedModels:
             message = f"model {shown(row.model)} is not served; served are {_listed(self.names)}"
             raise InvalidRequestError(message, "model_not_found")
         return RowAdapters(self.adapters.get(row.model, 0), self.prompt_adapters.get(row.model))
+
+
+def check_names(own: Iterable[str], adapters: Container[str], prompt_adapters: Container[str]) -> None:
+    """Raise ConfigError for an adapter with one of the base model's `own` names."""
+    for name in own:
+        for key, named in (("adapters", adapters), ("prompt_adapters", prompt_adapters)):
+            if name in named:
+                raise ConfigError(f"model.{key} has {name!r}, which is the model's own name: give another")
 
 
 def _named(key: str, name: str | None, loaded: Mapping[str, _Adapter]) -> _Adapter | None:

@@ -95,7 +95,7 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
         return write_report(lambda: describe_keys(_USAGE, config, command.config_dir, shows_all), environment)
     if command.cfg:
         return write_report(lambda: as_yaml(config).rstrip(), environment)
-    return _run(config, environment, command.api_key or variables.get(KEY_VARIABLE) or None)
+    return _run(config, environment, variables.get(KEY_VARIABLE) if command.api_key is None else command.api_key)
 
 
 def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
@@ -103,6 +103,9 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
         raise ConfigError("plan, job.input and job.output are for launch.py, a server has no rows: leave them out")
     require_server()
     host, port = config.serve.host, config.serve.port
+    if api_key == "":
+        # Perhaps of a shell variable that was not set: a random key would lock all clients out.
+        raise ConfigError(f"{KEY_VARIABLE} or --api-key is empty: give a key, or neither of them for a random one")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
         raise ConfigError(f"{KEY_VARIABLE} or --api-key: a key is printable ASCII without spaces")
     if api_key is None and not is_loopback(host):

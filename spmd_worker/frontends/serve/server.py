@@ -13,7 +13,7 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import read_run, start_engine
-from spmd_worker.frontends.openai.engine_models import engine_models
+from spmd_worker.frontends.openai.engine_models import engine_models, own_names
 from spmd_worker.frontends.serve.app import ServerApp
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import RequestExchange
@@ -60,6 +60,7 @@ def serve(
             f"replica; start one server for each"
         )
     resolved = read_run(config)
+    own_names(resolved)
     if environment.is_launched:
         check_world_size(resolved.layout, environment.world_size)
     engine: Engine = start_engine(resolved, environment, watchdog)

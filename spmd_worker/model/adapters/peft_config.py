@@ -64,6 +64,11 @@ class PeftConfig:
     def rank_of(self, module: str) -> int:
         return self.rank_pattern.get(_matching_key(self.rank_pattern, module), self.rank)
 
+    @property
+    def rank_of_all(self) -> int:
+        """Rank of every module; 0 where some have others."""
+        return 0 if self.rank_pattern else self.rank
+
     def scaling_of(self, module: str) -> float:
         """Factor of B (A x)."""
         alpha, rank = (

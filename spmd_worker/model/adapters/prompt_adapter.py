@@ -34,7 +34,7 @@ _KINDS: Final[Mapping[str, str]] = {
 _REFUSED: Final[Mapping[str, str]] = {
     "MULTITASK_PROMPT_TUNING": "its rows depend on a task id, which requests do not have: save the rows of one task",
     "CPT": "context-aware prompt tuning changes the embeddings of the prompt's own tokens: use PROMPT_TUNING",
-    "LORA": "it is a LoRA adapter: give it as lora_request, or to add_lora",
+    "LORA": "it is a LoRA adapter: give it as lora_request, to add_lora, or in model.adapters",
 }
 _TASKS: Final = (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS")
 _NUM_DIGESTS: Final = (1 << 62) - 1

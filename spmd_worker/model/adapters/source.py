@@ -87,6 +87,14 @@ def read_adapter(path: str | Path) -> AdapterSource:
     return _source(f"{path}/{WEIGHTS_FILE}", config, read_tensors(folder))
 
 
+def read_peft_config(path: str | Path) -> PeftConfig:
+    """The numbers of a PEFT folder, local or remote, which has a file of tensors. Raises AdapterError."""
+    folder = local_adapter(path)
+    config = parse_config(read_config(folder), f"{path}/{CONFIG_FILE}")
+    _weights_file(folder)
+    return config
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of a PEFT folder's adapter_config.json. Raises AdapterError."""
     if not folder.is_dir():
@@ -96,11 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a PEFT folder, by name. Raises AdapterError."""
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        found = "has neither" if not (folder / _PICKLE).exists() else f"has only {_PICKLE}, and no"
-        way_out = "pickles are rejected because reading one can run code: save the adapter with save_pretrained"
-        raise AdapterError(f"{folder}: {found} {WEIGHTS_FILE}{f': {way_out}' if 'only' in found else ''}")
+    file = _weights_file(folder)
     try:
         header = read_header(file)
         with Checkpoint(folder, {file.name: header}, _file_of=dict.fromkeys(header.tensors, file.name)) as checkpoint:
@@ -108,6 +112,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return {name: checkpoint.read(name, full_rectangle(checkpoint.shape(name))) for name in names}
     except (CheckpointError, OSError) as error:
         raise AdapterError(f"{folder}: {error}") from None
+
+
+def _weights_file(folder: Path) -> Path:
+    """Raises AdapterError."""
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        if (folder / _PICKLE).exists():
+            way_out = "pickles are rejected because reading one can run code: save the adapter with save_pretrained"
+            raise AdapterError(f"{folder}: has only {_PICKLE}, and no {WEIGHTS_FILE}: {way_out}")
+        raise AdapterError(f"{folder}: has no {WEIGHTS_FILE}: save the adapter with save_pretrained")
+    return file
 
 
 def adapter_from_tensors(peft_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> AdapterSource:

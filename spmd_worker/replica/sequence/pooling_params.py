@@ -105,7 +105,7 @@ def check_task(task: str, config: PoolingConfig | None) -> None:
 
 def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
     """`params` with every default resolved. Raises ValueError for a task that this run does not support."""
-    task = params.task or (config.task if config is not None else "embed")
+    task = params.task or (config.task if config is not None else "pooling")
     check_task(task, config)
     assert config is not None, task
     if params.num_first_tokens is not None and not config.has_token_types:

@@ -1,14 +1,19 @@
 """Names of adapters in rows: which model a row gets, and the errors of unknown names."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import DEMO
 
+from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.openai.row import Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -113,3 +118,12 @@ def test_adapter_may_not_have_the_models_name():
             ServedModels("base", {name: 5}, ("/models/base",))
         with pytest.raises(ConfigError, match=rf"model.prompt_adapters has '{name}', which is the model's own name"):
             ServedModels("base", {}, ("/models/base",), {name: TUNED})
+
+
+def test_adapter_of_the_models_name_begins_nothing(tmp_path: Path):
+    """Before, the model was loaded first."""
+    model = ModelOptions(path=str(DEMO), adapters={DEMO.name: "/none"})
+    job = JobConfig(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"), run_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=rf"model.adapters has '{DEMO.name}', which is the model's own name"):
+        run_job(RunConfig(model=model, job=job), RankEnvironment())
+    assert not (tmp_path / "run").exists()

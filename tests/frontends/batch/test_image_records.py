@@ -1,6 +1,7 @@
 """Images of a job in its journal, manifest and provenance, and read again."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
@@ -12,6 +13,7 @@ import pytest
 from image_doors import WRITTEN
 from media_models import media_folder, noise, saved
 
+from spmd_worker import LLM
 from spmd_worker.base.config.schema import JobConfig, RowLimits, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import delete_remote
@@ -23,11 +25,11 @@ from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, RowKey
 from spmd_worker.frontends.batch.run_dir.manifest import FORMAT_VERSION, _compare, write_manifest
-from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.image_processor import read_image_processor
+from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.model_config.vision_config import VisionConfig
 
 ONE, OTHER = "11" * 16, "ff" * 15 + "00"
@@ -91,6 +93,20 @@ def test_manifest_of_text_has_no_entries_of_images(folder: Path):
     assert image_answers(resolved_run(folder)) == {}
     with pytest.raises(ConfigError, match="none is not a folder"):
         resolved_media_root(str(folder / "none"))
+
+
+def test_missing_root_is_found_before_the_model():
+    """Before, each prompt failed. The model is not there either."""
+    with pytest.raises(ConfigError, match="allowed_local_media_path=/none is not a folder: give the one below which"):
+        LLM("/none", allowed_local_media_path="/none")
+
+
+def test_folder_of_images_needs_pillow(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before, every row of the job was an error row."""
+    run = resolved_run(folder, VisionConfig("qwen3_vl", 1), media_root=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"images need Pillow, .* pip install 'spmd-worker\[vision\]'"):
+        image_answers(run)
 
 
 def ended_run(folder: Path, root: str = "", output: str = "out.jsonl") -> Path:

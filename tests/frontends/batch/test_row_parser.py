@@ -313,6 +313,27 @@ def test_bad_plain_row_is_an_error_row(name):
     assert (row.code, row.shape) == (code, "plain")
 
 
+@pytest.mark.parametrize(
+    ("fields", "way_out"),
+    [
+        ({"prompt": [1, 2]}, "prompt=[1, 2] must be a string: token ids are given as prompt_token_ids"),
+        ({"prompt": [{"role": "user"}]}, "a conversation is given as messages"),
+        ({"prompt": ["a", "b"]}, "each of several prompts needs a row of its own"),
+        ({"prompt_token_ids": "hi"}, "must be a list of token ids: text is given as prompt"),
+        ({"embed": ["a", "b"]}, "embed=['a', 'b'] must be a text, or token ids: each of several texts needs a row"),
+        ({"prompt": "a", "model": "sql"}, "not of a plain row; a plain row takes adapter"),
+        (
+            {"prompt": "a", "multi_modal_data": {}},
+            "'multi_modal_data' is a key of prompts in Python: a row takes images",
+        ),
+    ],
+)
+def test_value_under_another_key_names_its_own(fields, way_out):
+    row = parse(fields)
+    assert isinstance(row, RowError)
+    assert way_out in row.message
+
+
 @pytest.mark.parametrize("name", sorted(BAD_OPENAI_ROWS))
 def test_bad_openai_row_is_an_openai_error_row(name):
     fields, code = BAD_OPENAI_ROWS[name]

@@ -540,6 +540,8 @@ ALONE = [
     (["--port", "70000"], "serve.port=70000 must be from 0 to 65535"),
     (["job.input=rows.jsonl"], "plan, job.input and job.output are for launch.py"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
+    (["--api-key", ""], "SPMD_WORKER_API_KEY or --api-key is empty: give a key, or neither of them"),
+    (["model.path="], "model.path is not set: give a Hugging Face model folder"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --host HOST, --port PORT, --api-key KEY, --help"),
     (["serve.max_queue=1"], "serve.max_queue=1: there is no key serve.max_queue; did you mean serve.max_queued?"),
 ]
@@ -551,6 +553,11 @@ def test_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], argu
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_empty_key_of_the_environment_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert command.main([], {"SPMD_WORKER_API_KEY": ""}) == 1
+    assert "SPMD_WORKER_API_KEY or --api-key is empty" in capsys.readouterr().err
 
 
 def test_help_lists_options_and_busy_port_is_reported(capsys: pytest.CaptureFixture[str], server: ServedHere):

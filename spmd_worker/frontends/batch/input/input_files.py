@@ -114,7 +114,9 @@ def _find_remote(name: str) -> tuple[FilePath, ...]:
     try:
         paths = [RemotePath(each) for each in list_remote(name)]
     except OSError as error:
-        raise ConfigError(f"job.input={shown_name(name)} cannot be read ({error}): give another") from None
+        # Its reason of a denied access has its own way out.
+        way_out = "" if isinstance(error, PermissionError) else ": give another"
+        raise ConfigError(f"job.input={shown_name(name)} cannot be read: {error.strerror or error}{way_out}") from None
     if not paths:
         raise ConfigError(f"job.input={shown_name(name)} is no file, and matches none: give one of rows, or a pattern")
     return tuple(paths)

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from spmd_worker.compat.audio_reading import run_audio_settings
-from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
+from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.media.versions import audio_decoder_versions
 from spmd_worker.resolved import ResolvedRun
 

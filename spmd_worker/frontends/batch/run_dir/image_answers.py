@@ -4,7 +4,8 @@ from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any, Final
 
-from spmd_worker.frontends.batch.run_dir.media_root import resolved_media_root
+from spmd_worker.media.decode import check_pillow
+from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.media.versions import decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
@@ -14,7 +15,8 @@ _KEYS: Final = ("image_background", "image_min_pixels", "image_max_pixels", "ima
 
 def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
     """Entries of a manifest: versions of Pillow and its decoders, files and numbers by which images are prepared, and
-    the folder of paths. Empty for a model without images. Raises OSError.
+    the folder of paths. Empty for a model without images. Raises OSError, ConfigError for a folder of images without
+    Pillow.
     """
     config, processor = resolved.config, resolved.image_processor
     if processor is None:
@@ -24,6 +26,8 @@ def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
         path = resolved.model_folder / name
         digest.update(name.encode() + (path.read_bytes() if path.is_file() else b""))
     root = config.job.media_root
+    if root is not None:
+        check_pillow()
     return {
         **{f"model.{key}": getattr(config.model, key) for key in _KEYS},
         "job.media_root": resolved_media_root(root),

@@ -1,4 +1,4 @@
-"""The folder of the images and audio of a job, as its manifest names it."""
+"""The folder below which the images and audio of a run lie."""
 
 from pathlib import Path
 
@@ -10,5 +10,5 @@ def resolved_media_root(root: str | None) -> str | None:
     if root is None:
         return None
     if not Path(root).is_dir():
-        raise ConfigError(f"job.media_root={root} is not a folder: give the one below which rows name their files")
+        raise ConfigError(f"job.media_root={root} is not a folder: give the one below which prompts name their files")
     return str(Path(root).resolve())
