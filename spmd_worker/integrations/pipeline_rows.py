@@ -144,6 +144,11 @@ class PipelineRows:
 
     def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self.prompt is None:
+            if not any(name in values for name in ROW_KEYS):
+                raise ConfigError(
+                    f"the table has no column of a row's keys, such as 'prompt' or 'messages', but "
+                    f"{', '.join(values)}: name the column of prompts with prompt="
+                )
             found = {name: values[name] for name in ROW_KEYS if values.get(name) is not None}
         elif self.prompt not in values:
             raise ConfigError(f"prompt={self.prompt!r} is not a column: the table has {', '.join(values)}")
