@@ -137,6 +137,11 @@ def test_unusable_column_is_an_error(options: dict[str, Any], row: dict[str, Any
         PipelineRows(MODEL, **options).keyed(row)
 
 
+def test_wrong_default_names_the_argument_that_has_it():
+    with pytest.raises(ConfigError, match=r"^sampling has the unsupported key 'temprature'"):
+        PipelineRows(MODEL, sampling={"temprature": 0}).open()
+
+
 def test_engine_is_refused_for_replicas_and_launchers(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"^data_parallel_size=2: a pipeline worker has one replica"):
         RowEngine(MODEL, data_parallel_size=2)
