@@ -3,12 +3,13 @@
 Needs no torch, so that a plan counts its memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.base.files import read_json_object, read_regular_file
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
@@ -87,18 +88,26 @@ def read_draft(method: str, model: str | None, num_drafts: int, target: Target) 
     try:
         location = locate_model(model, None, needs_weights=target.needs_weights)
         read = _read_eagle if method == EAGLE3 else _read_model
-        return read(location, num_drafts, target)
+        draft = read(model, location, num_drafts, target)
     except ModelConfigError as error:
         # The target's key is `model.path`.
         raise ModelConfigError(str(error).replace("model.path", "speculative_config.model")) from None
+    if target.needs_weights and not tensor_names(location.folder):
+        raise ConfigError(f"speculative_config.model={model} has no weights: copy its *.safetensors there too")
+    return draft
 
 
-def _read_model(location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
+def _read_model(model: str, location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
+    path = config_path(location.folder)
+    if _is_eagle(ConfigReader(read_json_object(path), path)):
+        raise ConfigError(
+            f"speculative_config.model={model} is a head of EAGLE-3: give speculative_config.method=eagle3"
+        )
     found = read_model_files(location.folder).model_config
     problem = _mismatch(found, location.folder, target)
     if problem:
         raise ConfigError(
-            f"speculative_config.model={location.name} cannot draft for {target.location.name}: {problem}; give a "
+            f"speculative_config.model={model} cannot draft for {target.location.name}: {problem}; give a "
             f"smaller model of the same family and tokenizer, or use speculative_config.method=suffix"
         )
     max_len = min(found.max_model_len, target.max_model_len)
@@ -188,22 +197,28 @@ def _qwen_mtp(target: Target) -> ModelConfig:
     return replace(config, layers=(layers[-1],), vision=None)
 
 
-def _read_eagle(location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
+def _read_eagle(model: str, location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
     """A head of EAGLE-3 (https://arxiv.org/abs/2503.01840) in the files of its authors."""
     path, config = config_path(location.folder), target.model_config
-    found = read_json_object(path)
-    key = f"speculative_config.model={location.name}"
-    if not set(found.get("architectures") or ()) & set(_EAGLE_NAMES):
-        raise ConfigError(f"{key}: architectures={found.get('architectures')} is no EAGLE-3 head ({_EAGLE_NAMES[0]})")
-    own = model_config_of({**found, "architectures": ["LlamaForCausalLM"]}, path)
-    eagle = found.get("eagle_config") or {}
-    problem = _eagle_problem(found, eagle, own, target)
+    found = ConfigReader(read_json_object(path), path)
+    key = f"speculative_config.model={model}"
+    if not _is_eagle(found):
+        raise ConfigError(
+            f"{key}: architectures={shown(found.get('architectures'))} is no EAGLE-3 head ({_EAGLE_NAMES[0]})"
+        )
+    own = model_config_of({**found.config, "architectures": ["LlamaForCausalLM"]}, path)
+    eagle, vocab_size = found.object("eagle_config"), found.count("draft_vocab_size", own.vocab_size)
+    problem = _eagle_problem(found, eagle, own, vocab_size, target)
     if problem:
         raise ConfigError(f"{key} cannot draft for {target.location.name}: {problem}")
     num_layers = config.num_layers
-    aux = tuple(eagle.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3))
-    if len(aux) != _NUM_AUX_LAYERS or not all(isinstance(each, int) and 0 <= each < num_layers for each in aux):
-        raise ConfigError(f"{key}: layers {list(aux)} of the target's {num_layers} cannot be read: a head reads three")
+    aux = eagle.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
+    if (
+        not isinstance(aux, list)
+        or len(aux) != _NUM_AUX_LAYERS
+        or not all(type(each) is int and 0 <= each < num_layers for each in aux)
+    ):
+        raise ConfigError(f"{key}: layers {shown(aux)} of the target's {num_layers} cannot be read: a head reads three")
     names = tensor_names(location.folder)
     return DraftRun(
         EAGLE3,
@@ -213,17 +228,23 @@ def _read_eagle(location: ModelLocation, num_drafts: int, target: Target) -> Dra
         num_drafts,
         # Positions beyond the ones of its training cost acceptance at most.
         target.max_model_len,
-        aux_layers=aux,
-        vocab_size=found.get("draft_vocab_size") or own.vocab_size,
+        aux_layers=tuple(aux),
+        vocab_size=vocab_size,
         has_embedding=any(name.removeprefix("model.") == "embed_tokens.weight" for name in names),
-        norms_stream=bool(found.get("norm_before_residual")),
+        norms_stream=found.flag("norm_before_residual", False),
     )
 
 
-def _eagle_problem(found: Mapping[str, Any], eagle: Mapping[str, Any], own: ModelConfig, target: Target) -> str:
+def _is_eagle(found: ConfigReader) -> bool:
+    names = found.get("architectures")
+    return isinstance(names, list) and any(name in _EAGLE_NAMES for name in names)
+
+
+def _eagle_problem(
+    found: ConfigReader, eagle: ConfigReader, own: ModelConfig, draft_vocab_size: int, target: Target
+) -> str:
     """The reason for which a head of EAGLE-3 is not for the target; empty if it is."""
     hidden_size = found.get("target_hidden_size") or own.hidden_size
-    draft_vocab_size = found.get("draft_vocab_size") or own.vocab_size
     if target.pipeline_size > 1:
         return (
             "it reads layers of several pipeline stages: set parallel.pipeline_parallel_size=1, or use method=draft_"
@@ -238,7 +259,7 @@ def _eagle_problem(found: Mapping[str, Any], eagle: Mapping[str, Any], own: Mode
             f"its embedding is [{own.vocab_size}, {own.hidden_size}], and the target's "
             f"[{target.model_config.vocab_size}, {target.model_config.embedding_size}]"
         )
-    if not 0 < draft_vocab_size <= own.vocab_size:
+    if draft_vocab_size > own.vocab_size:
         return f"draft_vocab_size={draft_vocab_size} of {own.vocab_size} token ids"
     for key, value in (("norm_before_fc", found.get("norm_before_fc")), ("fc_norm", found.get("fc_norm"))):
         if value:

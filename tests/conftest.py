@@ -21,6 +21,7 @@ import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
 from our_logger import logger_as_it_was
+from outside_settings import drop_settings
 
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # Read by the C library. torch asks for the name of every address that it connects to, 127.0.0.1 too, and where a name
 # server does not answer each connection waits 5 to 10 s. No test needs a name that /etc/hosts does not have.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+drop_settings(os.environ)
 
 TESTS = str(Path(__file__).resolve().parent)
 

@@ -6,6 +6,7 @@ import torch
 from reference_models import checkpoint_folder, mixed_prompts, reference_model, relative_error
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.errors import ConfigError
 
 NAME = "llama_four_layers"
 PROMPTS = mixed_prompts(4, 40, seed=12)
@@ -13,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @torch.no_grad()
-def test_hidden_states_equal_transformers():
+def test_hidden_states_equal_transformers(monkeypatch: pytest.MonkeyPatch):
     prompts, layers = [{"prompt_token_ids": each} for each in PROMPTS], (0, 2, 4)
     with LLM(str(checkpoint_folder(NAME)), dtype="float32", max_num_batched_tokens=32, max_num_seqs=32) as llm:
         answers = [each.outputs[0].token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -23,6 +24,14 @@ def test_hidden_states_equal_transformers():
         for given, words in (([], "must be numbers"), ([5], "from 0 to 4"), ([-1], "from 0 to 4")):
             with pytest.raises(ValueError, match=words):
                 llm.extract_hidden_states(prompts, given)
+        for given, words in ((2, "layer_ids=2 is a int: give a list"), ([1, 1.5], r"layer_ids\[1\]=1\.5 is a float")):
+            with pytest.raises(TypeError, match=words):
+                llm.extract_hidden_states(prompts, given)
+        # As with workers in other processes, to which no tensor goes: their failure would end the engine.
+        monkeypatch.delattr(llm.llm_engine.executor, "driver_worker")
+        with pytest.raises(ConfigError, match="workers in other processes: use one stage"):
+            llm.extract_hidden_states(prompts, layers)
+        monkeypatch.undo()
     model = reference_model(NAME)
     captured: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0][0]))

@@ -51,7 +51,7 @@ def resolved(
 
 
 def refusal(folder: Path, method: str, model: Path | None = None, **keys: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, ModelConfigError)) as caught:
         resolved(folder, method, model, **keys)
     return str(caught.value)
 
@@ -87,6 +87,16 @@ def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
         resolved(TARGET(EAGLE_TARGET), method, tmp_path / "none")
     with pytest.raises(ModelConfigError, match=r"config\.json does not exist: a model folder needs it$"):
         resolved(TARGET(EAGLE_TARGET), method, tmp_path)
+    # Before the target's weights are read.
+    folder = shutil.copytree(small_draft_folder() if method == "draft_model" else eagle_folder(), tmp_path / "draft")
+    (folder / "model.safetensors").unlink()
+    words = f"speculative_config.model={folder} has no weights: copy its *.safetensors there too"
+    assert refusal(TARGET(EAGLE_TARGET), method, folder) == words
+
+
+def test_head_as_a_draft_model_names_its_method():
+    words = f"speculative_config.model={eagle_folder()} is a head of EAGLE-3: give speculative_config.method=eagle3"
+    assert refusal(TARGET(EAGLE_TARGET), "draft_model", eagle_folder()) == words
 
 
 def test_model_without_mtp_layer_is_refused():
@@ -158,6 +168,11 @@ def test_faults_of_a_qwen_head_are_named(name: str, change: torch.Tensor | None,
         ({"norm_before_fc": True}, "norm_before_fc=True is not supported"),
         ({"architectures": ("EagleLlamaForCausalLM",)}, "is no EAGLE-3 head (LlamaForCausalLMEagle3)"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "layers [1, 2, 9] of the target's 4"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "layers 3 of the target's 4"),
+        ({"eagle_config": [1]}, "config.json: eagle_config=[1] must be an object"),
+        ({"architectures": 5}, "architectures=5 is no EAGLE-3 head"),
+        ({"draft_vocab_size": "64"}, "config.json: draft_vocab_size='64' must be a whole number"),
+        ({"norm_before_residual": "no"}, "config.json: norm_before_residual='no' must be true or false"),
     ],
 )
 def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: str, tmp_path: Path):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kv_cache.block import num_blocks_for
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.ops.sampling import read_back
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.worker.backends.cpu import CpuDevice
@@ -78,7 +79,7 @@ class HollowDevice(CpuDevice):
 
     keeps_state = True
 
-    def new_graphs(self, model: Any, tensor: GroupHandle, adapters: None = None) -> StepGraphs:
+    def new_graphs(self, model: Any, tensor: GroupHandle, adapters: LoadedAdapters | None = None) -> StepGraphs:
         # Triton is optional, and other benchmarks of this script do without.
         from spmd_worker.ops.attention.backend import block_shapes
         from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention

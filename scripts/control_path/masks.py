@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from typing import Any
+from unittest import mock
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.grammar import step_masks
@@ -67,8 +68,12 @@ def bench_masks(options: argparse.Namespace) -> int:
 
 def _time_steps(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[float, float]:
     """Median seconds of a step in which all rows decode, and tokens that a row takes in one."""
+    with mock.patch.object(step_masks, "MAX_FORCED_TOKENS", MAX_FORCED_TOKENS if kind == "forced" else 1):
+        return _time_steps_as_set(llm, kind, num_rows, num_steps)
+
+
+def _time_steps_as_set(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[float, float]:
     engine = llm.llm_engine
-    step_masks.MAX_FORCED_TOKENS = MAX_FORCED_TOKENS if kind == "forced" else 1
     form = None if kind == "free" else FORM
     numbers = []
     for index in range(num_rows):
@@ -92,7 +97,6 @@ def _time_steps(llm: LLM, kind: str, num_rows: int, num_steps: int) -> tuple[flo
     engine.abort_request(numbers)
     while engine.has_unfinished_requests():
         engine.step()
-    step_masks.MAX_FORCED_TOKENS = MAX_FORCED_TOKENS
     return statistics.median(seconds), num_tokens / num_rows / num_steps
 
 

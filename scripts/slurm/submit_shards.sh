@@ -15,7 +15,10 @@ output=
 for override in "$@"; do
   case "$override" in
     job.output=*) output=${override#job.output=} ;;
-    job.shard=* | job.pool=* | job.run_dir=*) echo "error: ${override%%=*} is not for shards that are merged" >&2; exit 1 ;;
+    job.shard=* | job.pool=* | job.run_dir=*)
+      echo "error: $override is not for shards that are merged, which get their own names: leave it out" >&2
+      exit 1
+      ;;
   esac
 done
 [ -n "$output" ] || { echo "$usage" >&2; exit 1; }

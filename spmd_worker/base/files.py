@@ -87,9 +87,11 @@ def write_pieces(path: Path, pieces: Iterable[bytes], *, is_durable: bool = True
             rename_durably(partial, path)
         else:
             os.replace(partial, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        # The name that the caller knows.
+        error.filename = str(path) if error.filename == str(partial) else error.filename
         raise
 
 

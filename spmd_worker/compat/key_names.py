@@ -24,10 +24,14 @@ _ARGUMENTS: Final = {f"model.{name}": name for name in ("tool_call_format", "rea
 """Arguments of `chat` and `chat_messages`, and of `LLM(...)`, that are not in the table of keywords."""
 
 
+_DICTS: Final = {"sampling": "override_generation_config", "speculative_config": "speculative_config"}
+"""Group of keys -> the keyword whose dict has them."""
+
+
 def _name_of(key: Key) -> str:
     """The keyword of `LLM`, or a description of a key without one."""
-    is_default = key.group == "sampling"
-    without = f"override_generation_config[{key.field!r}]" if is_default else f"the configured {key.field}"
+    of = _DICTS.get(key.group)
+    without = f"the configured {key.field}" if of is None else f"{of}[{key.field!r}]"
     return key.keyword or _ARGUMENTS.get(key.name, without)
 
 

@@ -78,6 +78,7 @@ REJECTED_KEYS: Final[Mapping[str, str]] = {
 }
 """Key of vLLM's -> why it is rejected, and the alternative; values of `_NEUTRAL` and None are accepted."""
 _NEUTRAL: Final = (None, False, "standard", "rejection_sampler", "greedy", "auto")
+_EXAMPLE: Final = '{"method": "suffix"}'
 _KEYS: Final = tuple(each.name for each in dataclasses.fields(SpeculativeConfig))
 
 
@@ -105,11 +106,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ConfigError(f"speculative_config={shown(value)} is not JSON: give an object or a dict") from None
+            raise ConfigError(
+                f"speculative_config={shown(value)} is not JSON: give a dict, such as {_EXAMPLE}"
+            ) from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f'speculative_config={shown(value)} must be a dict, such as {{"method": "suffix"}}')
+        raise ConfigError(f"speculative_config={shown(value)} must be a dict, such as {_EXAMPLE}")
     return value
 
 

@@ -32,7 +32,9 @@ def is_request(given: object) -> bool:
 def read_request(given: Any) -> TransferRequest:
     """Raises ValueError for another transport than handles, and for lists of different lengths."""
     info = given["update_info"] if isinstance(given, Mapping) else given.update_info
-    info = {name: value for name, value in info.items() if value not in (None, False)}
+    if not isinstance(info, Mapping):
+        raise ValueError(f"update_info is a {type(info).__name__}: give a dict of {', '.join(_KEYS)}")
+    info = {name: value for name, value in info.items() if value is not None and value is not False}
     if "ipc_handles_pickled" in info:
         raise ValueError("update_info.ipc_handles_pickled is never unpickled, because that runs code: give ipc_handles")
     if "ipc_handles" not in info:
@@ -55,6 +57,8 @@ def read_request(given: Any) -> TransferRequest:
 
 def check_init(given: Any) -> None:
     """Raise ValueError for a transport that has to be initialised: handles need nothing."""
-    info = given.get("init_info", given) if isinstance(given, Mapping) else given.init_info
+    info = given.get("init_info", given) if isinstance(given, Mapping) else getattr(given, "init_info", given)
+    if not isinstance(info, Mapping | None):
+        raise TypeError(f"init_info is a {type(info).__name__}: give a dict, empty for handles")
     if info:
         raise ValueError(f"init_info={dict(info)!r} names a group with processes of a trainer: {_SHARDS}")

@@ -13,13 +13,14 @@ from torch.multiprocessing import reductions
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.compat.weight_transfer import TransferRequest
-from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
+from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES, checked_shape
 
 CPU: Final = "cpu"
 """Key of a handle of shared memory, in place of a GPU's UUID."""
 _DEVICE_ARGUMENT: Final = 6
 """Place of the device's index among the arguments of `rebuild_cuda_tensor`."""
 _NUM_CUDA_ARGUMENTS: Final = 15
+_NUM_CPU_ARGUMENTS: Final = 5
 
 Handle = Mapping[str, tuple[Any, ...]]
 
@@ -56,11 +57,15 @@ def _kinds(request: TransferRequest) -> Iterator[tuple[torch.dtype, tuple[int, .
     for name, dtype, shape in zip(request.names, request.dtype_names, request.shapes, strict=True):
         if dtype not in known:
             raise CheckpointError(f"{name}: has the dtype {dtype!r}, but weights must have one of {', '.join(known)}")
-        yield known[dtype], tuple(shape)
+        yield known[dtype], checked_shape(f"{name}: its shape", shape)
 
 
 def _tensor_of(name: str, handle: Handle, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(handle, Mapping):
+        raise CheckpointError(f"{name}: its handle is a {type(handle).__name__}: give what ipc_handle(tensor) returns")
     if CPU in handle:
+        if len(handle[CPU]) != _NUM_CPU_ARGUMENTS:
+            raise CheckpointError(f"{name}: its handle has {len(handle[CPU])} parts, not {_NUM_CPU_ARGUMENTS}")
         manager, file, num_bytes, offset, held = handle[CPU]
         try:
             storage = torch.UntypedStorage._new_shared_filename_cpu(manager, file, num_bytes)

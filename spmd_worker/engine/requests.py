@@ -113,10 +113,12 @@ class Requests:
 
     def check_idle(self) -> None:
         """Raise RuntimeError unless the engine is open, awake, not paused and without requests."""
-        self.check_idle_or_asleep()
+        self._life.check_open()
         self._life.check_awake()
+        # Steps answer no request in a pause.
         if self._pause is not None and self._pause.is_paused:
             raise RuntimeError("generation is paused: call resume_generation() before anything is computed")
+        self.check_idle_or_asleep()
 
     def check_idle_or_asleep(self) -> None:
         """Raise RuntimeError unless the engine is open and without requests."""

@@ -22,7 +22,7 @@ from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
 from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
-from spmd_worker.integrations.pipeline_rows import PipelineRows
+from spmd_worker.integrations.pipeline_rows import PipelineRows, sampling_by_name
 
 _BATCH_ROWS: Final = 1000
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
@@ -50,7 +50,8 @@ class DatasetRows(PipelineRows):
             raise ConfigError(
                 f"num_proc={num_proc} forks this process, which has a running engine: close() it, or give none"
             )
-        self.answers_depend_on = answers_depend_on(self.model, self.options)
+        with sampling_by_name():
+            self.answers_depend_on = answers_depend_on(self.model, self.options)
         if not isinstance(dataset, IterableDataset):
             options |= {"num_proc": num_proc, "with_rank": True}
         if dataset.features is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int
@@ -68,7 +69,8 @@ class PipelineRows:
         name = self._engine_name()
         with _opening:
             if name not in _engines:
-                _engines[name] = RowEngine(self.model, **self.options)
+                with sampling_by_name():
+                    _engines[name] = RowEngine(self.model, **self.options)
             return _engines[name]
 
     def close(self) -> None:
@@ -144,6 +146,11 @@ class PipelineRows:
 
     def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self.prompt is None:
+            if not any(name in values for name in ROW_KEYS):
+                raise ConfigError(
+                    f"the table has no column of a row's keys, such as 'prompt' or 'messages', but "
+                    f"{', '.join(values)}: name the column of prompts with prompt="
+                )
             found = {name: values[name] for name in ROW_KEYS if values.get(name) is not None}
         elif self.prompt not in values:
             raise ConfigError(f"prompt={self.prompt!r} is not a column: the table has {', '.join(values)}")
@@ -156,6 +163,16 @@ class PipelineRows:
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(sorted(vars(self).items()))
+
+
+@contextmanager
+def sampling_by_name() -> Iterator[None]:
+    """Errors of `LLM` about defaults of sampling have the name of the argument that gave them."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (str(error).replace("override_generation_config", "sampling"),)
+        raise
 
 
 def first_text(record: Mapping[str, Any]) -> str | None:

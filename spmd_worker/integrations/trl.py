@@ -122,7 +122,12 @@ def install() -> str:
 
     Raises ImportError if TRL is missing or of another release, or does not have the names to replace.
     """
-    trl: Any = import_module("trl")
+    try:
+        trl: Any = import_module("trl")
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError(f"TRL is not installed: pip install 'trl=={RELEASE}.*'") from None
     version = str(getattr(trl, "__version__", "of no version"))
     check_release("trl", version, RELEASE)
     module: Any = import_module("trl.generation.vllm_generation")

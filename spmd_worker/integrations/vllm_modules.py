@@ -48,13 +48,22 @@ def check_release(package: str, found: str, release: str) -> None:
 
 
 def run_program(arguments: list[str], usage: str, message: str, package: str | None = None) -> None:
-    """Run SCRIPT.py, or a module of `package`; rank 0 first reports `message`. Raises SystemExit without arguments."""
+    """Run SCRIPT.py, or a module of `package`; rank 0 first reports `message`. Raises SystemExit without arguments, and
+    for a script that is no file.
+    """
+    usage = f"usage: python -m {usage} [ARGUMENT ...]"
+    if arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{usage}\n")
+        return
     if not arguments:
-        raise SystemExit(f"usage: python -m {usage} [ARGUMENT ...]")
+        raise SystemExit(usage)
+    is_script = package is None or arguments[0].endswith(".py")
+    if is_script and not Path(arguments[0]).is_file():
+        raise SystemExit(f"{arguments[0]} is not a file: give the script to run\n{usage}")
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{message}\n")
     sys.argv = arguments
-    if package is None or arguments[0].endswith(".py"):
+    if is_script:
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
         runpy.run_path(arguments[0], run_name="__main__")
     else:

@@ -45,10 +45,14 @@ def test_failed_write_leaves_only_the_old_file(tmp_path: Path, is_durable: bool)
         write_file(path, b"x" * 100_000, is_durable=is_durable)
     # The system names no file.
     assert describe_os_error(caught.value) == (
-        f"{path}.partial: File too large: finished rows are kept, so free space and start the same command again"
+        f"{path}: File too large: finished rows are kept, so free space and start the same command again"
     )
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+    path = tmp_path / "none" / "a.txt"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_file(path, b"x", is_durable=is_durable)
+    assert describe_os_error(caught.value) == f"{path}: No such file or directory"
 
 
 def test_os_error_is_described_with_its_file_first():

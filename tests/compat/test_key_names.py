@@ -175,6 +175,8 @@ def test_text_without_a_key_is_unchanged():
         with_keyword_names("set cache.enable_prefix_caching=false or null") == "set enable_prefix_caching=False or None"
     )
     assert with_keyword_names("raise cache.num_blocks.") == "raise num_gpu_blocks_override."
+    # Not "the configured method=x".
+    assert with_keyword_names("speculative_config.method=x is") == "speculative_config['method']=x is"
     of_calls = ("tool_call_format", "reasoning_format")
     assert {*KEYWORDS, "model", *of_calls} >= {name for name in KEY_NAMES.values() if name.isidentifier()}
 

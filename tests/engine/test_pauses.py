@@ -195,6 +195,9 @@ def test_paused_engine_refuses_what_would_wait_for_ever(llm: LLM, caplog: pytest
     with pytest.raises(RuntimeError, match=PAUSED), llm.turns():
         llm.generate(PROMPTS, PARAMS)
     ids = llm.enqueue(PROMPTS, PARAMS)
+    # Not that steps would answer the others.
+    with pytest.raises(RuntimeError, match=PAUSED):
+        llm.generate(PROMPTS, PARAMS)
     with pytest.raises(RuntimeError, match="generation is paused, and 2 of 2 enqueued prompts wait"):
         llm.wait_for_completion(ids, use_tqdm=False)
     run_steps(llm, 2)

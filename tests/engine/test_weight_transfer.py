@@ -4,6 +4,7 @@ import ast
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,13 +81,14 @@ def test_delta_of_other_weights_is_refused(llm: LLM):
 @pytest.mark.parametrize(
     ("delta", "words"),
     [
-        (("model.nurm.weight", torch.ones(128)), "the model has no such weight"),
+        (("model.nurm.weight", torch.ones(128)), r"the model has no such weight: .* did you mean model\.norm\.weight"),
         ((NORM, torch.ones(3)), r"has the shape \[3\], but the model's has \[128\]"),
         ((NORM, torch.full((128,), torch.nan)), "the delta has nan at"),
         (SparseWeightPatch(NORM, torch.tensor([128]), torch.ones(1), (128,)), "indices must be from 0 to 127"),
         (SparseWeightPatch(NORM, torch.tensor([5, 5]), torch.ones(2), (128,)), "an index is given twice"),
         (SparseWeightPatch(NORM, torch.tensor([5]), torch.ones(2), (128,)), r"has \[1\] indices, but values of \[2\]"),
         (SparseWeightPatch(NORM, torch.tensor([5.0]), torch.ones(1), (128,)), "indices must be a tensor"),
+        (SparseWeightPatch(NORM, torch.tensor([5]), torch.ones(1), None), "full_shape=None must be a list of sizes"),
         (3, "a delta is a int"),
     ],
 )
@@ -94,6 +96,26 @@ def test_wrong_delta_is_refused_before_a_write(llm: LLM, delta: Any, words: str)
     base = llm.weights_digest()
     with pytest.raises((CheckpointError, TypeError), match=words):
         llm.apply_weight_deltas([(EMBEDDING, torch.ones(288, 128)), delta], base_digest=base)
+    assert llm.weights_digest() == base
+
+
+def test_dict_of_weights_names_its_items(llm: LLM):
+    """Regression: `too many values to unpack`."""
+    weights, words, base = given(), "dict: give its items", llm.weights_digest()
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    for call in (
+        llm.load_weights,
+        partial(llm.load_weights, verify=True),
+        llm.update_weights,
+        partial(llm.update_weights, source=0),
+        llm.digests_of,
+        runner.model.load_weights,
+        partial(llm.apply_weight_deltas, base_digest=base),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call(weights)
+    with pytest.raises(TypeError, match="a weight is a str: give pairs of a name and a tensor"):
+        llm.load_weights([*weights])
     assert llm.weights_digest() == base
 
 
@@ -159,13 +181,22 @@ def test_packed_buffer_is_read(llm: LLM):
             "is of GPU-7",
         ),
         ({"names": [NORM], "dtype_names": ["int8"], "shapes": [[128]], "ipc_handles": [{}]}, "has the dtype 'int8'"),
+        ({"names": [NORM], "dtype_names": ["float32"], "shapes": [128], "ipc_handles": [{}]}, "its shape=128 must be"),
+        ({"names": [NORM], "dtype_names": ["float32"], "shapes": [[1]], "ipc_handles": [3]}, "its handle is a int"),
+        (
+            {"names": [NORM], "dtype_names": ["float32"], "shapes": [[1]], "ipc_handles": [{"cpu": (1, 2)}]},
+            "its handle has 2 parts, not 5",
+        ),
+        ([NORM], "update_info is a list: give a dict of names"),
     ],
 )
-def test_other_requests_are_refused(llm: LLM, info: dict[str, Any], words: str):
+def test_other_requests_are_refused(llm: LLM, info: Any, words: str):
     with pytest.raises(ValueError, match=words):
         llm.update_weights({"update_info": info})
     with pytest.raises(ValueError, match="names a group with processes of a trainer"):
         llm.init_weight_transfer_engine({"init_info": {"master_address": "10.0.0.1"}})
+    with pytest.raises(TypeError, match="init_info is a int: give a dict"):
+        llm.init_weight_transfer_engine(3)
 
 
 def test_handle_that_is_too_short_is_refused(llm: LLM):

@@ -321,6 +321,7 @@ def test_ranks_compute_with_equal_new_weights_only(layout: dict[str, int], tmp_p
         assert_near(report["after"], new, 1e-4 if layout == TP else 0.0)
         assert report["before"] != report["after"] == report["again"]
         assert "new weights.model.norm.weight is" in report["another norm on rank 1"]
+        assert report["another norm on rank 1"].endswith("; load these weights again, the same on every rank")
         assert report["another norm on rank 1"].startswith("RanksDisagreeError: ranks were given different calls")
         assert "model.norm.weight is" in report["another norm on rank 1, finished"]
         assert report["another norm on rank 1, finished"].startswith("RanksDisagreeError")

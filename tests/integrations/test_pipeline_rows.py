@@ -126,6 +126,7 @@ def test_prompt_column_takes_every_kind(tmp_path: Path, rows: PipelineRows):
     ("options", "row", "message"),
     [
         ({"prompt": "question"}, {"text": "a"}, r"^prompt='question' is not a column: the table has text"),
+        ({}, {"question": "a"}, r"no column of a row's keys.*but question: name the column of prompts with prompt="),
         ({"key": "id"}, {"prompt": "a"}, r"^key='id' is not a column: the table has prompt"),
         ({}, {"prompt": "a", "answer_text": "b"}, r"^the table has a column 'answer_text' already: .* output="),
         ({}, {"prompt": {1, 2}}, r"^a column has values of type set, which JSON lacks"),
@@ -134,6 +135,11 @@ def test_prompt_column_takes_every_kind(tmp_path: Path, rows: PipelineRows):
 def test_unusable_column_is_an_error(options: dict[str, Any], row: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         PipelineRows(MODEL, **options).keyed(row)
+
+
+def test_wrong_default_names_the_argument_that_has_it():
+    with pytest.raises(ConfigError, match=r"^sampling has the unsupported key 'temprature'"):
+        PipelineRows(MODEL, sampling={"temprature": 0}).open()
 
 
 def test_engine_is_refused_for_replicas_and_launchers(monkeypatch: pytest.MonkeyPatch):

@@ -248,6 +248,10 @@ def test_trl_script_runs_with_this_engine(ours: Ours, capfd: pytest.CaptureFixtu
     assert output.err.startswith(said)
     with pytest.raises(SystemExit, match=r"^usage: .*integrations.trl \[--merge-lora\] SCRIPT.py"):
         sys.modules[MODULE].main([])
+    with pytest.raises(SystemExit, match=r"^none\.py is not a file: give the script to run\nusage: "):
+        sys.modules[MODULE].main(["none.py"])
+    sys.modules[MODULE].main(["--help"])
+    assert capfd.readouterr().out.startswith("usage: python -m spmd_worker.integrations.trl")
 
 
 @pytest.mark.control("TRL's trainers sample with this engine")

@@ -186,7 +186,7 @@ def test_on_error_must_be_equal_on_every_rank(reports, digest_every: int):
     for report in reports:
         assert report[f"rows on rank 1 alone, {digest_every}"][0] == (
             "RanksDisagreeError: ranks were given different calls: "
-            'on_error is "raise" on rank 0, "row" on rank 1; start every rank with the same'
+            'on_error is "raise" on rank 0, "row" on rank 1; make the same call on every rank'
         )
 
 

@@ -154,6 +154,13 @@ def test_part_of_an_array_names_its_shards(cluster: dict[str, str], array: Seque
     assert not Path(f"{cluster['CALLS']}.torchrun").exists()
 
 
+def test_task_without_an_array_is_rejected(cluster: dict[str, str]):
+    """Regression: bash's `SLURM_ARRAY_TASK_COUNT: unbound variable` was all that the log had."""
+    environment = {name: value for name, value in cluster.items() if not name.startswith("SLURM_ARRAY_TASK_")}
+    done = subprocess.run(["bash", str(ARRAY)], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, "start it by sbatch --array=0-6" in done.stderr) == (1, True)
+
+
 def test_shards_are_merged_when_all_have_ended(cluster: dict[str, str], tmp_path: Path):
     output = tmp_path / "my answers.v2.jsonl.zst"
     for shard in range(3):

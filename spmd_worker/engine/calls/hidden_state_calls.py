@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.prompts import Prompt
 from spmd_worker.engine.calls.call_runner import without_error
 from spmd_worker.engine.calls.prompt_calls import PromptCalls
 from spmd_worker.engine.calls.worker_calls import WorkerCalls
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.request import whole_number
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 
@@ -26,21 +28,27 @@ class HiddenStateCalls:
 
         Every rank calls this; the first of a tensor-parallel group gets the tensors, and the others none. Prompts use
         nothing from the prefix cache. All tensors are in memory together: give a few prompts a call. Raises ConfigError
-        with several pipeline stages or replicas, or workers in other processes, and ValueError for a number without a
-        layer, or a prompt that `generate` rejects.
+        with several pipeline stages or replicas, or workers in other processes, TypeError for anything but a list
+        of whole numbers, and ValueError for a number without a layer, or a prompt that `generate` rejects.
         """
         config = self._engine.resolved.config
-        parallel, backend = config.parallel, config.executor.backend
-        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or backend == "multiproc":
+        parallel, is_own = config.parallel, hasattr(self._engine.executor, "driver_worker")
+        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or not is_own:
             raise ConfigError(
                 f"extract_hidden_states needs all layers in the caller's process, and this run has "
                 f"parallel.pipeline_parallel_size={parallel.pipeline_parallel_size}, parallel.data_parallel_size="
-                f"{parallel.data_parallel_size} and executor.backend={backend}: use one stage and one replica"
+                f"{parallel.data_parallel_size} and workers in {'this process' if is_own else 'other processes'}: "
+                f"use one stage and one replica, and start several ranks with torchrun"
             )
         num_layers = self._engine.resolved.model_config.num_layers
-        layers = [int(each) for each in layer_ids]
+        if not isinstance(layer_ids, Sequence) or isinstance(layer_ids, str | bytes):
+            raise TypeError(f"layer_ids={shown(layer_ids)} is a {type(layer_ids).__name__}: give a list of layers")
+        layers = [whole_number(f"layer_ids[{index}]", each) for index, each in enumerate(layer_ids)]
         if not layers or not 0 <= min(layers) <= max(layers) <= num_layers:
-            raise ValueError(f"layer_ids={layer_ids} must be numbers from 0 to {num_layers}, behind the last layer")
+            raise ValueError(
+                f"layer_ids={shown(layers)} must be numbers from 0 to {num_layers}, which is the stream behind the "
+                f"last layer"
+            )
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=True)
         self._workers.worker_event("start_hidden_states", layers)
         try:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import ModelOptions
+from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
 from spmd_worker.compat.lora_requests import LoRARequests, one_each, set_lora_requests
@@ -248,7 +249,12 @@ class PromptCalls:
             set_lora_requests(joined, lora_request)
             return joined
 
-        outputs = self._runner.run("score_tokens", encode, params, gather=gather, use_tqdm=use_tqdm)
+        try:
+            outputs = self._runner.run("score_tokens", encode, params, gather=gather, use_tqdm=use_tqdm)
+        except PromptsRefusedError as error:
+            error.args = (_in_scored_words(str(error)),)
+            error.reasons = {index: _in_scored_words(reason) for index, reason in error.reasons.items()}
+            raise
         if has_arrays:
             return [without_error(output).prompt_scores for output in outputs]
         return [_last_logprobs(without_error(output), length) for output, length in zip(outputs, lengths, strict=True)]
@@ -290,8 +296,13 @@ def _scoring(top_k: int, candidates: Any, start: int) -> SamplingParams:
             detokenize=False,
         )
     except ValueError as error:
-        text = str(error).replace("prompt_logprob_token_ids", "candidate_ids").replace("prompt_logprob_start", "start")
-        raise ValueError(text.replace("prompt_logprobs", "top_k")) from None
+        raise ValueError(_in_scored_words(str(error))) from None
+
+
+def _in_scored_words(text: str) -> str:
+    """An error about sampling parameters with the arguments of `score_tokens` that set them."""
+    text = text.replace("prompt_logprob_token_ids", "candidate_ids").replace("prompt_logprob_start", "start")
+    return text.replace("prompt_logprobs", "top_k")
 
 
 def _last_logprobs(output: RequestOutput, count: int) -> list[float]:

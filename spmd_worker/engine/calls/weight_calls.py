@@ -1,6 +1,6 @@
 """Calls that change weights, in one call or several, by their checkpoint names; weight versions and cache resets."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.ipc_handles import shared_tensors
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model.weights.tensor_checks import pairs_of
 from spmd_worker.model.weights.weight_deltas import SparseWeightPatch, apply_deltas
 from spmd_worker.ranks.transport.tensor_exchange import TensorExchange
 from spmd_worker.replica.sequence.request import whole_number
@@ -66,6 +67,7 @@ class WeightCalls:
         """
         with self._engine.calls.inside("start_weight_update"):
             self._engine.life.check_open()
+            self._turns.check_outside("start_weight_update")
             self._engine.changes.weights.hold(is_partial=partial)
 
     def update_weights(
@@ -104,6 +106,8 @@ class WeightCalls:
                 raise TypeError("tensors is None: give pairs of name and tensor, or source, the rank that has them")
             elif is_request(tensors):
                 tensors = list(shared_tensors(read_request(tensors)))
+            elif isinstance(tensors, Mapping):
+                tensors = pairs_of(tensors)
             store = self._store()
             num_bytes = whole_number("bucket_bytes", bucket_bytes)
             if num_bytes < 1:
@@ -172,7 +176,7 @@ class WeightCalls:
         """
         if verify and self._engine.config.model.quantization is not None:
             raise ValueError("verify compares what is held with the tensors given, which quantization rounds")
-        weights = list(weights) if verify else weights
+        weights = list(pairs_of(weights)) if verify else weights
         with self.weight_update():
             self.update_weights(weights, group=group, bucket_bytes=bucket_bytes)
         if verify:
@@ -210,7 +214,7 @@ class WeightCalls:
                 f"weights that no trainer has; call load_weights with all weights, then give deltas of those"
             )
         with self.weight_update(partial=True):
-            apply_deltas(self._store(), list(deltas), base_digest)
+            apply_deltas(self._store(), deltas if isinstance(deltas, Mapping) else list(deltas), base_digest)
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
         """vLLM's first call of a weight transfer. IPC handles need none, so an empty `init_info` is accepted. Raises

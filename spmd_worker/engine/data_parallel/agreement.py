@@ -22,6 +22,9 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 _CALLS: Final = "_spmd_worker_calls"
 """Attribute of an error raised by an exchange: the calls that the ranks were in."""
+_NEW: Final = "new weights"
+_SAME_WEIGHTS: Final = "load these weights again, the same on every rank"
+_SAME_CALLS: Final = "make the same call on every rank"
 
 
 _Prepared = TypeVar("_Prepared")
@@ -61,10 +64,11 @@ def agree_to_compute(
     updates = engine.changes.weights
 
     def compared() -> dict[str, Any]:
-        return {"new weights": updates.uncompared, "number of the call": engine.requests.num_calls, **settings}
+        return {_NEW: updates.uncompared, "number of the call": engine.requests.num_calls, **settings}
 
     prepared, answers = exchange(engine, call, prepare, lambda own: [compared(), answer_of(own)])
-    check_equal("calls", [canonical(given) for given, _ in answers])
+    check_equal("calls", [canonical({_NEW: given[_NEW]}) for given, _ in answers], _SAME_WEIGHTS)
+    check_equal("calls", [canonical(given) for given, _ in answers], _SAME_CALLS)
     updates.uncompared = {}
     return prepared, [answer for _, answer in answers]
 
@@ -77,7 +81,7 @@ def agree_on_call(
     """
     arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode(), is_optional)
     if engine.config.executor.digest_every:
-        check_equal("calls", [each.encode() for each in calls])
+        check_equal("calls", [each.encode() for each in calls], _SAME_CALLS)
     return arguments
 
 
@@ -138,7 +142,7 @@ def exchange(
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise error_of_rank(rank, answer["error"], f"failed before {call}")
-        check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
+        check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers], _SAME_CALLS)
     except BaseException as error:
         # Ranks that continue to wait have heard nothing in their calls.
         heard_in = [answer["call"] for answer in answers if not is_optional or answer["is_optional"]]
@@ -161,8 +165,8 @@ def _check_digests(engine: Engine, digests: list[list[str]], prompts: Sequence[t
             own = canonical({f"prompts[{index}]": {**_compared_fields(prompt), "sampling": asdict(sampling)}})
             with engine.life.exchanging():
                 everyones = engine.engine_channel.gather(own)
-            check_equal("prompts", everyones)
-    check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
+            check_equal("prompts", everyones, _SAME_CALLS)
+    check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests], _SAME_CALLS)
 
 
 def _digests(prompts: Sequence[tuple[Encoded, SamplingParams]]) -> list[str]:

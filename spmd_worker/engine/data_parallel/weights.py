@@ -15,7 +15,7 @@ from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import error_of_rank, error_text
-from spmd_worker.model.weights.tensor_checks import check_data, check_pair
+from spmd_worker.model.weights.tensor_checks import check_data, pairs_of
 from spmd_worker.replica.sequence.request import whole_number
 
 Pair = tuple[str, Tensor]
@@ -42,7 +42,7 @@ def broadcast_weights(
             raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
         if engine.scheduler.has_unfinished:
             raise RuntimeError("requests are in flight: call llm_engine.step until all have ended, or pause_generation")
-        own = iter(tensors) if tensors is not None else None
+        own = pairs_of(tensors) if tensors is not None else None
         return source
 
     turns.check_outside("update_weights")
@@ -82,7 +82,6 @@ def _read_next(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], BaseEx
         if found is None:
             return None, {}, None
         name, tensor = found
-        check_pair(name, tensor)
         check_data(name, tensor)
         plain = tensor.detach().cpu().contiguous()
         header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}

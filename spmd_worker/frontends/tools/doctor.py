@@ -11,8 +11,10 @@ or that is still running. POOL is job.pool; --watch repeats its report until the
 Exits with 0 for a run, or a pool, that ended well, 1 for one that did not, 2 if that is unknown.
 """
 
+import argparse
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunStat
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 
 NO_STEP = "no job reached its first step here"
+MAX_INTERVAL_S = 86_400
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may still be running."""
 
@@ -80,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
     add_run_dir_or_pool(parser)
     parser.add_argument(
-        "--watch", type=float, metavar="SECONDS", help="report a pool again and again, until it has ended"
+        "--watch", type=interval_s, metavar="SECONDS", help="report a pool again and again, until it has ended"
     )
     options = parser.parse_args(arguments)
     try:
@@ -96,6 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_CANNOT_TELL
     print("\n".join(lines))
     return exit_code
+
+
+def interval_s(text: str) -> float:
+    """`--watch`. Raises ArgumentTypeError for what is no time between two reports."""
+    with suppress(ValueError):
+        if 0 < float(text) <= MAX_INTERVAL_S:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} must be a number of seconds, above 0 and at most {MAX_INTERVAL_S:,}")
 
 
 def examine(run_dir: Path) -> tuple[list[str], int]:

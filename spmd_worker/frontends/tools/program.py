@@ -60,6 +60,6 @@ def output_name(text: str) -> str:
     return text
 
 
-def print_error(tool: str, error: object) -> None:
-    text = describe_os_error(error) if isinstance(error, OSError) else error
+def print_error(tool: str, error: Exception | str) -> None:
+    text = error if isinstance(error, str) else describe_os_error(error)
     print(f"{program_name(tool)}: {text}", file=sys.stderr)

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        print_error("report", f"cannot write {str(error.filename).removesuffix('.partial')}: {error.strerror}")
+        print_error("report", f"cannot write {error.filename}: {error.strerror}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE
 

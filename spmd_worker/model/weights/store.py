@@ -37,6 +37,7 @@ from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
+from spmd_worker.base.names import hint
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, stored_weight_error
 from spmd_worker.model.layers.weight_slice import (
     ModelTensor,
@@ -56,7 +57,7 @@ from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_w
 from spmd_worker.model.weights.merged_weights import MergedWeights, source_of
 from spmd_worker.model.weights.recut_checkpoint import RecutCheckpoint
 from spmd_worker.model.weights.staging import HOST, HostStaging
-from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, finite_flag, tied_head_fault
+from spmd_worker.model.weights.tensor_checks import check_data, check_finite, finite_flag, pairs_of, tied_head_fault
 from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.stored_format import StoredFormat
@@ -335,8 +336,7 @@ class WeightStore:
 
     def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors by checkpoint name, stacked experts separated, without derived ones except a tied head."""
-        for given_name, tensor in tensors:
-            check_pair(given_name, tensor)
+        for given_name, tensor in pairs_of(tensors):
             for name, view in self.parts_of(given_name, tensor.shape):
                 if view is not None:
                     check_data(given_name, tensor)
@@ -351,9 +351,11 @@ class WeightStore:
             if self.names.is_derived(name) and not is_head:
                 continue
             if name not in self.tensors and not is_head:
-                hint = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
+                words = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
+                # Names of the checkpoint behind a wrapper's prefix (`module.`) are near too.
+                near = hint(given_name.removeprefix("_"), self.tensors)
                 raise CheckpointError(
-                    f"{given_name}: the model has no such weight: use the names of its checkpoint{hint}"
+                    f"{given_name}: the model has no such weight: use the names of its checkpoint{words}{near}"
                 )
             yield name, view
 

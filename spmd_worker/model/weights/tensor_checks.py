@@ -4,12 +4,13 @@ They raise CheckpointError, which is a ValueError, or TypeError for anything but
 with `subject`: the file and the tensor's name, or the name alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.errors import CheckpointError
 
 WEIGHT_DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -29,6 +30,17 @@ def check_pair(name: object, tensor: object) -> None:
         raise TypeError(f"{name}: is a {type(tensor).__name__}: give pairs of a name and a tensor")
 
 
+def pairs_of(weights: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+    """The pairs of a name and a tensor. Raises TypeError for anything else, such as a dict or names alone."""
+    if isinstance(weights, Mapping):
+        raise TypeError("weights are a dict: give its items(), pairs of a name and a tensor")
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"a weight is a {type(pair).__name__}: give pairs of a name and a tensor")
+        check_pair(*pair)
+        yield pair[0], pair[1]
+
+
 def check_data(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError for a tensor without data in this process, or of a dtype that weights do not have."""
     # A DTensor, recognised by its method. Gathering it is a collective, which the caller has to order.
@@ -42,6 +54,17 @@ def check_data(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in WEIGHT_DTYPES.values():
         dtypes = ", ".join(map(str, WEIGHT_DTYPES.values()))
         raise CheckpointError(f"{name}: has the dtype {tensor.dtype}, but weights must have one of {dtypes}")
+
+
+def checked_shape(subject: str, shape: object) -> tuple[int, ...]:
+    """A shape that came from outside. Raises CheckpointError for anything but a list of sizes."""
+    sizes = (
+        [plain_int(size) for size in shape] if isinstance(shape, Sequence) and not isinstance(shape, str) else [None]
+    )
+    found = [size for size in sizes if size is not None and size >= 0]
+    if len(found) < len(sizes):
+        raise CheckpointError(f"{subject}={shown(shape)} must be a list of sizes, those of the checkpoint's tensor")
+    return tuple(found)
 
 
 def check_finite(subject: str, values: Tensor, dtype: torch.dtype, start: Sequence[int] = ()) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmd_worker.model.layers.weight_slice import Rectangle, TensorView, full_rectangle
 from spmd_worker.model.weights.store import WeightStore
-from spmd_worker.model.weights.tensor_checks import check_data, check_pair
+from spmd_worker.model.weights.tensor_checks import check_data, pairs_of
 from spmd_worker.model.weights.tensor_shards import TensorShard, intersection, is_sharded, shard_of
 from spmd_worker.model.weights.weight_comparison import Sums, element_sums
 
@@ -17,7 +17,7 @@ from spmd_worker.model.weights.weight_comparison import Sums, element_sums
 def trainer_sums(store: WeightStore, tensors: Iterable[tuple[str, Tensor]]) -> Sums:
     """Sums of tensors, or of this rank's shards of them, as the model would hold them. Raises as `WeightStore.load`."""
     found: Sums = {}
-    for name, tensor in tensors:
+    for name, tensor in pairs_of(tensors):
         shard = shard_of(name, tensor) if is_sharded(tensor) else _whole(name, tensor)
         for part, view in store.parts_of(name, shard.shape):
             store.check_shape(part, shard.shape if view is None else view.shape(shard.shape))
@@ -27,7 +27,6 @@ def trainer_sums(store: WeightStore, tensors: Iterable[tuple[str, Tensor]]) -> S
 
 
 def _whole(name: str, tensor: Tensor) -> TensorShard:
-    check_pair(name, tensor)
     check_data(name, tensor)
     shape = tuple(tensor.shape)
     return TensorShard(name, shape, "whole", tuple((each,) for each in full_rectangle(shape)), tensor.detach())

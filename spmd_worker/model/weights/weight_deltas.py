@@ -4,7 +4,7 @@ A difference is added in float32 and rounded once, to the dtype in which the wei
 of elements by their flat indices in the whole tensor: no arithmetic, so the held bits are the trainer's.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.weight_slice import TensorView, extents, volume
 from spmd_worker.model.weights.held_weights import HeldPiece
 from spmd_worker.model.weights.store import WeightStore
-from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair
+from spmd_worker.model.weights.tensor_checks import check_data, check_finite, check_pair, checked_shape
 from spmd_worker.model.weights.weight_update import content_digest
 
 _INDEX_DTYPES: Final = (torch.int32, torch.int64)
@@ -55,6 +55,8 @@ def apply_deltas(store: WeightStore, deltas: Collection[Any], base_digest: str) 
     Raises CheckpointError or TypeError for a wrong delta before anything is written. If a sum is not finite, the update
     is broken off, and all weights have to be loaded.
     """
+    if isinstance(deltas, Mapping):
+        raise TypeError("deltas are a dict: give its items(), pairs of a name and a difference, or SparseWeightPatch")
     changes = [_checked(each) for each in deltas]
     parts = [(change, tuple(store.parts_of(change.name, change.shape))) for change in changes]
     names: list[str] = []
@@ -82,7 +84,7 @@ def _checked(delta: Any) -> _Change:
         raise CheckpointError(f"{name}: indices must be a tensor [n] of torch.int32 or torch.int64")
     if indices.shape != values.shape:
         raise CheckpointError(f"{name}: has {list(indices.shape)} indices, but values of {list(values.shape)}")
-    shape, places = tuple(delta.full_shape), indices.long()
+    shape, places = checked_shape(f"{name}: full_shape", delta.full_shape), indices.long()
     num_elements = volume(tuple((0, size) for size in shape))
     if len(places) and not (int(places.min()) >= 0 and int(places.max()) < num_elements):
         raise CheckpointError(f"{name}: indices must be from 0 to {num_elements - 1}, of a tensor {list(shape)}")

@@ -16,14 +16,12 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
-def check_equal(subject: str, payloads: list[bytes]) -> None:
+def check_equal(subject: str, payloads: list[bytes], way_out: str = "start every rank with the same") -> None:
     """`payloads` are `canonical` texts in rank order. Raises RanksDisagreeError naming the first difference."""
     for rank, payload in enumerate(payloads):
         if payload != payloads[0]:
             difference = first_difference(json.loads(payloads[0]), json.loads(payload), rank)
-            raise RanksDisagreeError(
-                f"ranks were given different {subject}: {difference}; start every rank with the same"
-            )
+            raise RanksDisagreeError(f"ranks were given different {subject}: {difference}; {way_out}")
 
 
 def first_difference(first: Any, other: Any, rank: int, path: str = "") -> str:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, NoReturn
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.replica.mirror.contents import begins_alike
-from spmd_worker.replica.mirror.records import Computed, MirroredSequence, MirrorError, PlannedRow
+from spmd_worker.replica.mirror.records import Computed, MirroredSequence, PlannedRow, reject
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
@@ -74,14 +74,14 @@ class MirroredBlocks:
             num_written += len(block_ids)
             written.update(dict.fromkeys(block_ids, row.sequence.computed))
         if len(written) != num_written:
-            self._reject(plan, "block_ids", "a block given to two rows", "one that writes it")
+            reject(plan, "block_ids", "a block given to two rows", "one that writes it")
         displaced = self._displaced(plan, written, rows, continuing)
         for sequence in () if is_same else continuing:
-            self._check_displaced(plan, sequence)
+            _check_displaced(plan, sequence)
         for row in rows:
             end = num_blocks_for(row.num_computed_tokens, self._block_size) * self._groups.num_groups
             if row.num_kept_blocks:
-                self._check_displaced(plan, row.sequence)
+                _check_displaced(plan, row.sequence)
             if row.num_kept_blocks < end and row.num_computed_tokens > row.request.num_given_tokens:
                 after = {each.sequence.computed: each.after.computed for each in rows if not each.is_new}
                 self._check_reads(plan, row, end, moved, written, after)
@@ -171,7 +171,7 @@ class MirroredBlocks:
             row = next((each for each in rows if each.sequence is former), None)
             if former in continuing or (row is not None and _entry(former.block_ids, block_id) < row.num_kept_blocks):
                 value = f"block {block_id} to request {writer.key.request_id}, sample {writer.key.sample_index}"
-                self._reject(plan, "block_ids", value, "no block that this row reads", *former.key)
+                reject(plan, "block_ids", value, "no block that this row reads", *former.key)
             if row is None:
                 displaced.append(former)
         return displaced
@@ -187,10 +187,6 @@ class MirroredBlocks:
         # The row may go on behind all of its drafts.
         last = sequence.num_written_tokens - 1
         return group < self._groups.num_full or index >= self._groups.num_unseen(last, self._block_size)
-
-    def _check_displaced(self, plan: StepPlan, sequence: MirroredSequence) -> None:
-        if sequence.is_displaced:
-            self._reject(plan, "block_ids", "others' by now", "a new table", *sequence.key)
 
     def _check_reads(
         self,
@@ -237,11 +233,12 @@ class MirroredBlocks:
             key = (held.computed if isinstance(held, BlockContents) else held).key
             value = f"{block_id}, with tokens of request {key.request_id}, sample {key.sample_index}"
         first = (num_tokens - 1) // self._block_size * self._block_size
-        self._reject(plan, "block_ids", value, f"its tokens {first} to {num_tokens - 1} there", *row.sequence.key)
+        reject(plan, "block_ids", value, f"its tokens {first} to {num_tokens - 1} there", *row.sequence.key)
 
-    def _reject(self, plan: StepPlan, name: str, value: object, expected: object, *key: int) -> NoReturn:
-        where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
-        raise MirrorError(f"step {plan.step}{where}: field {name} is {value}, the mirror expects {expected}")
+
+def _check_displaced(plan: StepPlan, sequence: MirroredSequence) -> None:
+    if sequence.is_displaced:
+        reject(plan, "block_ids", "others' by now", "a new table", *sequence.key)
 
 
 def _holder(held: Held, entry: int, block_id: BlockId, num_tokens: int) -> Computed | None:

@@ -1,9 +1,8 @@
 """Checks a plan's rows of images against a mirror: what a chunk reads is there, and nothing is made twice."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
 
-from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError
+from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, reject
 from spmd_worker.replica.sequence.metadata import SequenceGroupMetadata
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.step import StepPlan
@@ -21,23 +20,23 @@ class MediaCheck:
         plan, held = self._plan, dict(self._held)
         for media_id in plan.drop_rows:
             if media_id not in held:
-                self._reject("drop_rows", media_id.hex(), "an image whose rows are kept")
+                reject(self._plan, "drop_rows", media_id.hex(), "an image whose rows are kept")
             del held[media_id]
         for request_id, index, owner in [(each.request_id, each.index, each.owner) for each in plan.encode]:
             request = self._request(RequestId(request_id))
             if request is None or not 0 <= index < len(request.media):
-                self._reject("encode", f"image {index}", "an image of a request that it holds", request_id)
+                reject(self._plan, "encode", f"image {index}", "an image of a request that it holds", request_id)
             media_id = request.media[index].media_id
             if media_id in held:
-                self._reject("encode", media_id.hex(), "an image whose rows are not kept yet", request_id)
+                reject(self._plan, "encode", media_id.hex(), "an image whose rows are not kept yet", request_id)
             if owner < 0:
-                self._reject("encode", f"by rank {owner}", "a rank from 0 on", request_id)
+                reject(self._plan, "encode", f"by rank {owner}", "a rank from 0 on", request_id)
             held[media_id] = None
         for request, first, count in self._chunks(continuing):
             for item in request.media:
                 if item.media_id not in held and next(item.rows_between(first, first + count), None):
                     rule = "to read rows that are kept"
-                    self._reject("encode", f"without image {item.media_id.hex()}", rule, request.request_id)
+                    reject(self._plan, "encode", f"without image {item.media_id.hex()}", rule, request.request_id)
         return held
 
     def _request(self, request_id: RequestId) -> Request | None:
@@ -55,7 +54,3 @@ class MediaCheck:
             # One without an id computes its last token again.
             for sequence in continuing:
                 yield sequence.request, sequence.num_tokens - 1, 1
-
-    def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
-        where = f", request {key[0]}" if key else ""
-        raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")

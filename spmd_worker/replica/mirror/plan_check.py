@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.last_rows import LastRows
-from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
+from spmd_worker.replica.mirror.records import MirroredGroup, MirroredSequence, ScheduledSequence, reject
 from spmd_worker.replica.sequence.metadata import (
     GroupUpdate,
     SequenceData,
@@ -58,7 +58,7 @@ class PlanCheck:
         """Raise MirrorError unless all of the plan follows from the mirror's state; returns the continuing rows."""
         plan = self._plan
         if self._step is not None and plan.step != self._step + 1:
-            self._reject("step", plan.step, self._step + 1)
+            reject(self._plan, "step", plan.step, self._step + 1)
         self._check_block_ops()
         continuing = self._check_continuing()
         num_tokens = len(continuing) + sum([max(num_ids - 1, 0) for num_ids in plan.continuing_num_ids])
@@ -68,15 +68,15 @@ class PlanCheck:
         for group in plan.groups:
             request_id = group.request_id
             if request_id in listed:
-                self._reject("groups", "listed twice", "listed once", request_id)
+                reject(self._plan, "groups", "listed twice", "listed once", request_id)
             if request_id in finished_requests:
-                self._reject("groups", "listed and in finished_request_ids", "one or the other", request_id)
+                reject(self._plan, "groups", "listed and in finished_request_ids", "one or the other", request_id)
             listed[request_id] = None
             if finished_sequences or len(group.sequences) != 1:
                 self._check_listing(group, finished_sequences)
             num_tokens += self._check_group(group)
         if num_tokens != plan.num_tokens:
-            self._reject("num_tokens", plan.num_tokens, f"{num_tokens}, the tokens of its rows")
+            reject(self._plan, "num_tokens", plan.num_tokens, f"{num_tokens}, the tokens of its rows")
         if self._adapters is not None:
             self._check_adapters(self._adapters.max_adapters, continuing)
         return continuing
@@ -97,7 +97,7 @@ class PlanCheck:
         if is_outside or are_uneven or has_several:
             rule = f"different ones from 0 to {len(plan.continuing) - 1}"
             rule += f", {num_groups} times each" if num_groups > 1 else ""
-            self._reject("continuing_blocks", f"at indices {list(indices)}", rule)
+            reject(self._plan, "continuing_blocks", f"at indices {list(indices)}", rule)
         return num_new_blocks
 
     def _check_continuing(self) -> Sequence[MirroredSequence]:
@@ -112,10 +112,10 @@ class PlanCheck:
             end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
             if end != sequence.num_tokens:
                 rule = f"computed to {sequence.num_tokens}, its last token"
-                self._reject("continuing", f"computed to {end}", rule, *key)
+                reject(self._plan, "continuing", f"computed to {end}", rule, *key)
             last = end - 1 + (num_ids[index] if num_ids else 1)
             if last >= self._num_covered(len(sequence.block_ids) + num_new_blocks.get(index, 0)):
-                self._reject("continuing", f"without a block for token {last}", "a block for it", *key)
+                reject(self._plan, "continuing", f"without a block for token {last}", "a block for it", *key)
         if not self._are_listed_once():
             self._check_listed_once()
         if plan.num_ahead:
@@ -126,7 +126,7 @@ class PlanCheck:
             ]
             if outside:
                 rule = "one that the step before samples one id for"
-                self._reject("continuing", "ahead of its id", rule, *outside[0])
+                reject(self._plan, "continuing", "ahead of its id", rule, *outside[0])
         return sequences
 
     def _held_and_to_check(self) -> tuple[Sequence[MirroredSequence], list[int]]:
@@ -154,7 +154,7 @@ class PlanCheck:
         sequences = []
         for key, sequence in zip(keys, map(self._sequences.get, keys)):
             if sequence is None:
-                self._reject("continuing", "unknown", "a sequence that it holds", *key)
+                reject(self._plan, "continuing", "unknown", "a sequence that it holds", *key)
             sequences.append(sequence)
         return sequences
 
@@ -173,33 +173,38 @@ class PlanCheck:
         plan, num_ids = self._plan, self._plan.continuing_num_ids
         if not 0 <= plan.num_ahead <= len(plan.continuing):
             rule = f"from 0 to {len(plan.continuing)}, the sequences in continuing"
-            self._reject("num_ahead", plan.num_ahead, rule)
+            reject(self._plan, "num_ahead", plan.num_ahead, rule)
         num_keys = len(plan.continuing) - plan.num_ahead
         if num_ids and (len(num_ids) != num_keys or min(num_ids) < 0):
             rule = f"one, of 0 or more, for each of the {num_keys} sequences that do not go ahead"
-            self._reject("continuing_num_ids", f"{len(num_ids)} numbers from {min(num_ids)} on", rule)
+            reject(self._plan, "continuing_num_ids", f"{len(num_ids)} numbers from {min(num_ids)} on", rule)
         num_expected = sum(num_ids) if num_ids else num_keys
         if len(plan.continuing_token_ids) != num_expected:
             rule = f"{num_expected} for the {num_keys} sequences that do not go ahead"
-            self._reject("continuing_token_ids", f"{len(plan.continuing_token_ids)} ids", rule)
+            reject(self._plan, "continuing_token_ids", f"{len(plan.continuing_token_ids)} ids", rule)
         return (1,) * plan.num_ahead + num_ids if num_ids else ()
 
     def _check_listed_once(self) -> None:
         """Check that no sequence continues twice, or continues and is listed or has ended."""
         plan, keys = self._plan, dict.fromkeys(self._plan.continuing)
         if len(keys) != len(plan.continuing):
-            self._reject("continuing", "a list with one sequence twice", "each once")
+            reject(self._plan, "continuing", "a list with one sequence twice", "each once")
         for group in plan.groups:
             for data in group.sequences:
                 if (group.request_id, data.sample_index) in keys:
-                    self._reject(
-                        "continuing", "also in groups", "one or the other", group.request_id, data.sample_index
+                    reject(
+                        self._plan,
+                        "continuing",
+                        "also in groups",
+                        "one or the other",
+                        group.request_id,
+                        data.sample_index,
                     )
         finished_requests = dict.fromkeys(plan.finished_request_ids)
         ended = [key for key in plan.finished_sequences if key in keys]
         ended += [key for key in plan.continuing if key.request_id in finished_requests] if finished_requests else []
         if ended:
-            self._reject("continuing", "also finished", "one or the other", *ended[0])
+            reject(self._plan, "continuing", "also finished", "one or the other", *ended[0])
 
     def _check_block_ops(self) -> None:
         """Check that device blocks of the moves exist. The mirror does not know the number of host blocks."""
@@ -218,12 +223,14 @@ class PlanCheck:
         """Check that a group lists at least one sequence, each once, and none that has ended."""
         request_id, indices = group.request_id, [data.sample_index for data in group.sequences]
         if not indices:
-            self._reject("sequences", "empty", "at least one", request_id)
+            reject(self._plan, "sequences", "empty", "at least one", request_id)
         if len(dict.fromkeys(indices)) != len(indices):
-            self._reject("sequences", f"samples {indices}", "each sample once", request_id)
+            reject(self._plan, "sequences", f"samples {indices}", "each sample once", request_id)
         for index in indices:
             if (request_id, index) in finished:
-                self._reject("sequences", "listed and in finished_sequences", "one or the other", request_id, index)
+                reject(
+                    self._plan, "sequences", "listed and in finished_sequences", "one or the other", request_id, index
+                )
 
     def _check_group(self, update: GroupUpdate) -> int:
         """Number of tokens that the group computes."""
@@ -237,7 +244,7 @@ class PlanCheck:
     def _check_snapshot(self, request: Request, data: SequenceData) -> None:
         self._check_sample_index(request, data)
         if request.adapter and not (self._adapters is not None and self._adapters.has(request.adapter)):
-            self._reject("adapter", request.adapter, "an adapter that is loaded", request.request_id)
+            reject(self._plan, "adapter", request.adapter, "an adapter that is loaded", request.request_id)
         self._check_blocks("block_ids", data.block_ids, request.request_id, data.sample_index)
         num_tokens = len(request.prompt_token_ids) + len(data.output_token_ids)
         self._check_counts(request, data, num_tokens, len(data.block_ids))
@@ -247,14 +254,14 @@ class PlanCheck:
         group = self._groups.get(update.request_id)
         if group is None:
             rule = "a snapshot: the mirror does not hold the request"
-            self._reject("request_id", "a delta", rule, update.request_id)
+            reject(self._plan, "request_id", "a delta", rule, update.request_id)
         for data in update.sequences:
             key = update.request_id, data.sample_index
             sequence = group.sequences.get(data.sample_index)
             if sequence is None:
                 self._check_sample_index(group.request, data)
                 if data.num_kept_blocks != 0:
-                    self._reject("num_kept_blocks", data.num_kept_blocks, "0 for a new sequence", *key)
+                    reject(self._plan, "num_kept_blocks", data.num_kept_blocks, "0 for a new sequence", *key)
                 num_tokens = len(group.request.prompt_token_ids)
             else:
                 self._check_continuation(sequence, data)
@@ -271,10 +278,10 @@ class PlanCheck:
         # A sequence that sampled without getting an id recomputes its last token.
         may_repeat = not data.appended_token_ids and expected == sequence.num_tokens
         if data.num_computed_tokens != expected and not (may_repeat and data.num_computed_tokens == expected - 1):
-            self._reject("num_computed_tokens", data.num_computed_tokens, expected, *key)
+            reject(self._plan, "num_computed_tokens", data.num_computed_tokens, expected, *key)
         if not 0 <= data.num_kept_blocks <= len(sequence.block_ids):
             rule = f"from 0 to {len(sequence.block_ids)}, the known blocks"
-            self._reject("num_kept_blocks", data.num_kept_blocks, rule, *key)
+            reject(self._plan, "num_kept_blocks", data.num_kept_blocks, rule, *key)
 
     def _check_adapters(self, max_adapters: int, continuing: Sequence[MirroredSequence]) -> None:
         """Check that the rows of the step have few different adapters."""
@@ -284,17 +291,17 @@ class PlanCheck:
             requests.append(known.request)
         found = dict.fromkeys(request.adapter for request in requests if request.adapter)
         if len(found) > max_adapters:
-            self._reject("groups", f"of {len(found)} adapters", f"at most {max_adapters} in a step")
+            reject(self._plan, "groups", f"of {len(found)} adapters", f"at most {max_adapters} in a step")
 
     def _check_sample_index(self, request: Request, data: SequenceData | SequenceDataDelta) -> None:
         if not 0 <= data.sample_index < request.sampling.num_sequences:
             rule = f"from 0 to {request.sampling.num_sequences - 1}"
-            self._reject("sample_index", data.sample_index, rule, request.request_id, data.sample_index)
+            reject(self._plan, "sample_index", data.sample_index, rule, request.request_id, data.sample_index)
 
     def _check_blocks(self, name: str, block_ids: Sequence[BlockId], *key: int) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             outside = next(block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks)
-            self._reject(name, outside, f"from 0 to {self._num_blocks - 1}", *key)
+            reject(self._plan, name, outside, f"from 0 to {self._num_blocks - 1}", *key)
 
     def _check_counts(
         self, request: Request, data: SequenceData | SequenceDataDelta, num_tokens: int, num_blocks: int
@@ -306,7 +313,7 @@ class PlanCheck:
         has_blocks = end <= self._num_covered(num_blocks) if self._num_blocks else is_all
         if num_blocks % self._num_groups:
             rule = f"a multiple of {self._num_groups}, the groups of layers"
-            self._reject("block_ids", f"{num_blocks} blocks", rule, request.request_id, data.sample_index)
+            reject(self._plan, "block_ids", f"{num_blocks} blocks", rule, request.request_id, data.sample_index)
         max_samples = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
         if data.draft_token_ids:
             self._check_drafts(request, data, end, num_tokens)
@@ -329,7 +336,7 @@ class PlanCheck:
             (False, "num_samples", data.num_samples, samples),
         )
         _, name, value, rule = next(each for each in rules if not each[0])
-        self._reject(name, value, rule, request.request_id, data.sample_index)
+        reject(self._plan, name, value, rule, request.request_id, data.sample_index)
 
     def _check_drafts(
         self, request: Request, data: SequenceData | SequenceDataDelta, end: int, num_tokens: int
@@ -338,15 +345,10 @@ class PlanCheck:
         where, num_drafts = (request.request_id, data.sample_index), len(data.draft_token_ids)
         if end != num_tokens or data.num_samples != 1 or data.num_scheduled_tokens <= num_drafts:
             rule = "none but behind the last known token, which is computed too, of a sequence that samples once"
-            self._reject("draft_token_ids", f"{num_drafts} drafts", rule, *where)
+            reject(self._plan, "draft_token_ids", f"{num_drafts} drafts", rule, *where)
         if min(data.draft_token_ids) < 0:
-            self._reject("draft_token_ids", min(data.draft_token_ids), "token ids", *where)
+            reject(self._plan, "draft_token_ids", min(data.draft_token_ids), "token ids", *where)
 
     def _num_covered(self, num_entries: int) -> int:
         """Number of tokens whose keys and values a table of so many entries has room for."""
         return num_entries // self._num_groups * self._block_size
-
-    def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
-        """`key`: the request's id, and the sample's index if it is about one."""
-        where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
-        raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import SequenceKey
+from spmd_worker.replica.sequence.step import StepPlan
 
 Inputs = tuple[int, int, tuple[InputRows, ...], tuple[MediaItem, ...]]
 """Adapter, regime of rotary angles, rows and images."""
@@ -21,6 +22,12 @@ Inputs = tuple[int, int, tuple[InputRows, ...], tuple[MediaItem, ...]]
 
 class MirrorError(ValueError):
     """A plan does not follow from the plans before it. The message names step, request, field, value and rule."""
+
+
+def reject(plan: StepPlan, name: str, value: object, expected: object, *key: int) -> NoReturn:
+    """Raise MirrorError for field `name`; `key`: the request's id, and the sample's index if it is about one."""
+    where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
+    raise MirrorError(f"step {plan.step}{where}: field {name} is {value}, the mirror expects {expected}")
 
 
 @dataclass(slots=True, eq=False)

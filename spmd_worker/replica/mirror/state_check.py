@@ -6,10 +6,9 @@ these tokens, or after those of the drafts that have become its ids.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 from spmd_worker.replica.mirror.contents import NOTHING_MOVED, MirroredSlots, Moved, begins_alike
-from spmd_worker.replica.mirror.records import MirroredSequence, MirrorError, PlannedRow
+from spmd_worker.replica.mirror.records import MirroredSequence, PlannedRow, reject
 from spmd_worker.replica.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.replica.sequence.sampled import num_equal
 from spmd_worker.replica.sequence.step import StepPlan
@@ -34,26 +33,34 @@ class StateCheck:
             self._check_stateless()
             return NOTHING_MOVED
         if self._plan.continuing_num_ids and 0 in self._plan.continuing_num_ids:
-            self._reject("continuing_num_ids", 0, "1 or more: a state has the last token already")
+            reject(self._plan, "continuing_num_ids", 0, "1 or more: a state has the last token already")
         known, given = list(continuing), dict[int, None]()
         for row in self._rows:
             sequence, data = row.sequence, row.data
             if len(data.draft_token_ids) > self._most_drafts:
                 rule = f"at most {self._most_drafts}, which a slot has room for"
-                self._reject("draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *sequence.key)
+                reject(self._plan, "draft_token_ids", f"{len(data.draft_token_ids)} drafts", rule, *sequence.key)
             if row.is_new:
                 self._check_slots("state_slot", (data.state_slot,), *sequence.key)
                 if data.state_slot in given:
-                    self._reject("state_slot", data.state_slot, "each slot given once", *sequence.key)
+                    reject(self._plan, "state_slot", data.state_slot, "each slot given once", *sequence.key)
                 given[data.state_slot] = None
             else:
                 self._check_known(sequence, data)
                 known.append(sequence)
         for sequence in known:
             if sequence.state_slot < 0:
-                self._reject("state_slot", "another sequence's by now", "a new slot, in a snapshot", *sequence.key)
+                reject(
+                    self._plan, "state_slot", "another sequence's by now", "a new slot, in a snapshot", *sequence.key
+                )
             if sequence.state_slot in given:
-                self._reject("state_slot", sequence.state_slot, "one that no other row of the step has", *sequence.key)
+                reject(
+                    self._plan,
+                    "state_slot",
+                    sequence.state_slot,
+                    "one that no other row of the step has",
+                    *sequence.key,
+                )
         moved = self.check_state_ops(known)
         for row in self._rows:
             if row.is_new:
@@ -71,12 +78,12 @@ class StateCheck:
         self._check_slots("state_ops", [*received, *[slot for slot, _ in (*operations.swap_out, *operations.copy)]])
         for kind, slots in (("device", received), ("host", [slot for _, slot in operations.swap_out])):
             if len(dict.fromkeys(slots)) != len(slots):
-                self._reject("state_ops", f"{kind} slots {slots} receiving", "each at most once")
+                reject(self._plan, "state_ops", f"{kind} slots {slots} receiving", "each at most once")
         written = dict.fromkeys(received)
         for sequence in known if written else ():
             if sequence.state_slot in written:
                 rule = "none that a row of the step continues from"
-                self._reject("state_ops", f"slot {sequence.state_slot} receiving", rule, *sequence.key)
+                reject(self._plan, "state_ops", f"slot {sequence.state_slot} receiving", rule, *sequence.key)
         moved = self._slots.moved(operations)
         for kind, pairs, contents in (
             ("swap-out", operations.swap_out, moved.host),
@@ -85,17 +92,24 @@ class StateCheck:
         ):
             for source, destination in pairs:
                 if contents[destination] is None:
-                    self._reject("state_ops", f"a {kind} of slot {source}, which nobody has filled", "one with a state")
+                    reject(
+                        self._plan,
+                        "state_ops",
+                        f"a {kind} of slot {source}, which nobody has filled",
+                        "one with a state",
+                    )
         return moved
 
     def _check_stateless(self) -> None:
         if not self._plan.state_ops.is_empty:
-            self._reject("state_ops", self._plan.state_ops, "none in a model without recurrent states")
+            reject(self._plan, "state_ops", self._plan.state_ops, "none in a model without recurrent states")
         for row in self._rows:
             lag = row.sequence.num_lagging_tokens if row.is_new else 0
             for name, value, expected in (("state_slot", row.data.state_slot, -1), ("num_lagging_tokens", lag, 0)):
                 if value != expected:
-                    self._reject(name, value, f"{expected} in a model without recurrent states", *row.sequence.key)
+                    reject(
+                        self._plan, name, value, f"{expected} in a model without recurrent states", *row.sequence.key
+                    )
 
     def _check_contents(self, row: PlannedRow, moved: Moved) -> None:
         """Check that a row finds the state of its first tokens in the slot that it is given, and lags by accepted
@@ -105,37 +119,33 @@ class StateCheck:
         lag, outputs = row.sequence.num_lagging_tokens, row.output_token_ids
         if not num_computed:
             if lag:
-                self._reject("num_lagging_tokens", lag, "0 for a sequence that begins", *key)
+                reject(self._plan, "num_lagging_tokens", lag, "0 for a sequence that begins", *key)
             return
         state = moved.device[slot] if slot in moved.device else self._slots.held(slot)
         if state is None:
             rule = f"the state after its {num_computed - lag} tokens"
-            self._reject("state_slot", f"{slot}, which nobody has filled", rule, *key)
+            reject(self._plan, "state_slot", f"{slot}, which nobody has filled", rule, *key)
         if not begins_alike(state.computed, row.request, outputs, min(state.num_tokens, num_computed)):
             rule = f"the state after its {num_computed - lag} tokens"
-            self._reject("state_slot", f"{slot}, with the state after {state}", rule, *key)
+            reject(self._plan, "state_slot", f"{slot}, with the state after {state}", rule, *key)
         later = outputs[max(state.num_tokens - len(row.request.prompt_token_ids), 0) :]
         num_accepted = num_equal(state.draft_token_ids, later) if state.num_tokens < num_computed else 0
         if num_computed != state.num_tokens + lag or lag > num_accepted:
             rule = f"up to {num_accepted} drafts behind the {state.num_tokens} tokens that slot {slot} has"
-            self._reject("num_computed_tokens", f"{num_computed}, with a lag of {lag}", rule, *key)
+            reject(self._plan, "num_computed_tokens", f"{num_computed}, with a lag of {lag}", rule, *key)
 
     def _check_known(self, sequence: MirroredSequence, data: SequenceData | SequenceDataDelta) -> None:
         if data.state_slot != -1:
-            self._reject("state_slot", data.state_slot, "-1 for a sequence that has its slot", *sequence.key)
+            reject(self._plan, "state_slot", data.state_slot, "-1 for a sequence that has its slot", *sequence.key)
         # `PlanCheck` has counted the drafts that are among the sequence's ids.
         if num_lagging_tokens(sequence, data.num_computed_tokens) < 0:
             rule = "the token after the last computed one: a state has that already"
-            self._reject("num_computed_tokens", data.num_computed_tokens, rule, *sequence.key)
+            reject(self._plan, "num_computed_tokens", data.num_computed_tokens, rule, *sequence.key)
 
     def _check_slots(self, name: str, slots: Iterable[int], *key: int) -> None:
         for slot in slots:
             if not 0 <= slot < len(self._slots.owners):
-                self._reject(name, slot, f"from 0 to {len(self._slots.owners) - 1}", *key)
-
-    def _reject(self, name: str, value: object, expected: object, *key: int) -> NoReturn:
-        where = "".join([f", {kind} {number}" for kind, number in zip(("request", "sample"), key)])
-        raise MirrorError(f"step {self._plan.step}{where}: field {name} is {value}, the mirror expects {expected}")
+                reject(self._plan, name, slot, f"from 0 to {len(self._slots.owners) - 1}", *key)
 
 
 def num_lagging_tokens(sequence: MirroredSequence, num_computed_tokens: int) -> int:

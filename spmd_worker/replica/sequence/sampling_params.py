@@ -379,9 +379,12 @@ class SamplingParams(_Freezable):
                 "or leave it out"
             )
         if self.has_score_arrays:
-            if self.prompt_logprobs == ALL_LOGPROBS:
-                raise ValueError(f"prompt_logprobs=-1 with prompt_logprob_start: give at most {MAX_SCORES}")
-        elif self.prompt_logprobs is not None and self.prompt_logprobs > MAX_LOGPROBS:
+            if not 0 <= (self.prompt_logprobs or 0) <= MAX_SCORES:
+                raise ValueError(
+                    f"prompt_logprobs={self.prompt_logprobs} must be from 0 to {MAX_SCORES} in scores of a prompt "
+                    f"(prompt_logprob_token_ids, prompt_logprob_start)"
+                )
+        elif self.prompt_logprobs is not None and not _is_num_logprobs(self.prompt_logprobs):
             raise ValueError(f"prompt_logprobs={self.prompt_logprobs} {_LOGPROBS_RULE}")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
@@ -421,7 +424,6 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("max_tokens", lambda num_tokens: num_tokens >= 1, "must be 1 or more"),
     ("min_tokens", lambda num_tokens: num_tokens >= 0, "must be 0 or more"),
     ("logprobs", _is_num_logprobs, _LOGPROBS_RULE),
-    ("prompt_logprobs", lambda count: -1 <= count <= MAX_SCORES, _LOGPROBS_RULE),
     ("prompt_logprob_start", lambda row: row >= 0, "must be 0 or more"),
     ("truncate_prompt_tokens", lambda length: length == -1 or length >= 1, _LENGTH_RULE),
     ("stream_interval", lambda num_steps: num_steps >= 1, "must be 1 or more"),

@@ -22,6 +22,7 @@ from spmd_worker.base.remote_names import file_path
 from spmd_worker.frontends.batch.input import file_pieces, input_index
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge import merge_shards as merge_module
+from spmd_worker.frontends.batch.merge import shard_runs
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.output_parts import claim_folder
@@ -309,6 +310,15 @@ def test_kill_check_detects_early_removal(
     found = states_after_kills(*former, range(3))
     with control():
         check_states(found, old, new)
+
+
+def test_lost_output_of_a_shard_is_named(former: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch):
+    output, folders = former
+    monkeypatch.setattr(shard_runs, "size_of", lambda path: None)
+    words = r"out-00000-of-00003\.jsonl, the output of shard 0/3, is missing: restore it, or remove"
+    with pytest.raises(ConfigError, match=words):
+        merge_shards(folders, output)
+    assert output.read_text() == "former"
 
 
 def test_failed_merge_leaves_the_former_run(former: tuple[Path, list[Path]]):

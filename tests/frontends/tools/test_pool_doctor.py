@@ -135,6 +135,10 @@ def test_watch_is_for_pools(doctor, tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         doctor(tmp_path, "--watch", "3")
     assert "--watch is for a pool" in capsys.readouterr().err
+    for seconds in ("0", "-1", "nan", "inf", "x"):
+        with pytest.raises(SystemExit):
+            doctor(tmp_path, f"--watch={seconds}")
+        assert f"{seconds} must be a number of seconds, above 0" in capsys.readouterr().err
 
 
 def test_pool_in_an_object_store_is_read(doctor, request: pytest.FixtureRequest):

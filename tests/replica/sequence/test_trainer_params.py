@@ -16,7 +16,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
         ({"return_sampling_mask": True}, "without a filter keeps every id"),
         ({"prompt_logprob_start": -1}, "must be 0 or more"),
         ({"prompt_logprobs": 65}, "must be from 0 to 64"),
-        ({"prompt_logprobs": -1, "prompt_logprob_start": 0}, "give at most 1024"),
+        ({"prompt_logprobs": -1, "prompt_logprob_start": 0}, "must be from 0 to 1024"),
         ({"prompt_logprob_token_ids": [[1], 2]}, "one list for each row"),
         ({"prompt_logprob_token_ids": [[], []]}, "longest list has 0 ids"),
         ({"prompt_logprob_token_ids": [list(range(1025))]}, "longest list has 1025 ids"),

@@ -105,7 +105,7 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     if not others:
         raise ConfigError(
             f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
-            f"or files of job.run_dir): give another input, or another output"
+            f"or files of job.run_dir or job.pool): give another input, or another output, run directory or pool"
         )
     return others
 

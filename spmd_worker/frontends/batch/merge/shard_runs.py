@@ -81,7 +81,13 @@ def _read(folder: Path) -> ShardRun:
             f"{where}: {name} has rows {record['start']} to {record['stop']}, and {lines} lines in its "
             f"{PROVENANCE_NAME}: remove the folder and run the shard again"
         )
-    return ShardRun(folder, manifest, provenance, _output_of(folder, record))
+    output = _output_of(folder, record)
+    if size_of(last_path(output)) is None:
+        raise ConfigError(
+            f"{where}: {output}, the output of {name}, is missing: restore it, or remove the folder and run the shard "
+            f"again"
+        )
+    return ShardRun(folder, manifest, provenance, output)
 
 
 def _output_of(folder: Path, record: dict[str, Any]) -> FilePath:

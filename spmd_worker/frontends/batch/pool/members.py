@@ -1,5 +1,6 @@
 """A worker's membership in a pool: joining it, heartbeats, who is alive, leaving."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -162,12 +163,17 @@ def read_existing(name: str) -> Steps[bytes]:
     raise PoolError(f"{name} of the pool exists but cannot be read: was it removed by hand?")
 
 
+def _shown(value: Any) -> str:
+    """A value as on a command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def difference(pool: PoolJob, own: PoolJob) -> str | None:
     """The first difference between the pool's job and a worker's, as a message."""
     before, now = pool.values(), own.values()
     for key in dict.fromkeys((*before, *now)):
         if before.get(key) != now.get(key):
-            values = [str(values.get(key, "not set"))[:160] for values in (now, before)]
+            values = [_shown(values.get(key, "not set"))[:160] for values in (now, before)]
             return (
                 f"{key} is {values[0]}, and {values[1]} in the pool: every world of a pool must have the same job; "
                 f"start with what the pool has, or give another job.pool"

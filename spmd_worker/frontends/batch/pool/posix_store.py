@@ -174,6 +174,8 @@ def open_folder(folder: Path) -> PosixStore:
     """The store in a folder, which is made if it is missing. Raises ConfigError for one that holds something else, that
     cannot be written, or whose file system has no hard links.
     """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"job.pool={folder} exists and is not a folder: give another")
     try:
         make_folder_durably(folder)
         _check_contents(folder)

@@ -30,8 +30,8 @@ from spmd_worker.frontends.batch.pool.store import Delete, List, Listed, Now, Po
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker. `age_s` is the time since its last heartbeat, which had `counts`, `joined_age_s` since it joined; `end`
-    is how it left, None if it did not. It is dead if it is neither live nor has left.
+    """A worker. `age_s` is the time since its last heartbeat or its end, which had `counts`, `joined_age_s` since it
+    joined; `end` is how it left, None if it did not. It is dead if it is neither live nor has left.
     """
 
     worker: str
@@ -161,8 +161,11 @@ def _worker_states(listed: list[Listed], live: frozenset[str], now_s: float) -> 
             data: bytes | None = (yield Read(worker_name(worker, kind))) if (worker, kind) in times else None
             records.append(read_free_record(data))
         joined_s = times.get((worker, "json"), times.get((worker, "beat"), now_s))
-        age_s = max(now_s - times.get((worker, "beat"), joined_s), 0.0)
+        # A worker that has left wrote its last counts then.
+        last_s = max(times.get((worker, kind), joined_s) for kind in ("beat", "end"))
+        ages = max(now_s - last_s, 0.0), max(now_s - joined_s, 0.0)
         end = records[2] if (worker, "end") in times else None
-        state = WorkerState(worker, records[0], records[1], age_s, max(now_s - joined_s, 0.0), worker in live, end)
+        counts = records[2].get("counts") or records[1]
+        state = WorkerState(worker, records[0], counts, *ages, worker in live, end)
         states.append(state)
     return states

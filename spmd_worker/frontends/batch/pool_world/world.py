@@ -73,11 +73,16 @@ class World:
         self._answers, self._about = answers, about
         self._worker = PoolWorker(store, self._join, self._open_range, job.commit_rows, job.commit_s)
         self._heartbeats: Heartbeats | None = None
+        self._output: JobOutput | None = None
 
     def check_equal(self) -> None:
-        """Raise ConfigError naming the first difference between the pool's job and this one, as far as it is known."""
+        """Raise ConfigError naming the first difference between the pool's job and this one, as far as it is known, and
+        PoolError for a pool of which job.json alone was removed.
+        """
         data = self._store.read(JOB_NAME)
         if data is None:
+            # Its end would be that of another job.
+            run(self._store, check_remains((RANGES, PARTS, DONE, MERGED)))
             return
         pool = PoolJob.from_bytes(data)
         unknown = {key: pool.answers.get(key) for key, value in self._answers.items() if value == NOT_READ}
@@ -156,7 +161,8 @@ class World:
         Raises PoolError, OSError.
         """
         self._worker.hand_back()
-        self._worker.leave({"how": how})
+        counts = {} if self._output is None else self._counts()
+        self._worker.leave({"how": how, "counts": counts})
 
     def close(self) -> None:
         """Leave, as failed unless it has left, and end the threads; an error of the store is logged."""
@@ -204,6 +210,7 @@ class World:
         return member
 
     def _counts(self) -> dict[str, int]:
+        assert self._output is not None, "rows are opened before the pool is joined"
         counts = self._output.counts
         sums = {"rows": counts.rows, "error_rows": counts.error_rows, "output_tokens": counts.output_tokens}
         return {**sums, "prompt_tokens": counts.prompt_tokens, "ranges": self._worker.num_ranges}

@@ -127,7 +127,9 @@ def check_files(resolved: ResolvedRun) -> None:
         files += [_claim("job.output", job.output or "", path) for path in paths]
     if prometheus is not None:
         files.append(_claim("job.prometheus_file", job.prometheus_file or "", prometheus))
-    run = Name(f"job.run_dir={run_dir}", run_dir, "give another job.run_dir")
+    # In a pool the run directory is in its folder by default.
+    key = "job.run_dir" if job.pool is None or job.run_dir else "job.pool"
+    run = Name(f"{key}={job.pool if key == 'job.pool' else run_dir}", run_dir, f"give another {key}")
     if os.path.lexists(run_dir) and not run_dir.is_dir():
         raise ConfigError(f"{run.key} exists and is not a folder: give another")
     folder = resolved.model_folder

@@ -68,6 +68,7 @@ class Pool:
     ("change", "message"),
     [
         ({"answers": {**JOB.answers, "seed": 2}}, "seed is 2, and 1 in the pool: every world of a pool must have the"),
+        ({"answers": {**JOB.answers, "seed": None}}, "seed is null, and 1 in the pool"),
         ({"answers": {"seed": 1}}, "sampling.temperature is not set, and 0.5 in the pool"),
         ({"num_rows": 9}, "number of rows is 9, and 8 in the pool"),
         ({"output": "other.jsonl"}, "job.output is other.jsonl, and out.jsonl in the pool"),

@@ -141,6 +141,9 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path):
         open_folder(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         open_folder(Path("/proc/pool"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"job\.pool=\S+ exists and is not a folder: give another"):
+        open_folder(tmp_path / "file")
 
 
 def test_folder_with_other_files_is_refused(tmp_path: Path):

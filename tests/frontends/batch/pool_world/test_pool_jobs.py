@@ -101,17 +101,19 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("pool", "change", "message"),
     [
-        ({"resume": "never"}, r"^job\.resume=never and job\.pool=.*: leave out job\.resume"),
-        ({"resume": "force"}, r"^job\.resume=force and job\.pool="),
-        ({"shard": "0/2"}, r"^job\.shard=0/2 and job\.pool=.* leave out one of them"),
-        ({"input": "-"}, r"^job\.input=- is a stream"),
+        ("pool", {"resume": "never"}, r"^job\.resume=never and job\.pool=.*: leave out job\.resume"),
+        ("pool", {"resume": "force"}, r"^job\.resume=force and job\.pool="),
+        # Not job.run_dir, which was not given.
+        ("out.jsonl", {}, r"^job\.output=\S+ and job\.pool=\S+ are the same file.*: give another job\.pool$"),
+        ("pool", {"shard": "0/2"}, r"^job\.shard=0/2 and job\.pool=.* leave out one of them"),
+        ("pool", {"input": "-"}, r"^job\.input=- is a stream"),
     ],
 )
-def test_contradicting_keys_are_rejected(folder: Path, change: dict[str, Any], message: str):
+def test_contradicting_keys_are_rejected(folder: Path, pool: str, change: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        run(config_of(folder, pool=str(folder / "pool"), **change))
+        run(config_of(folder, **change, pool=str(folder / pool)))
     assert not (folder / "pool").exists()
 
 

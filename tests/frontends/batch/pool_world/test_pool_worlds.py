@@ -24,6 +24,7 @@ from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.records import INPUT_INDEX_NAME, MERGE_LOG, Entry, RangeRecord, range_name
+from spmd_worker.frontends.batch.pool.view import read_pool
 from spmd_worker.frontends.batch.pool_world import input_content, merge, pool_index, pool_worker
 from spmd_worker.frontends.batch.pool_world.held_range import SpansDone
 from spmd_worker.frontends.batch.pool_world.parts import FinishedRow, decode_part, encode_part
@@ -681,6 +682,27 @@ def test_remains_of_a_pool_are_no_pool(job: JobConfig):
     store.delete("job.json")
     with pytest.raises(PoolError, match=r"has ranges/00000000, but no job.json: remove what is left"):
         TurnedWorld(store, job, {"model": "new"})
+
+
+def test_ended_pool_without_its_job_is_none(job: JobConfig):
+    """Regression: any other job was told that the output is complete."""
+    store = MemoryStore()
+    world = TurnedWorld(store, job, {"model": "old"})
+    world.finish()
+    store.delete("job.json")
+    with pytest.raises(PoolError, match=r"but no job.json: remove what is left"):
+        world.world.check_equal()
+
+
+def test_world_that_left_shows_its_last_counts(job: JobConfig):
+    """Regression: a world that was faster than its heartbeats had 0 rows in every report."""
+    store = MemoryStore()
+    world = TurnedWorld(store, job)
+    world.go_on()
+    store.now += 3.0
+    world.world.leave("signalled")
+    (state,) = read_pool(store).workers
+    assert (state.counts["rows"] > 0, state.age_s, state.joined_age_s) == (True, 0.0, 3.0)
 
 
 def test_merge_ends_with_its_lease(job: JobConfig):
