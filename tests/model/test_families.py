@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_checkpoints import CAME_LAST, DENSE_CASES, LIKE_OTHERS, SIMILAR, VARIANTS
+from dense_checkpoints import CAME_LAST, DENSE_CASES, LIKE_OTHERS, LIKE_OTHERS_IN_FILES, SIMILAR, VARIANTS
 from family_checkpoints import (
     ALL_CASES,
     OLDER_ROPES,
@@ -120,11 +120,11 @@ def test_some_thin_files_have_older_keys():
 
 
 def each_with_sizes() -> pytest.MarkDecorator:
-    """Two and four ranks with some; with the others one of both, in turns, and in the stress tier both."""
+    """Two and four ranks with some; with those of other tensors one of both, in turns; in the stress tier both."""
     both = ("gemma3", "gpt2", "olmo2", "phi3")
     some = [pytest.param(name, (2, 4), id=name) for name in both]
     others = [name for name in ALL_CASES if name not in both]
-    for number, name in enumerate(each for each in others if each not in SIMILAR):
+    for number, name in enumerate(each for each in others if each not in LIKE_OTHERS_IN_FILES):
         some.append(pytest.param(name, ((2, 4)[number % 2],), marks=pytest.mark.matrix, id=name))
     some += [pytest.param(name, (2, 4), marks=pytest.mark.stress, id=f"{name}-both") for name in others]
     return pytest.mark.parametrize(("name", "sizes"), some)
@@ -159,7 +159,7 @@ def test_comparison_detects_flat_norm_of_one_rank(monkeypatch: pytest.MonkeyPatc
     assert worst_error("olmo2", whole) > 10 * TOLERANCE
 
 
-@quick("gemma3_images", "gpt2", "phi3", slow=SIMILAR)
+@quick("gemma3_images", "gpt2", "phi3", slow=LIKE_OTHERS_IN_FILES)
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """Fused and transposed tensors as they are in the file; on two ranks together all of each."""
     folder = family_folder(name)

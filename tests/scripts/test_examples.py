@@ -94,10 +94,11 @@ def test_ranks_share_prompts_and_bring_own():
     ]
 
 
-def test_tool_loops_differ_in_length():
-    lines = lines_of_ranks(printed("tools_loop.py", 2))
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.stress)])
+def test_tool_loops_answer_on_each_rank(num_ranks: int):
+    lines = lines_of_ranks(printed("tools_loop.py", num_ranks))
     turns = [re.fullmatch(r"(rank \d, turn \d): add (\d+) \+ (\d+) = (\d+)", line) for line in lines]
-    assert [turn[1] for turn in turns] == ["rank 0, turn 0", "rank 1, turn 0", "rank 1, turn 1"]
+    assert [turn[1] for turn in turns] == ["rank 0, turn 0", "rank 1, turn 0", "rank 1, turn 1"][: 2 * num_ranks - 1]
     assert [int(turn[2]) + int(turn[3]) for turn in turns] == [int(turn[4]) for turn in turns]
 
 

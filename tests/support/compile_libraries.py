@@ -1,16 +1,17 @@
-"""Compiles the kernels of each instruction set that the tests run, one after the other, where they are not on disk yet.
+"""Compiles the kernels of each instruction set that the gate runs, one after the other, where they are not on disk yet.
 
     python tests/support/compile_libraries.py
 
 Each takes a core for most of a minute, and collecting the tests waits for the first two.
 """
 
-from native_libraries import INSTRUCTION_SETS, library_for
+from native_libraries import INSTRUCTION_SETS, is_of_stress_tier, library_for
 
 
 def main() -> None:
     for instruction_set in INSTRUCTION_SETS:
-        library_for(instruction_set)
+        if not is_of_stress_tier(instruction_set):
+            library_for(instruction_set)
 
 
 if __name__ == "__main__":

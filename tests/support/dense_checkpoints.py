@@ -172,3 +172,11 @@ LIKE_OTHERS: Final = (
     *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS),
 )
 """Cases whose layers have nothing that no other's have: their layouts are in the stress tier."""
+_WITH_OWN_TENSORS: Final = (
+    *("phi", "falcon", "falcon_newer", "gpt_bigcode", "opt", "glm", "nanochat", "stablelm", "granite_swa"),
+    *("gemma3_images", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"),
+)
+LIKE_OTHERS_IN_FILES: Final = tuple(name for name in LIKE_OTHERS if name not in _WITH_OWN_TENSORS)
+"""Of those the cases whose tensors have the names and order of Llama's, or those of another case of the same family:
+their shards, stages and views are in the stress tier.
+"""

@@ -1,6 +1,6 @@
 """Recurrent kernels that keep the leading tokens of their segments, beside segments cut there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -76,13 +76,13 @@ def cases_of(kernels: RecurrentKernels, dtype: torch.dtype) -> Iterator[Case]:
     yield mamba(kernels, dtype)
 
 
-def kept_counts() -> Iterator[list[int]]:
-    """Of the sequences, each of them everything from 1 token to all; 0 of padding, which nothing reads."""
-    for shift in range(max(COUNTS)):
+def kept_counts(shifts: Iterable[int] = range(max(COUNTS))) -> Iterator[list[int]]:
+    """Of the sequences, each of them 1 token to all, or `shifts` of these; 0 of padding, which nothing reads."""
+    for shift in shifts:
         yield [shift % count + 1 if slot >= 0 and count else 0 for slot, count in zip(SLOTS, COUNTS, strict=True)]
 
 
-def check_kept(kernels: RecurrentKernels, dtype: torch.dtype) -> list[str]:
+def check_kept(kernels: RecurrentKernels, dtype: torch.dtype, shifts: Iterable[int] = range(max(COUNTS))) -> list[str]:
     """What differs in a bit, by kernel and kept tokens: outputs from those of whole segments, states and tails from
     those of segments cut at the kept tokens.
     """
@@ -91,7 +91,7 @@ def check_kept(kernels: RecurrentKernels, dtype: torch.dtype) -> list[str]:
     for name, call, given, states in cases_of(kernels, dtype):
         states[SLOTS[0]] = float("nan")
         expected = call(given, states.clone(), whole)
-        for kept in kept_counts():
+        for kept in kept_counts(shifts):
             found, cut = states.clone(), states.clone()
             outputs = call(given, found, replace(whole, kept=torch.tensor(kept, dtype=torch.int32)))
             leading = [

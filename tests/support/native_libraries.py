@@ -8,7 +8,10 @@ import functools
 import importlib
 import os
 import platform
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,20 +40,52 @@ def emulated(architecture: str = NATIVE) -> NativeLibrary:
 
 
 def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
-    """The same sources with a flag more, on disk."""
+    """The same sources with a flag more, on disk. Those that a flag about AMX does not change are not compiled again:
+    the library is linked to the one without the flag.
+    """
+    if flag == DELAY:
+        return built_for_tests(architecture, flag)
     # Only tests run it: it need not be compiled for long, and another optimization changes no bit.
-    return built_for_tests(architecture, flag, *(["-O2"] if flag == EMULATE else []))
+    flags = [flag, *(["-O2"] if flag == EMULATE else [])]
+    plain = plain_library(architecture)
+    # A private one is no file any more.
+    return built_for_tests(architecture, *flags, linked_to=None if plain.is_private else plain.path)
 
 
-def built_for_tests(architecture: str, *flags: str) -> build.Built:
-    before = build._FLAGS
-    build._FLAGS = (*before, *flags)
-    try:
-        built = build.build(architecture)
-    finally:
-        build._FLAGS = before
+@functools.cache
+def plain_library(architecture: str) -> build.Built:
+    """As users have it."""
+    built = build.build(architecture)
     assert isinstance(built, build.Built), built
     return built
+
+
+def built_for_tests(architecture: str, *flags: str, linked_to: Path | None = None) -> build.Built:
+    """With more flags; `linked_to`: a library of all sources, from which those come that AMX does not change."""
+    more = [] if linked_to is None else ["-Wl,--no-as-needed", str(linked_to)]
+    sources = [each for each in build._sources() if linked_to is None or each.suffix != ".cpp" or reaches_amx(each)]
+    with (
+        mock.patch.object(build, "_FLAGS", (*build._FLAGS, *flags, *more)),
+        mock.patch.object(build, "_sources", return_value=sources),
+    ):
+        built = build.build(architecture)
+    assert isinstance(built, build.Built), built
+    return built
+
+
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+_CALLED = re.compile(r"\bspmd_(gemm|int8_gemm|attend|write)")
+"""Functions of exports.h whose sources include amx.h."""
+
+
+def reaches_amx(source: Path) -> bool:
+    """Whether a source includes amx.h, or calls functions of one that does."""
+    found, names = {source.name}, [source.name]
+    while names:
+        text = (source.parent / names.pop()).read_text(encoding="utf-8")
+        names += [each for each in _INCLUDED.findall(text) if each not in found]
+        found |= set(names)
+    return "amx.h" in found or bool(_CALLED.search(source.read_text(encoding="utf-8")))
 
 
 @functools.cache
@@ -61,12 +96,17 @@ def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
     return library
 
 
+def has_flags_of_users() -> bool:
+    """Whether a test of the stress tier runs the gate's tests again, with these libraries as users have them."""
+    return bool(os.environ.get("TESTS_FLAGS_OF_USERS"))
+
+
 @functools.cache
 def quickly_compiled(architecture: str) -> NativeLibrary:
     """A library for a lesser instruction set, which only tests run here. `native/test_users_flags.py` compiles them as
     users do.
     """
-    flags = [] if os.environ.get("TESTS_FLAGS_OF_USERS") else ["-O2"]
+    flags = [] if has_flags_of_users() else ["-O2"]
     library = load(built_for_tests(architecture, *flags))
     assert isinstance(library, NativeLibrary), library
     return library
@@ -86,11 +126,18 @@ ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 needs_onednn_bfloat16 = pytest.mark.skipif(
     not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
 )
+# Now: later a test may have planted a mistake in the sources.
+plain_library(NATIVE)
 HAS_AMX = native().has_amx
 WITH_AMX = NATIVE if HAS_AMX else EMULATED
 """Data types in which the AMX kernels run on this machine, natively or emulated."""
 # Where the processor has no unit, the native library is the one without it.
 INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
+DOTS = "avx512 with bf16 dot products"
+WIDENED = "x86-64-v4"
+"""AVX-512 whose bfloat16 products are those of floats, as the native library has where dot products are slower."""
+if native().instruction_set == DOTS and not HAS_AMX:
+    INSTRUCTION_SETS = (*INSTRUCTION_SETS, WIDENED)
 needs_avx512 = pytest.mark.skipif(
     not emulated().has_amx,
     reason="the unit's kernels are made of AVX-512 and its bfloat16 instructions too, which are not here",
@@ -98,21 +145,34 @@ needs_avx512 = pytest.mark.skipif(
 needs_products = pytest.mark.skipif(
     len(emulated().gemm_dtypes) < 2, reason="the library has no products of its own for this processor"
 )
-DOTS = "avx512 with bf16 dot products"
-WIDENED = "x86-64-v4"
-"""AVX-512 whose bfloat16 products are those of floats, as the native library has where dot products are slower."""
-_HAS_DOTS = native().instruction_set == DOTS
-each_library = pytest.mark.parametrize(
-    "instruction_set",
-    [
-        # Where the unit's kernels are left out, what would emulate it is the native library over again.
-        *(
-            pytest.param(name, marks=needs_avx512 if name == EMULATED else [] if NATIVE in name else pytest.mark.matrix)
-            for name in INSTRUCTION_SETS
-        ),
-        *([pytest.param(WIDENED, marks=pytest.mark.stress)] if _HAS_DOTS else []),
-    ],
-)
+OLDEST = "x86-64-v2"
+"""Without AVX2. Where the gate has kernels of AVX2 beside those of this machine, these and `WIDENED` are in the stress
+tier.
+"""
+
+
+def is_of_stress_tier(instruction_set: str) -> bool:
+    is_beside = len(_portable()) > 1 and not has_flags_of_users()
+    return is_beside and instruction_set in (OLDEST, WIDENED)
+
+
+def _marks_of(instruction_set: str) -> list[pytest.MarkDecorator]:
+    # Where the unit's kernels are left out, what would emulate it is the native library over again.
+    if instruction_set == EMULATED:
+        return [needs_avx512]
+    if NATIVE in instruction_set:
+        return []
+    return [pytest.mark.stress if is_of_stress_tier(instruction_set) else pytest.mark.matrix]
+
+
+def _each(instruction_sets: Iterable[str]) -> pytest.MarkDecorator:
+    found = [pytest.param(name, marks=_marks_of(name)) for name in instruction_sets]
+    return pytest.mark.parametrize("instruction_set", found)
+
+
+each_library = _each(INSTRUCTION_SETS)
+each_vector_library = _each(each for each in INSTRUCTION_SETS if each not in (WITHOUT_AMX, EMULATED))
+"""For kernels that have nothing to do with AMX: those of the other libraries are the native one's own."""
 
 
 def library_for(instruction_set: str) -> NativeLibrary:

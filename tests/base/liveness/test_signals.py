@@ -28,6 +28,7 @@ from spmd_worker.frontends.batch.run_dir.journal import read_journal
 
 FIRST_STEPS = 80
 """What a job makes before a test strikes it. Those that are struck are slow from then on."""
+NUM_ROWS = 100
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 240.0
 
@@ -35,7 +36,7 @@ LIMIT_S = 240.0
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("whole")
-    write_rows(folder)
+    write_rows(folder, NUM_ROWS)
     assert start(folder).wait(LIMIT_S) == 0
     return (folder / "out.jsonl").read_bytes()
 
@@ -234,7 +235,7 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     ids=["SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C", "Ctrl-C thrice"],
 )
 def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numbers, exit_codes):
-    write_rows(tmp_path)
+    write_rows(tmp_path, NUM_ROWS)
     # Steps are written at once, so that the test sees how far the job is.
     process = start(tmp_path, is_slow=True)
     try:
@@ -254,7 +255,7 @@ def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numb
 @pytest.mark.control("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""
-    write_rows(tmp_path)
+    write_rows(tmp_path, NUM_ROWS)
     process = start(tmp_path, is_slow=True)
     wait_for_rows(tmp_path, process)
     process.kill()
@@ -264,7 +265,7 @@ def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
 
 @pytest.mark.stress
 def test_warned_ranks_keep_finished_rows(tmp_path: Path, expected: bytes):
-    write_rows(tmp_path)
+    write_rows(tmp_path, NUM_ROWS)
     script = slow_after(FIRST_STEPS, tmp_path)
     attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, torchrun=(), script=script)
     wait_for_rows(tmp_path)
@@ -281,7 +282,7 @@ def test_warned_ranks_keep_finished_rows(tmp_path: Path, expected: bytes):
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.stress)])
 def test_killed_rank_resumes_by_itself_with_max_restarts(tmp_path: Path, expected: bytes, victim: int):
-    write_rows(tmp_path)
+    write_rows(tmp_path, NUM_ROWS)
     script = slow_after(FIRST_STEPS, tmp_path)
     attempt = Attempt(tmp_path, "two shards", torchrun=("--max-restarts", "2"), script=script)
     wait_for_rows(tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from torch import Tensor
 
 from spmd_worker.ops.kernels import adapters
@@ -50,7 +50,7 @@ def added(kernels: AdapterKernels, stack: AdapterStack, slots: Tensor, x: Tensor
     return outputs
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @each_case
 def test_compiled_adapters_agree_with_plain_torch(instruction_set: str, dtype: torch.dtype, case: str):
@@ -63,7 +63,7 @@ def test_compiled_adapters_agree_with_plain_torch(instruction_set: str, dtype: t
     assert (found[slots >= 0, 0] != y[slots >= 0, 0]).all()
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @each_case
 def test_row_has_equal_bits_alone_and_batched(instruction_set: str, dtype: torch.dtype, case: str):

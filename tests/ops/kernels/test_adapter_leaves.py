@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from torch import Tensor
 
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterSizes, AdapterStack, ReferenceAdapterKernels
@@ -76,7 +76,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @each_number
 def test_any_number_of_ranks_has_equal_bits(instruction_set: str, dtype: torch.dtype, num_inputs: int):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from state_segments import CHUNKS, segments_of, steps_of
 
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
@@ -35,7 +35,7 @@ def cut_convolution(kernels, inputs, weight, bias, chunk, *, silu=True):
     return [torch.cat(each) for each in found], tails[1:]
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @pytest.mark.parametrize(("num_taps", "num_channels"), [(3, 5), (7, 200)])
 def test_convolutions_agree_with_plain_torch(instruction_set, dtype, num_taps, num_channels):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from looped import looped
-from native_libraries import NATIVE, each_library, library_for
+from native_libraries import NATIVE, each_vector_library, library_for
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -33,7 +33,7 @@ def assert_close(result, expected):
     torch.testing.assert_close(result, expected, rtol=relative, atol=1e-7)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("size", SIZES)
 def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
@@ -46,7 +46,7 @@ def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
     assert torch.equal(total, expected_total)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("size", SIZES)
 @looped("is_centred", [False, True])
@@ -65,7 +65,7 @@ def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_cent
         torch.testing.assert_close(ways[0], theirs, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("head_size", [16, 64, 80, 128])
 def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size):
@@ -83,7 +83,7 @@ def test_strided_heads_are_normed_and_rotated(instruction_set, dtype, head_size)
     assert torch.equal(kernels.rotate_once(heads, *exact), reference.rotate_once(heads, *exact))
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("size", SIZES)
 def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
@@ -91,7 +91,7 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
     assert_close(kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("size", SIZES)
 @looped("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
@@ -106,7 +106,7 @@ def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activa
         torch.testing.assert_close(mine, expected, rtol=rounding, atol=2e-5)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 def test_activations_of_extreme_numbers_and_nan_equal_torch(instruction_set, dtype):
     x = torch.tensor([[-3e38, -90.0, -1e-30, -0.0, 0.0, 1e-30, 6.0, 90.0, 1e19, math.nan]]).to(dtype)
@@ -115,7 +115,7 @@ def test_activations_of_extreme_numbers_and_nan_equal_torch(instruction_set, dty
         torch.testing.assert_close(*ways, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("size", SIZES)
 def test_bounds_agree_with_plain_torch(instruction_set, dtype, size):
@@ -127,7 +127,7 @@ def test_bounds_agree_with_plain_torch(instruction_set, dtype, size):
         assert float(kernels.bound(x, cap).abs().max()) == cap
 
 
-@each_library
+@each_vector_library
 @each_dtype
 def test_silu_of_extreme_numbers_equals_torch(instruction_set, dtype):
     gate = [-math.inf, -3e38, -1e30, -200.0, -90.0, -0.0, 0.0, 1e-30, 90.0, 3e38, math.inf, math.nan]
@@ -136,7 +136,7 @@ def test_silu_of_extreme_numbers_equals_torch(instruction_set, dtype):
     torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 def test_row_bits_independent_of_the_batch(instruction_set, dtype):
     """With one thread and with two, which share out the rows of the larger batches."""
@@ -201,7 +201,7 @@ def test_what_the_compiled_code_cannot_read_is_refused():
         kernels.rotate(x.view(4, 2, 32), x[:, :2], x[:, :2])
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("count", [1, 5, 16, 17, 255, 4096, 49153])
 def test_argmax_of_rows_and_its_first_index(instruction_set, dtype, count):
@@ -223,13 +223,13 @@ def test_argmax_of_rows_and_its_first_index(instruction_set, dtype, count):
     assert indices.tolist() == expected_indices.tolist()
 
 
-@each_library
+@each_vector_library
 def test_no_rows_have_no_largest(instruction_set):
     values, indices = kernels_for(instruction_set).argmax(torch.empty(0, 8))
     assert (values.shape, indices.shape) == ((0,), (0,))
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("count", [1, 15, 64, 2500])
 def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
@@ -248,7 +248,7 @@ def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
     assert expected[1] == 0
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @looped("count", [1, 15, 64, 1024, 2500])
 def test_prob_sums_equal_reference_in_any_pieces(instruction_set, dtype, count):

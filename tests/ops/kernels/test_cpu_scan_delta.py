@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from state_segments import CHUNKS, segments_of, steps_of
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def scan_in_steps(
     return [torch.cat(each) for each in found], states[1:]
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @each_config
 def test_scan_agrees_with_plain_torch(instruction_set: str, dtype: torch.dtype, config: DeltaConfig):
@@ -200,7 +200,7 @@ def test_scan_rejects_wrong_sizes_and_slots():
             kernels_for("native").scan_delta(*inputs, *gates_of(SHARED), states, segments, config)
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @pytest.mark.parametrize(("gates_first", "rounds_once"), [(False, False), (True, False), (False, True), (True, True)])
 def test_gated_norm_agrees_with_plain_torch(

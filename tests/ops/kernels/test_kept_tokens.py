@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kept_tokens import NUM_TAPS, cases_of, check_control, check_kept
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from state_segments import segments_of
 
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
@@ -22,7 +22,7 @@ def test_reference_keeps_leading_tokens(dtype: torch.dtype):
 
 
 @pytest.mark.guarantee("Drafts leave no trace in a recurrent state, accepted or not")
-@each_library
+@each_vector_library
 @each_dtype
 def test_compiled_kernels_keep_leading_tokens(instruction_set: str, dtype: torch.dtype):
     assert check_kept(NativeRecurrentKernels(library_for(instruction_set)), dtype) == []

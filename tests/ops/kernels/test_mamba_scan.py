@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from state_segments import CHUNKS, segments_of, steps_of
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def scanned(kernels: NativeRecurrentKernels, inputs: list[tuple[Tensor, Tensor]]
     return [*map(torch.cat, found), states[1:]]
 
 
-@each_library
+@each_vector_library
 @each_dtype
 @pytest.mark.parametrize(
     "config",

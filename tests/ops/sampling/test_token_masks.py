@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_libraries import each_vector_library, library_for
 from thread_groups import on_ranks
 
 from spmd_worker.model.layers.embedding import VocabularyShard
@@ -178,7 +178,7 @@ def test_rows_are_numbered_anew():
     assert dict(some.mask_rows) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
 
 
-@each_library
+@each_vector_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first_id", "count"), [(0, VOCAB_SIZE), (40, 50), (37, 9), (200, 60)])
 def test_compiled_masks_equal_reference_and_bits(instruction_set, dtype, first_id: int, count: int):
