@@ -151,7 +151,7 @@ def _in_blocks(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _block(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Up to `_BLOCK_ROWS` rows, padded with zeros."""
+    """Multiplies up to `_BLOCK_ROWS` rows, padded with zeros."""
     num_rows, num_padded = len(x), _num_padded(len(x))
     if num_rows < num_padded:
         x = torch.cat((x, x.new_zeros(num_padded - num_rows, x.shape[1])))
