@@ -4,8 +4,11 @@
 depend on the other rows, unlike that of plain GEMMs. oneDNN does not promise it: it holds with two rows or more and
 without AMX (for bfloat16); `rows_are_invariant` checks it on this CPU.
 
+oneDNN compiles kernels for each number of rows, half a MiB, and keeps some for good, whatever the capacity of its
+cache: rows are multiplied in blocks of few sizes.
+
 If oneDNN cannot pack bfloat16 (x86 without AVX-512 and avx_ne_convert), bfloat16 weights stay as they are and are
-multiplied in float32: a block of outputs at a time is converted and used for up to 256 rows.
+multiplied in float32: a block of outputs at a time is converted and used for a block of rows.
 
 T: tokens.
 """
@@ -15,7 +18,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +43,18 @@ _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 _NUM_ROWS_HINT = 64  # number of rows that oneDNN packs for; makes no difference above 16
 
-# Elements of a weight that are converted to float32 at once (4 MiB), and rows that they are used for.
+# Elements of a weight that are converted to float32 at once (4 MiB).
 _BLOCK_ELEMENTS = 1 << 20
+# Rows of a GEMM, at most; fewer are padded to a power of two up to the step, then to a multiple of it.
 _BLOCK_ROWS = 256
+_ROW_STEP = 16
 
 # Inputs, outputs and numbers of rows at which GEMMs that depend on the batch have been found.
 _SHAPES_TO_TRY = ((576, 960), (4864, 256))
-_ROWS_TO_TRY = (2, 3, 7, 17, 31)
+_ROWS_TO_TRY = (2, 3, 7, 13, 31, 47)
 _MOST_ROWS = 64
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class PackedKernels(ReferenceKernels):
@@ -88,13 +95,13 @@ class PackedKernels(ReferenceKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         del out
-        if weight.is_mkldnn:
-            multiply = _gemm_of_two_rows_or_more
-        elif weight.device.type == "cpu" and converts_to_float32(weight.dtype):
-            multiply = _linear_in_float32
-        else:
+        if weight.device.type != "cpu" or (weight.dtype == torch.float32 and not weight.is_mkldnn):
             return F.linear(x, weight, bias)
-        return multiply(x, weight, bias) if x.shape[0] > 0 else x.new_empty(0, weight.shape[0])
+        if not len(x):
+            return x.new_empty(0, weight.shape[0])
+        if not weight.is_mkldnn and converts_to_float32(weight.dtype):
+            return _linear_in_float32(x, weight, bias)
+        return _in_blocks(_gemm if weight.is_mkldnn else F.linear, x, weight, bias)
 
     def linear_of_heads(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """The weights are plain, as `pack_heads` keeps them: torch would round a row differently among few others."""
@@ -133,9 +140,29 @@ def _gemm(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def _gemm_of_two_rows_or_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A GEMM of one row takes another path, which rounds differently; two rows take the same time."""
-    return _gemm(x, weight, bias) if x.shape[0] > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
+def _in_blocks(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, in] -> [T, out], a block of rows at a time."""
+    if len(x) <= _BLOCK_ROWS:
+        return _block(multiply, x, weight, bias)
+    output = x.new_empty((len(x), weight.shape[0]))
+    for rows, results in zip(torch.split(x, _BLOCK_ROWS), torch.split(output, _BLOCK_ROWS)):
+        results.copy_(_block(multiply, rows, weight, bias))
+    return output
+
+
+def _block(multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies up to `_BLOCK_ROWS` rows, padded with zeros."""
+    num_rows, num_padded = len(x), _num_padded(len(x))
+    if num_rows < num_padded:
+        x = torch.cat((x, x.new_zeros(num_padded - num_rows, x.shape[1])))
+    return multiply(x, weight, bias)[:num_rows]
+
+
+def _num_padded(num_rows: int) -> int:
+    """Two at least: a GEMM of one row takes another path, which rounds differently, and the same time."""
+    if num_rows > _ROW_STEP:
+        return -(-num_rows // _ROW_STEP) * _ROW_STEP
+    return max(2, 1 << (num_rows - 1).bit_length())
 
 
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,7 +179,7 @@ def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: to
             block = weight[start : start + block_outputs]
             wide_block = scratch[: len(block)].copy_(block)
             part = None if wide_bias is None else wide_bias[start : start + block_outputs]
-            results[:, start : start + len(block)] = _gemm_of_two_rows_or_more(wide_rows, wide_block, part)
+            results[:, start : start + len(block)] = _block(_gemm, wide_rows, wide_block, part)
     return output
 
 
