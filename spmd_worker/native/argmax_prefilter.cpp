@@ -13,7 +13,7 @@
 #include "exports.h"
 #include "gemm_kernels.h"
 
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#if defined(SPMD_AVX512) && defined(__AVX512VNNI__)
 #define SPMD_ARGMAX_PREFILTER 1
 #endif
 
@@ -203,8 +203,8 @@ struct Outputs {
 #if defined(SPMD_BF16_DOTS)
       sums = _mm512_dpbf16_ps(sums, (__m512bh)right, (__m512bh)left);
 #else
-      for (const auto widened : {first_of_pairs, second_of_pairs})
-        sums = (__m512)fused(widened((Words)left), widened((Words)right), (Floats)sums);
+      sums = (__m512)fused(first_of_pairs((Words)left), first_of_pairs((Words)right), (Floats)sums);
+      sums = (__m512)fused(second_of_pairs((Words)left), second_of_pairs((Words)right), (Floats)sums);
 #endif
     }
     return rounded((Floats)sums);

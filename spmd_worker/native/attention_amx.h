@@ -17,6 +17,7 @@ template <class Type>
 struct AttentionByUnit {
   using Element = typename Type::Element;
   using Left = typename Type::Left;
+  static_assert(sizeof(Left) == 4, "tiles are loaded from rows of pairs");
 
   int head_size, value_size;
   float scale;  // of scores, to base 2

@@ -26,14 +26,16 @@ constexpr int kLanes = 4;
 #endif
 
 // Whether products take bfloat16 as they are. Intel's cores take longer for the dot product of two pairs than for four
-// multiplications and additions of floats: there they are widened, as on processors without the instruction. Compilers call
-// these cores by the first whose instructions they have.
+// multiplications and additions of floats: there they are widened, as on processors without the instruction. GCC calls
+// these cores by the first whose instructions it finds, clang all of them by an older one.
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__) && !defined(__cooperlake__) && !defined(__sapphirerapids__) && \
-    !defined(__emeraldrapids__) && !defined(__graniterapids__) && !defined(__graniterapids_d__)
+    !defined(__emeraldrapids__) && !defined(__graniterapids__) && !defined(__graniterapids_d__) &&                 \
+    !defined(__diamondrapids__) && !defined(__corei7__)
 #define SPMD_BF16_DOTS 1
 #endif
-// Attention too, but where the tile unit computes its prompts.
-#if defined(SPMD_BF16_DOTS) || (defined(SPMD_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__))
+// Attention too, but where the tile unit computes some of it, which takes rows as pairs.
+#if defined(SPMD_BF16_DOTS) || (defined(SPMD_AVX512) && defined(__AVX512BF16__) && \
+                                (defined(__AMX_BF16__) || defined(SPMD_EMULATED_AMX)))
 #define SPMD_BF16_DOTS_IN_ATTENTION 1
 #endif
 

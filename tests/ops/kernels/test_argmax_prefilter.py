@@ -16,7 +16,7 @@ from spmd_worker.ops.kernels.cpu.native import CpuKernels
 LIBRARY = library_for(WITHOUT_AMX if HAS_AMX else NATIVE)
 KERNELS = None if isinstance(LIBRARY, str) else CpuKernels(LIBRARY, has_argmax_prefilter=True)
 needs_prefilter = pytest.mark.skipif(
-    KERNELS is None or KERNELS._prefilter is None, reason="no AVX-512 that multiplies bytes and bfloat16"
+    KERNELS is None or KERNELS._prefilter is None, reason="no AVX-512 that multiplies bytes"
 )
 # (outputs, inputs): rows of bytes that end with a step of AMX and within one; the fewest elements that are filtered.
 SHAPES = [(21856, 96), (32768, 64), (4096, 576)]

@@ -51,8 +51,8 @@ _ROW_STEP = 16
 
 # Inputs, outputs and numbers of rows at which GEMMs that depend on the batch have been found.
 _SHAPES_TO_TRY = ((576, 960), (4864, 256))
-_ROWS_TO_TRY = (2, 3, 7, 13, 31, 47)
-_MOST_ROWS = 64
+_ROWS_TO_TRY = (2, 3, 7, 13, 31, 47, 100, 180)
+_MOST_ROWS = 256
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
