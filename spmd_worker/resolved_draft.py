@@ -11,11 +11,17 @@ from typing import Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ConfigError, ModelConfigError
-from spmd_worker.base.files import read_json_object, read_regular_file
+from spmd_worker.base.files import read_regular_file
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
-from spmd_worker.model_config.model_config import ModelConfig, config_path, model_config_of, read_model_files
+from spmd_worker.model_config.model_config import (
+    ModelConfig,
+    config_path,
+    model_config_of,
+    read_config,
+    read_model_files,
+)
 from spmd_worker.model_config.tensor_names import tensor_names
 from spmd_worker.ranks.topology import RankLayout
 
@@ -99,7 +105,7 @@ def read_draft(method: str, model: str | None, num_drafts: int, target: Target) 
 
 def _read_model(model: str, location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
     path = config_path(location.folder)
-    if _is_eagle(ConfigReader(read_json_object(path), path)):
+    if _is_eagle(ConfigReader(read_config(path), path)):
         raise ConfigError(
             f"speculative_config.model={model} is a head of EAGLE-3: give speculative_config.method=eagle3"
         )
@@ -157,7 +163,7 @@ def _deepseek_mtp(target: Target) -> ModelConfig:
     has_head = f"{config.names.layers}.{number}.eh_proj.weight" in names
     if not names:
         # A plan, or dummy weights: the config says so.
-        has_head = bool(read_json_object(folder / "config.json").get("num_nextn_predict_layers"))
+        has_head = bool(read_config(folder / "config.json").get("num_nextn_predict_layers"))
     if config.architecture not in _MTP_NAMES or not has_head:
         raise ConfigError(
             f"speculative_config.method=mtp: {target.location.name} ({config.architecture}) has no layer for "
@@ -173,7 +179,7 @@ def _qwen_mtp(target: Target) -> ModelConfig:
     """
     config, folder, key = target.model_config, target.location.folder, f"speculative_config.method={MTP}"
     path = config_path(folder)
-    found = read_json_object(path)
+    found = read_config(path)
     reader = ConfigReader(found.get("text_config") or found, path)
     if reader.flag("mtp_use_dedicated_embeddings", False):
         raise ConfigError(
@@ -200,7 +206,7 @@ def _qwen_mtp(target: Target) -> ModelConfig:
 def _read_eagle(model: str, location: ModelLocation, num_drafts: int, target: Target) -> DraftRun:
     """A head of EAGLE-3 (https://arxiv.org/abs/2503.01840) in the files of its authors."""
     path, config = config_path(location.folder), target.model_config
-    found = ConfigReader(read_json_object(path), path)
+    found = ConfigReader(read_config(path), path)
     key = f"speculative_config.model={model}"
     if not _is_eagle(found):
         raise ConfigError(

@@ -94,6 +94,33 @@ def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
     assert refusal(TARGET(EAGLE_TARGET), method, folder) == words
 
 
+def _linked(folder: Path, links: Path, names: tuple[str, ...] = ("",)) -> Path:
+    """A folder of links to those files of `folder` whose names end so, as the hub's snapshots are."""
+    links.mkdir()
+    for each in folder.iterdir():
+        if each.name.endswith(names):
+            (links / each.name).symlink_to(each)
+    return links
+
+
+def test_files_of_a_draft_may_be_links(tmp_path: Path):
+    target = TARGET(EAGLE_TARGET)
+    for method, folder in (("draft_model", small_draft_folder()), ("eagle3", eagle_folder())):
+        assert resolved(target, method, _linked(folder, tmp_path / method)).draft is not None
+    assert resolved(_linked(qwen_mtp_folder(), tmp_path / "qwen"), "mtp").draft is not None
+    # Without weights its config.json is read for the head.
+    plan = PlanConfig(enabled=True)
+    assert resolved(_linked(mtp_folder(), tmp_path / "mtp", (".json",)), "mtp", plan=plan).draft is not None
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_damaged_config_of_a_draft_is_named(method: str, tmp_path: Path):
+    folder = shutil.copytree(small_draft_folder() if method == "draft_model" else eagle_folder(), tmp_path / "draft")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match=rf"^{re.escape(str(folder))}/config\.json is not JSON"):
+        resolved(TARGET(EAGLE_TARGET), method, folder)
+
+
 def test_head_as_a_draft_model_names_its_method():
     words = f"speculative_config.model={eagle_folder()} is a head of EAGLE-3: give speculative_config.method=eagle3"
     assert refusal(TARGET(EAGLE_TARGET), "draft_model", eagle_folder()) == words

@@ -311,6 +311,11 @@ def config_path(model_folder: Path) -> Path:
     return path
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a model's config.json, which may be a link. Raises ModelConfigError naming the file."""
+    return _json_object(_content(path), path)
+
+
 def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
     """Read each file once. The end-of-sequence ids of `generation_config.json` come before those of `config.json`.
     Without `with_images` a model that takes them runs with text alone: its tower is not loaded.
