@@ -30,7 +30,7 @@ READ_ONLY: Final = ("https", "http", "hf")
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _USER: Final = re.compile(r"(://)[^/@\s]+@")
-_QUERY: Final = re.compile(r"(\b(?:https?|s3|gs|az|hf)://[^\s?'\"]*\?)[^\s'\")]+")
+_QUERY: Final = re.compile(r"(\b(?:https?|s3|gs|az|hf)://[^\s?'\"]*\?)[^\s'\")]+", re.IGNORECASE)
 _SECRET_NAME: Final = re.compile(
     r"secret|token|password|(account|access)_?key|connection_string|sas|^key$|^pass$", re.IGNORECASE
 )

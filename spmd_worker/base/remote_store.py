@@ -39,6 +39,8 @@ _TRANSIENT_WORDS: Final = (
     "HTTPClient",
 )
 """Errors of these packages with such a word in their class's name."""
+_ABOUT_PATHS: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError, KeyError)
+"""Errors whose text is a path, in which a code says nothing; KeyError is the cause of fsspec's of memory://."""
 _BROKEN: Final = ("HTTPClientError", "ClientPayloadError", "HttpProcessingError")
 """Errors of botocore and aiohttp without a complete answer."""
 _CREDENTIALS: Final = "Credentials"
@@ -214,7 +216,8 @@ def is_transient(error: BaseException) -> bool:
         return False
     # fsspec calls a server that cannot be reached a missing file; the cause says it.
     for each in causes(error):
-        if isinstance(each, ConnectionError | TimeoutError) or any(code in str(each) for code in _TRANSIENT_CODES):
+        text = "" if isinstance(each, _ABOUT_PATHS) else str(each)
+        if isinstance(each, ConnectionError | TimeoutError) or any(code in text for code in _TRANSIENT_CODES):
             return True
         module, kind = type(each).__module__.partition(".")[0], type(each).__name__
         if module in _TRANSIENT_MODULES and any(word in kind for word in _TRANSIENT_WORDS):

@@ -247,6 +247,18 @@ def test_server_out_of_reach_is_no_missing_file(pages, monkeypatch):
     assert caught.value.is_transient
 
 
+def test_code_in_a_name_is_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_store, "_FIRST_PAUSE_S", 0.0)
+    for folder in (f"memory://{tmp_path.name}", f"file://{tmp_path}"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            state_of(f"{folder}/Throttling-study/none.jsonl")
+        assert read_remote(f"{folder}/Throttling-study/none.jsonl") is None
+    (tmp_path / "SlowDown").mkdir()
+    with pytest.raises(RemoteError, match="IsADirectoryError: ") as caught:
+        read_remote(f"file://{tmp_path}/SlowDown")
+    assert not caught.value.is_transient
+
+
 def test_wrong_bucket_and_missing_credentials_are_named(s3, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no such bucket"):
         replace_remote("s3://no-such-bucket/rows.jsonl", b"")
@@ -292,6 +304,7 @@ def test_remote_path_stands_for_a_local_one():
     assert "abc" not in repr(path)
     assert str(file_path("s3://b/part-*.jsonl").with_name("x")) == "s3://b/x"
     assert shown_name("a?b@c") == "a?b@c"
+    assert shown_name("HTTPS://me:pass@host/rows.jsonl?sig=abc") == "HTTPS://host/rows.jsonl?..."
 
 
 @pytest.mark.guarantee("Credentials of remote stores are never shown")
