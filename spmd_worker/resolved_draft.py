@@ -22,7 +22,7 @@ from spmd_worker.model_config.model_config import (
     read_config,
     read_model_files,
 )
-from spmd_worker.model_config.tensor_names import tensor_names
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, tensor_names
 from spmd_worker.ranks.topology import RankLayout
 
 DRAFT_MODEL, MTP, EAGLE3 = "draft_model", "mtp", "eagle3"
@@ -98,7 +98,8 @@ def read_draft(method: str, model: str | None, num_drafts: int, target: Target) 
     except ModelConfigError as error:
         # The target's key is `model.path`.
         raise ModelConfigError(str(error).replace("model.path", "speculative_config.model")) from None
-    if target.needs_weights and not tensor_names(location.folder):
+    # Faults of a file are the loader's to name.
+    if target.needs_weights and not any((location.folder / each).is_file() for each in (SINGLE_FILE, INDEX_FILE)):
         raise ConfigError(f"speculative_config.model={model} has no weights: copy its *.safetensors there too")
     return draft
 

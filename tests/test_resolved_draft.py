@@ -92,6 +92,12 @@ def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
     (folder / "model.safetensors").unlink()
     words = f"speculative_config.model={folder} has no weights: copy its *.safetensors there too"
     assert refusal(TARGET(EAGLE_TARGET), method, folder) == words
+    # A damaged file is there, and is named when it is loaded.
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    worker = Worker(resolved(TARGET(EAGLE_TARGET), method, folder), RankEnvironment())
+    worker.init_device()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: header length"):
+        worker.load_model()
 
 
 def _linked(folder: Path, links: Path, names: tuple[str, ...] = ("",)) -> Path:
