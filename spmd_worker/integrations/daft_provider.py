@@ -22,7 +22,7 @@ try:
     from daft.ai.provider import Provider
     from daft.ai.typing import EmbeddingDimensions, UDFOptions
 except ModuleNotFoundError as error:
-    raise package_error("daft", "daft") from error
+    raise package_error("daft", "daft", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config

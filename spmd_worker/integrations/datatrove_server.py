@@ -30,7 +30,7 @@ try:
     from datatrove.pipeline.inference.types import InferenceError
     from datatrove.utils.logging import logger
 except ModuleNotFoundError as error:
-    raise package_error("datatrove", "datatrove") from error
+    raise package_error("datatrove", "datatrove", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.command import KEY_VARIABLE

@@ -19,7 +19,7 @@ try:
     from datatrove.data import Document, DocumentsPipeline
     from datatrove.pipeline.base import PipelineStep
 except ModuleNotFoundError as error:
-    raise package_error("datatrove", "datatrove") from error
+    raise package_error("datatrove", "datatrove", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows

@@ -45,7 +45,7 @@ try:
     )
     from inspect_ai.tool import ToolChoice, ToolInfo
 except ModuleNotFoundError as error:
-    raise package_error("inspect_ai", "inspect-ai") from error
+    raise package_error("inspect_ai", "inspect-ai", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.engine_models import engine_models

@@ -24,7 +24,7 @@ try:
     )
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise package_error("lm_eval", "lm-eval") from error
+    raise package_error("lm_eval", "lm-eval", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.llm import LLM

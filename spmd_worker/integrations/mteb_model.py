@@ -18,7 +18,7 @@ try:
     from mteb.models.abs_encoder import AbsEncoder
     from mteb.models.model_meta import ScoringFunction
 except ModuleNotFoundError as error:
-    raise package_error("mteb", "mteb") from error
+    raise package_error("mteb", "mteb", error) from error
 
 from numpy.typing import NDArray
 

@@ -20,7 +20,7 @@ try:
     import ray
     from ray.data import ActorPoolStrategy, Dataset
 except ModuleNotFoundError as error:
-    raise package_error("ray", "ray") from error
+    raise package_error("ray", "ray", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows

@@ -13,6 +13,9 @@ def raise_missing_package(package: str, extra: str | None, feature: str, error: 
     raise ConfigError(f"{feature} needs {package}, which is not installed: pip install {wanted}") from error
 
 
-def package_error(package: str, extra: str) -> ModuleNotFoundError:
-    """Error of a module that is of no use without a package: its import raises it."""
-    return ModuleNotFoundError(f"{package} is not installed: pip install 'spmd-worker[{extra}]'", name=package)
+def package_error(package: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Error of a module that is of no use without a package, whose import raised `error`: that one is missing, or it is
+    there and a package or a module that it needs is not.
+    """
+    fault = "is not installed" if error.name == package else f"cannot be imported ({error})"
+    return ModuleNotFoundError(f"{package} {fault}: pip install 'spmd-worker[{extra}]'", name=error.name)
