@@ -183,7 +183,7 @@ def _start(
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
             if before_load is not None:
                 before_load(engine_channel)
-            max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
+            max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog, earlier)
             watchdog.heartbeat.enter("agreeing on the start")
             together = partial(_together, engine_channel, watchdog)
             least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
@@ -233,13 +233,16 @@ def _load(
     channel: ControlChannel,
     engine_channel: ControlChannel,
     watchdog: Watchdog,
+    earlier: EarlierAdapters | None,
 ) -> tuple[int, CacheSizes, OutsideBlocks | None]:
     """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's maximum
-    number of sequences and sizes, and its view of a connector.
+    number of sequences and sizes, and its view of a connector. Folders that may have gone since are not checked again
+    after an `earlier` engine.
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
-    together("checking the adapters", partial(check_folders, config.model))
+    if earlier is None:
+        together("checking the adapters", partial(check_folders, config.model))
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)
     together("loading the model", executor.load_model)
