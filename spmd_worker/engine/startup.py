@@ -77,11 +77,7 @@ def read_run(config: RunConfig) -> ResolvedRun:
     """Resolve a configuration for this process; reads the model's files once and starts nothing. Raises ConfigError,
     ModelConfigError or TokenizerError for an unsupported run.
     """
-    rank = read_rank_environment().rank
-    leave_to_rank_0(rank)
-    if rank == 0:
-        # Others need not see the folder.
-        resolved_media_root(config.job.media_root)
+    leave_to_rank_0(read_rank_environment().rank)
     resolved = resolve_run(config, device_type(config.device))
     check_cache_setting(resolved)
     return resolved
@@ -242,6 +238,9 @@ def _load(
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
     if earlier is None:
+        # Other ranks need not see the folder of media.
+        media_root = config.job.media_root if engine_channel.rank == 0 else None
+        together("checking the folder of media", partial(resolved_media_root, media_root))
         together("checking the adapters", partial(check_folders, config.model))
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)
