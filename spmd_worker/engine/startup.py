@@ -77,11 +77,7 @@ def read_run(config: RunConfig) -> ResolvedRun:
     """Resolve a configuration for this process; reads the model's files once and starts nothing. Raises ConfigError,
     ModelConfigError or TokenizerError for an unsupported run.
     """
-    rank = read_rank_environment().rank
-    leave_to_rank_0(rank)
-    if rank == 0:
-        # Others need not see the folder.
-        resolved_media_root(config.job.media_root)
+    leave_to_rank_0(read_rank_environment().rank)
     resolved = resolve_run(config, device_type(config.device))
     check_cache_setting(resolved)
     return resolved
@@ -183,7 +179,7 @@ def _start(
             check_gpus_not_shared([identity for each in gpus for identity in json.loads(each)])
             if before_load is not None:
                 before_load(engine_channel)
-            max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog)
+            max_num_seqs, sizes, outside = _load(resolved, executor, channel, engine_channel, watchdog, earlier)
             watchdog.heartbeat.enter("agreeing on the start")
             together = partial(_together, engine_channel, watchdog)
             least = channel.minimum((int(all(each.keeps_histories for each in executor.reports())),))
@@ -233,13 +229,19 @@ def _load(
     channel: ControlChannel,
     engine_channel: ControlChannel,
     watchdog: Watchdog,
+    earlier: EarlierAdapters | None,
 ) -> tuple[int, CacheSizes, OutsideBlocks | None]:
     """Load the model and allocate the cache, each phase agreed on by all replicas; returns this replica's maximum
-    number of sequences and sizes, and its view of a connector.
+    number of sequences and sizes, and its view of a connector. Folders that may have gone since are not checked again
+    after an `earlier` engine.
     """
     config = resolved.config
     together = partial(_together, engine_channel, watchdog)
-    together("checking the adapters", partial(check_folders, config.model))
+    if earlier is None:
+        # Other ranks need not see the folder of media.
+        media_root = config.job.media_root if engine_channel.rank == 0 else None
+        together("checking the folder of media", partial(resolved_media_root, media_root))
+        together("checking the adapters", partial(check_folders, config.model))
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved)
     together("loading the model", executor.load_model)

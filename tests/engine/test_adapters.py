@@ -257,16 +257,19 @@ def test_stack_has_its_matrices_elsewhere_and_back(make: Any):
 
 def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     changing = write_lora(tmp_path / "changing", 8)
-    names = {"b": str(folder / "b"), "a": str(folder / "a")}
-    with LLM(MODEL, **{**OPTIONS, "max_cpu_loras": 5}, adapters=names) as llm:
-        assert [each.name for each in llm.llm_engine.scheduler.adapters.entries.values()] == ["a", "b"]
-        assert llm.llm_engine.scheduler.limits.max_loras == 2
+    gone = shutil.copytree(folder / "b", tmp_path / "gone")
+    names = {"b": str(folder / "b"), "a": str(folder / "a"), "gone": str(gone)}
+    with LLM(MODEL, **{**OPTIONS, "max_cpu_loras": 6}, adapters=names) as llm:
+        assert [each.name for each in llm.llm_engine.scheduler.adapters.entries.values()] == ["a", "b", "gone"]
+        assert llm.llm_engine.scheduler.limits.max_loras == 3
         digests = [llm.llm_engine.adapters.digest_of_name(name) for name in "ab"]
         requests = [LoRARequest("a", 1, names["a"]), LoRARequest("c", 7, str(folder / "c"))]
         expected = tokens_with(llm, *requests)
         llm.add_lora(LoRARequest("changing", 8, changing))
         llm.add_lora(LoRARequest("tensors", 9, lora_tensors=lora_tensors(3), peft_config=CONFIG))
         write_lora(tmp_path / "changing", 9)
+        # Before, the check of a first start made this one fatal.
+        shutil.rmtree(gone)
         llm.pin_lora(7)
         # By the name of one of the configuration, from another folder.
         llm.add_lora(LoRARequest("b", 10, str(folder / "c")))
@@ -276,6 +279,7 @@ def test_folders_are_loaded_again_after_a_restart(folder: Path, tmp_path: Path, 
         assert llm.list_loras() == llm.llm_engine.executor.list_loras() == {1, 2, 7, 10}
         pinned = {number for number, each in llm.llm_engine.scheduler.adapters.entries.items() if each.is_pinned}
         assert pinned == {1, 2, 7, 10}
+        assert "adapter 3 ('gone') is not loaded any more: " in caplog.text
         assert "adapter 8 ('changing') is not loaded any more: " + changing in caplog.text
         assert "adapter 9 ('tensors') is not loaded any more: it was given as tensors" in caplog.text
         assert [llm.llm_engine.scheduler.adapters.entries[number].digest for number in (1, 2)] == digests

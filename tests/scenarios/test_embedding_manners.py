@@ -345,6 +345,14 @@ def a_folder_without_a_model_leaves_the_callers_groups_working() -> None:
 
 
 @check
+def a_folder_of_media_that_is_missing_fails_on_both() -> None:
+    """Before, on rank 0 alone, and rank 1 waited for it."""
+    with nothing_is_left(), pytest.raises(RankFailedError, match=r"^rank 0 failed while .*=/none is not a folder"):
+        new_llm(allowed_local_media_path="/none")
+    check_the_callers_groups()
+
+
+@check
 def a_damaged_checkpoint_on_one_rank_fails_on_both_and_leaves_the_callers_groups_working() -> None:
     with nothing_is_left(), tempfile.TemporaryDirectory() as folder:
         model = Path(shutil.copytree(MODEL, Path(folder) / "model"))

@@ -176,8 +176,9 @@ class WeightCalls:
         """
         if verify and self._engine.config.model.quantization is not None:
             raise ValueError("verify compares what is held with the tensors given, which quantization rounds")
-        weights = list(pairs_of(weights)) if verify else weights
         with self.weight_update():
+            # Here, as errors of one rank's weights must reach the others.
+            weights = list(weights) if verify and not isinstance(weights, Mapping) else weights
             self.update_weights(weights, group=group, bucket_bytes=bucket_bytes)
         if verify:
             expected = self.digests_of(weights, group=group)

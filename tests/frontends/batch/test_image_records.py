@@ -10,15 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from door_rows import MODEL
 from image_doors import WRITTEN
 from media_models import media_folder, noise, saved
 
+from launch import prefault_cache
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import JobConfig, RowLimits, RunConfig
+from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import delete_remote
 from spmd_worker.base.remote_names import file_path
 from spmd_worker.compat.image_prompts import media_digest
+from spmd_worker.engine.startup import read_run
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.run_dir import image_answers as answers_module
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
@@ -31,6 +36,7 @@ from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.image_processor import read_image_processor
 from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.ranks.environment import RankEnvironment
 
 ONE, OTHER = "11" * 16, "ff" * 15 + "00"
 
@@ -95,10 +101,20 @@ def test_manifest_of_text_has_no_entries_of_images(folder: Path):
         resolved_media_root(str(folder / "none"))
 
 
-def test_missing_root_is_found_before_the_model():
-    """Before, each prompt failed. The model is not there either."""
+def test_missing_root_is_found_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before, each prompt failed; then, jobs on CPUs whose model takes text alone, which are read another way, passed,
+    and a program that reads the run on a machine without the folder did not.
+    """
+    monkeypatch.setattr(UniProcExecutor, "load_model", lambda _: pytest.fail("the model is loaded"))
     with pytest.raises(ConfigError, match="allowed_local_media_path=/none is not a folder: give the one below which"):
-        LLM("/none", allowed_local_media_path="/none")
+        LLM(MODEL, device="cpu", num_blocks=64, allowed_local_media_path="/none")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    paths = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out.jsonl"), "media_root": "/none"}
+    model, cache = ModelOptions(path=MODEL), CacheConfig(num_blocks=64)
+    config = RunConfig(model=model, cache=cache, job=JobConfig(**paths), device="cpu")
+    with pytest.raises(ConfigError, match=r"job\.media_root=/none is not a folder"):
+        run_job(config, RankEnvironment(), resolved=prefault_cache(config, RankEnvironment()))
+    assert read_run(config).config == config
 
 
 def test_folder_of_images_needs_pillow(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
