@@ -114,12 +114,14 @@ def test_unknown_prompt_key_is_an_error(llm: LLM, extra: dict[object, object], w
 
 
 def test_prompt_without_text_or_ids_is_an_error(llm: LLM):
-    for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
+    for prompt in ({}, {"prompt": None}):
         (output,) = run(llm, prompt, on_error="row")
         assert (
             output.error
             == f"a prompt needs text under prompt, prompt_token_ids or prompt_embeds; this one has {[*prompt]}"
         )
+    (output,) = run(llm, {"prompt": [1, 2]}, on_error="row")
+    assert output.error == "prompt=[1, 2] must be text: token ids are given as prompt_token_ids"
 
 
 def test_invalid_prompt_gets_error_row_among_answers(llm: LLM):

@@ -257,7 +257,7 @@ def _encode_mapping(
         return encoded
     if isinstance(prompt.get("prompt"), str):
         return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
-    if "prompt" in prompt:
+    if prompt.get("prompt") is not None:
         text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
         return Encoded(None, (), text)
     keys = "text under prompt, prompt_token_ids or prompt_embeds"

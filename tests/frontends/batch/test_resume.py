@@ -499,7 +499,7 @@ def test_failed_sync_ends_job_and_resume_completes(
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
-@pytest.mark.parametrize("file", ["manifest.json.partial", ""])
+@pytest.mark.parametrize("file", ["manifest.json", ""])
 def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], file: str):
     """Limits the size of each file: the manifest; after the first row the lines, of which the last do not fit."""
     write_rows(tmp_path)
