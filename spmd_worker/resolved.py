@@ -167,7 +167,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
             "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
             "config.json is enough)"
         )
-    _check_connector(config.cache)
+    if not config.plan.enabled:
+        # A plan is made where folders and packages of the ranks may be missing.
+        _check_connector(config.cache)
     location = find_model(config)
     with_images = takes_images(config) and (config.plan.enabled or has_image_processor(location.folder))
     files = read_model_files(location.folder, with_images=with_images)
@@ -200,6 +202,9 @@ def _check_connector(cache: CacheConfig) -> None:
         check_connector(cache.connector, cache.connector_options or {})
     except ValueError as error:
         raise ConfigError(f"cache.connector={cache.connector}: {error}") from error
+    except OSError as error:
+        way_out = "give cache.connector_options that can be used here"
+        raise ConfigError(f"cache.connector={cache.connector}: {error}: {way_out}") from error
 
 
 def takes_images(config: RunConfig) -> bool:

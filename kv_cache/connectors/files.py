@@ -32,11 +32,13 @@ def connect(context: ConnectorContext) -> "FileConnector":
 
 
 def check_options(options: Mapping[str, str]) -> tuple[Path, int]:
-    """Folder and its limit in bytes. Raises ConnectorError for invalid options, and a folder that cannot be made."""
+    """Folder and its limit in bytes. Raises ConnectorError for invalid options, and a folder that cannot be made; one
+    that exists may be read-only, to be loaded from. OSError if it cannot be looked at.
+    """
     check_names(options, _OPTIONS)
     folder, limit_bytes = Path(given_text(options, "folder")).expanduser().absolute(), gib_bytes(options, "10")
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+    if not (nearest.is_dir() and (nearest == folder or os.access(nearest, os.W_OK | os.X_OK))):
         raise ConnectorError(
             f"folder={folder} cannot be written ({nearest} is no folder that you may write to): choose another folder"
         )

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ def test_unusable_connector_is_named(options: dict[str, Any], words: str):
         ("memory_connector:nothing", {}, "memory_connector has no function nothing"),
         (FILES, {"folde": "kv"}, "it has no option 'folde': cache.connector_options takes folder"),
         (FILES, {"folder": f"{__file__}/kv"}, r"folder=.*/kv cannot be written \(.*test_kv_connector.py is no folder"),
+        (FILES, {"folder": f"/{'a' * 300}"}, ".*File name too long: .*: give cache.connector_options that can"),
         (FILES, {"folder": "kv", "gib": "much"}, "gib='much' must be a number of GiB above 0, such as 20"),
         (SHARED_MEMORY, {"name": "a", "role": "both"}, "role='both' is not one of producer, consumer"),
     ],
@@ -217,9 +219,11 @@ def test_connector_is_checked_without_a_model(
     (tmp_path / "broken_connector.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     cache = CacheConfig(connector=connector, connector_options=options or None)
-    config = RunConfig(plan=PlanConfig(enabled=True), model=ModelOptions(path=str(MODEL)), cache=cache)
+    config = RunConfig(model=ModelOptions(path=str(MODEL)), cache=cache)
     with pytest.raises(ConfigError, match=rf"cache\.connector={connector}: {words}"):
         resolve_run(config, "cpu")
+    # The ranks of a plan may run elsewhere.
+    resolve_run(replace(config, plan=PlanConfig(enabled=True)), "cpu")
 
 
 def test_connector_needs_digests():

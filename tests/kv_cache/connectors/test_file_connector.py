@@ -237,6 +237,18 @@ def test_folder_that_cannot_be_written_is_an_error(tmp_path: Path):
         connect(context_of(tmp_path / "file")).scheduler_half()
 
 
+def test_read_only_folder_is_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: refused at the start. Control: a folder that has to be made there."""
+    saved(halves(context_of(tmp_path))[1], 1, 0)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    finder, mover, memory = halves(context_of(tmp_path))
+    assert finder.find(NAMES) == 1
+    assert loaded(mover, 1, (0, 3)) == (1,)
+    assert memory.blocks[3] == bytes([0]) * SIZE
+    with pytest.raises(ConnectorError, match=r"new cannot be written .* is no folder that you may write to"):
+        connect(context_of(tmp_path / "new"))
+
+
 def test_evictions_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="kv_cache")
     saved(halves(context_of(tmp_path))[1], 1, 0, 1)
