@@ -50,6 +50,9 @@ def check_folders(model: ModelOptions) -> None:
             rank = read_peft_config(folder).rank_of_all
         except AdapterError as error:
             raise ConfigError(f"{key}: {error}") from None
+        except Exception as error:  # the other ranks must learn of any failure
+            way_out = "save the adapter again"
+            raise ConfigError(f"{key}: {folder} cannot be read: {type(error).__name__}: {error}: {way_out}") from error
         # A merged adapter needs no room.
         if key != "model.lora_merge" and rank > model.max_lora_rank:
             rule = f"above model.max_lora_rank={model.max_lora_rank}: raise it"

@@ -304,11 +304,13 @@ def test_any_failure_to_read_a_prompt_adapter_is_told_to_all_ranks(tmp_path: Pat
     path = str(write_prompt_adapter(tmp_path / "soft", 128, 4, 1))
 
     def read(_: str) -> None:
-        raise RuntimeError("no reader")
+        raise KeyError("no reader")
 
-    monkeypatch.setattr(startup, "check_folders", lambda _: None)
     monkeypatch.setattr(adapters_at_start, "read_prompt_adapter", read)
-    with pytest.raises(AdapterError, match=r"^rank 0: RuntimeError: no reader"):
+    with pytest.raises(ConfigError, match=r"prompt_adapters\.soft: .*soft cannot be read: KeyError: 'no reader'"):
+        LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
+    monkeypatch.setattr(startup, "check_folders", lambda _: None)
+    with pytest.raises(AdapterError, match=r"^rank 0: KeyError: 'no reader'"):
         LLM(MODEL, device="cpu", num_blocks=64, prompt_adapters={"soft": path})
 
 

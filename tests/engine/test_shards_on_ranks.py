@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ def main(folder: Path) -> None:
             found["left out"] = outcome_of(lambda given=own: llm.update_weights(given))
             found["left out at the end"] = outcome_of(lambda given=own: llm.update_weights(iter(given)))
             found["unchanged"] = llm.tensor_digests()
+            # Before, with `verify`, the other rank waited in its update; in one engine, at the end of it.
+            wrong: Any = whole if dist.get_rank() else whole.items()
+            group = dist.group.WORLD if size == 1 else None
+            found["a dict"] = outcome_of(partial(llm.load_weights, wrong, group=group, verify=True))
             seen[str(size)] = found
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
@@ -99,6 +104,11 @@ def test_shards_of_fsdp_give_whole_weights(tmp_path: Path):
             assert found["log-probabilities"] == expected
             for case in ("left out", "left out at the end"):
                 assert re.match(r"RanksDisagreeError: tensor \d+ of the update is", found[case]), found[case]
+    for size in "12":
+        others, own = (report[size]["a dict"] for report in reports)
+        assert own == "TypeError: weights are a dict: give its items(), pairs of a name and a tensor"
+        assert others.startswith("RankFailedError: rank 1 ")
+        assert own in others
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -176,12 +176,18 @@ class WeightCalls:
         """
         if verify and self._engine.config.model.quantization is not None:
             raise ValueError("verify compares what is held with the tensors given, which quantization rounds")
+        given: list[tuple[str, torch.Tensor]] = []
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            # Inside the update: an error of one rank's weights is told to the others.
+            for pair in pairs_of(weights):
+                given.append(pair)
+                yield pair
+
         with self.weight_update():
-            # Here, as errors of one rank's weights must reach the others.
-            weights = list(weights) if verify and not isinstance(weights, Mapping) else weights
-            self.update_weights(weights, group=group, bucket_bytes=bucket_bytes)
+            self.update_weights(noted() if verify else weights, group=group, bucket_bytes=bucket_bytes)
         if verify:
-            expected = self.digests_of(weights, group=group)
+            expected = self.digests_of(given, group=group)
             held = CheckCalls(self._engine, self._turns).tensor_digests()
             differing = next((name for name, digest in expected.items() if held[name] != digest), None)
             if differing is not None:
