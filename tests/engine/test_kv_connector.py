@@ -215,7 +215,7 @@ def test_unusable_connector_is_named(options: dict[str, Any], words: str):
 def test_connector_is_checked_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, options: dict[str, str], words: str
 ):
-    """What is known before weights are loaded. Before, they were loaded first."""
+    """Names and options are known before weights, which were loaded first."""
     (tmp_path / "broken_connector.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     cache = CacheConfig(connector=connector, connector_options=options or None)

@@ -177,6 +177,6 @@ _WITH_OWN_TENSORS: Final = (
     *("gemma3_images", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"),
 )
 LIKE_OTHERS_IN_FILES: Final = tuple(name for name in LIKE_OTHERS if name not in _WITH_OWN_TENSORS)
-"""Of those the cases whose tensors have the names and order of Llama's, or those of another case of the same family:
-their shards, stages and views are in the stress tier.
+"""Cases whose tensors have the names and order of Llama's, or those of another case of the same family: their shards,
+stages and views are in the stress tier.
 """

@@ -77,7 +77,7 @@ def cases_of(kernels: RecurrentKernels, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def kept_counts(shifts: Iterable[int] = range(max(COUNTS))) -> Iterator[list[int]]:
-    """Of the sequences, each of them 1 token to all, or `shifts` of these; 0 of padding, which nothing reads."""
+    """Kept counts of the sequences: each of them 1 token to all, or `shifts` of these; 0 of padding, never read."""
     for shift in shifts:
         yield [shift % count + 1 if slot >= 0 and count else 0 for slot, count in zip(SLOTS, COUNTS, strict=True)]
 

@@ -54,14 +54,14 @@ def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
 
 @functools.cache
 def plain_library(architecture: str) -> build.Built:
-    """As users have it."""
+    """The library as users have it, on disk."""
     built = build.build(architecture)
     assert isinstance(built, build.Built), built
     return built
 
 
 def built_for_tests(architecture: str, *flags: str, linked_to: Path | None = None) -> build.Built:
-    """With more flags; `linked_to`: a library of all sources, from which those come that AMX does not change."""
+    """A library with more flags; `linked_to`: one of all sources, from which those come that AMX does not change."""
     more = [] if linked_to is None else ["-Wl,--no-as-needed", str(linked_to)]
     sources = [each for each in build._sources() if linked_to is None or each.suffix != ".cpp" or reaches_amx(each)]
     with (
@@ -79,7 +79,7 @@ _CALLED = re.compile(r"\bspmd_(gemm|int8_gemm|attend|write)")
 
 
 def reaches_amx(source: Path) -> bool:
-    """Whether a source includes amx.h, or calls functions of one that does."""
+    """True if a source includes amx.h, or calls functions of one that does."""
     found, names = {source.name}, [source.name]
     while names:
         text = (source.parent / names.pop()).read_text(encoding="utf-8")
@@ -97,7 +97,7 @@ def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
 
 
 def has_flags_of_users() -> bool:
-    """Whether a test of the stress tier runs the gate's tests again, with these libraries as users have them."""
+    """True if a test of the stress tier runs the gate's tests again, with these libraries as users have them."""
     return bool(os.environ.get("TESTS_FLAGS_OF_USERS"))
 
 
@@ -172,7 +172,7 @@ def _each(instruction_sets: Iterable[str]) -> pytest.MarkDecorator:
 
 each_library = _each(INSTRUCTION_SETS)
 each_vector_library = _each(each for each in INSTRUCTION_SETS if each not in (WITHOUT_AMX, EMULATED))
-"""For kernels that have nothing to do with AMX: those of the other libraries are the native one's own."""
+"""Libraries for kernels that have nothing to do with AMX: those of the others are the native one's own."""
 
 
 def library_for(instruction_set: str) -> NativeLibrary:

@@ -30,7 +30,7 @@ class Drafter(Protocol):
     """Layers of the target before which it reads the residual stream."""
 
     takes_media: bool
-    """Whether it computes from rows of images."""
+    """True if it computes from rows of images."""
 
     def begin(
         self,
