@@ -1,6 +1,7 @@
 """Rows for models with recurrent states, and answers in all digits."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from spmd_worker import RequestOutput, SamplingParams
@@ -16,12 +17,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def state_rows(num_rows: int = 6, num_samples: int = 1) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Rows that share 70 tokens, more than the 64 after which a state is kept, two lengths of which end on the grid."""
+def state_rows(
+    num_rows: int = 6, num_samples: int = 1, lengths: Sequence[int] = (1, 58, 90, 121, 33, 5, 60, 12)
+) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Rows that share 70 tokens, more than the 64 after which a state is kept, two lengths of which end on the grid.
+    `lengths`: of what each has after them.
+    """
     chance = random.Random(3)
     head = [chance.randrange(5, 90) for _ in range(70)]
     rows, params = [], []
-    for index, length in enumerate((1, 58, 90, 121, 33, 5, 60, 12)[:num_rows]):
+    for index, length in enumerate(lengths[:num_rows]):
         tail = [chance.randrange(5, 90) for _ in range(length)]
         rows.append({"prompt_token_ids": (head if index % 3 else head[:10]) + tail})
         params.append(
