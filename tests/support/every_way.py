@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conv_checkpoints import CASES as CONV_CASES
-from delta_checkpoints import DELTA_CASES, delta_folder
+from delta_checkpoints import delta_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
-from kimi_checkpoints import KIMI_CASES, kimi_folder
-from latent_checkpoints import CASES as LATENT_CASES
+from kimi_checkpoints import kimi_folder
 from latent_checkpoints import latent_folder
-from mamba_checkpoints import MAMBA_CASES, mamba_folder
-from recent_checkpoints import CASES as RECENT_CASES
+from mamba_checkpoints import mamba_folder
 from recent_checkpoints import recent_folder
 from state_models import state_folder
 from state_rows import SETTINGS, state_rows
@@ -25,33 +22,25 @@ from kv_cache.block import BlockHash
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.model_config.model_config import read_model_files
 
-EXPERTS = (
-    "granite_moe_swa",
-    "hy_v3",
-    "exaone_moe",
-    "ernie_moe",
-    "solar_open",
-    "hunyuan_moe",
-    "flex_olmo",
-    "phimoe",
-    "step3p7",
-)
-DENSE = ("granite_swa", "nanochat")
+_EXPERTS = ("granite_moe_swa", "hy_v3", "exaone_moe", "ernie_moe", "solar_open", "hunyuan_moe", "flex_olmo", "phimoe")
 _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
-    "convolutions": (tuple(CONV_CASES), state_folder),
-    "delta nets": (tuple(DELTA_CASES), delta_folder),
-    "latent": (tuple(LATENT_CASES), latent_folder),
-    "mamba": (tuple(MAMBA_CASES), mamba_folder),
-    "recent": (tuple(RECENT_CASES), recent_folder),
-    "kimi": (tuple(KIMI_CASES), kimi_folder),
-    "experts": (EXPERTS, expert_folder),
-    "dense": (DENSE, family_folder),
+    "convolutions": (("lfm2", "lfm2_moe", "lfm3"), state_folder),
+    "delta nets": (("qwen3_5", "qwen3_5_images", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"), delta_folder),
+    "latent": (
+        ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k25"),
+        latent_folder,
+    ),
+    "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba"), mamba_folder),
+    "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
+    "kimi": (("kimi_linear",), kimi_folder),
+    "experts": ((*_EXPERTS, "step3p7"), expert_folder),
+    "dense": (("granite_swa", "nanochat"), family_folder),
 }
 Kept = dict[tuple[str, bytes, int], torch.Tensor]
 """Bytes by "block" or "state", name, and layer, or kind of state."""
 
 KINDS = {f"{part} {name}": (name, folder) for part, (names, folder) in _FOLDERS.items() for name in names}
-"""Each with its case and the function that writes it."""
+"""One of each architecture: its case and the function that writes it."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
