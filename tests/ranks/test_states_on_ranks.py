@@ -58,7 +58,8 @@ def check(names: list[str], tmp_path: Path, layouts: list[str]) -> None:
             compare(first[f"{name} {layout}"], expected, layout)
             assert first[f"{name} {layout}"] == second[f"{name} {layout}"]
             num_preemptions, num_hits = first[f"{name} {layout} counts"]
-            assert num_preemptions > 0 or layout == "data"
+            # Blocks behind the windows of LFM3 go back to the pool, so no row of it is preempted.
+            assert num_preemptions > 0 or layout == "data" or name == "lfm3"
             assert num_hits > 0
 
 
