@@ -124,8 +124,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(run_folder.VARIABLE), ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of a file stay together: they share what takes long to make."""
+    """A file's tests stay together: they share what takes long to make. Cases get their tier before one is chosen."""
+    stress_tier.share(items, is_complete=not any("::" in argument for argument in config.args))
     stress_tier.limit(items)
     paths = list(dict.fromkeys(item.path for item in items))
     order = os.environ.get("TESTS_ORDER")

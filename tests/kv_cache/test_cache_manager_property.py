@@ -123,6 +123,14 @@ class StoresWhenTheTransferEnds(Memories):
         super().store(block_ops)
 
 
+@pytest.mark.gate(
+    "StoresAfterTheCopies",
+    "CopiesBeforeItSwapsOut",
+    "LoadsFirst",
+    "StoresLast",
+    "CopiesNothing",
+    "SwapsInBeforeItSwapsOut",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "memories",
@@ -247,6 +255,7 @@ class ForgetsNoPlace(Transfers):
         self._loading.clear()
 
 
+@pytest.mark.gate("parts0-*", "parts1-*", "parts2-*", "parts3-*", "parts4-*", "parts9-*")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("parts", "message"),
@@ -332,6 +341,9 @@ class LoadsWhatItDroveOut(CacheManager):
             del connector.load, self._transfers.load
 
 
+@pytest.mark.gate(
+    "WritesOver*", "SwapsOutWhat*", "LoadsWhat*", "ForgetsWhat*", "ManagerThat*", "NeverCopies*", "ForgetsTo*"
+)
 @pytest.mark.parametrize(
     ("manager", "message"),
     [

@@ -255,6 +255,7 @@ def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
     ]
 
 
+@pytest.mark.gate("gemma2", "apertus", "cohere2", "glm4", "phi3_long", "gpt2", "olmo2")
 @quick("glm4", slow=LIKE_OTHERS)
 def test_greedy_ids_are_transformers(name: str):
     """LongRoPE: those rows that stay on one side of the original length."""
@@ -299,6 +300,7 @@ def each_type() -> list[Any]:
     return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
+@pytest.mark.gate("gpt2-*", "gemma2-*", "phi3_long-*", "olmo2-*", "ministral3-*")
 @pytest.mark.parametrize(("name", "dtype"), each_type())
 def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
@@ -408,6 +410,29 @@ def row_of(config: ModelConfig) -> Family:
     return row.variants[config.variant - 1].family if config.variant else row
 
 
+@pytest.mark.gate(
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Olmo3ForCausalLM",
+    "Ministral3ForCausalLM",
+    "GraniteForCausalLM",
+    "GlmForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "NanoChatForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Exaone4ForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "NemotronForCausalLM",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "architecture",
@@ -500,6 +525,7 @@ def files_of_names(folder: Path, config: dict[str, Any], *heads: str) -> Path:
     return folder
 
 
+@pytest.mark.gate("None-None", "True-False", "False-True", "True-None", "None-True")
 @pytest.mark.parametrize("of_text", [True, False, None])
 @pytest.mark.parametrize("of_whole", [True, False, None])
 def test_text_part_ties_its_head_as_transformers(of_whole: bool | None, of_text: bool | None, tmp_path: Path):
@@ -546,6 +572,7 @@ def test_both_parts_of_paddleocr_tie_by_default(tmp_path: Path):
             assert found == list(is_tied), (of_whole, of_text)
 
 
+@pytest.mark.gate("janus", "internvl", "paddleocr_vl")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=() if each == "janus" else pytest.mark.matrix) for each in TIED_BY_DEFAULT.values()],
@@ -695,6 +722,7 @@ def each_with_new_entries() -> list[Any]:
     return found
 
 
+@pytest.mark.gate("Gemma3ForCausalLM", "GPT2LMHeadModel", "StableLmForCausalLM", "GraniteForCausalLM")
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("architecture", each_with_new_entries())
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):

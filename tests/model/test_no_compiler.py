@@ -57,6 +57,7 @@ def test_runs_without_compiler_and_warns_once(
     assert with_compiler.stdout == done.stdout
 
 
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names",

@@ -130,6 +130,7 @@ def test_stages_of_two_ranks_match_one_rank(tmp_path: Path, before: str):
             assert [each["token_ids"] for each in ours["outputs"]] == [each["token_ids"] for each in theirs["outputs"]]
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_stage_check_detects_ungathered_shared_rows(tmp_path: Path):
     """Negative control: the residual stream as this rank has it, with the other rank's rows as they were."""
@@ -139,6 +140,7 @@ def test_stage_check_detects_ungathered_shared_rows(tmp_path: Path):
     assert tokens != [[each["token_ids"] for each in answer["outputs"]] for answer in one_rank("llama_tied")]
 
 
+@pytest.mark.stress
 @pytest.mark.control("Stages: one rank's bits")
 def test_stage_check_detects_lost_hidden_states(tmp_path: Path):
     """Negative control."""

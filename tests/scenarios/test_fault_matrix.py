@@ -145,6 +145,7 @@ def test_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ran
     assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_job_without_fault_leaves_no_record(tmp_path: Path):
     """Negative control."""

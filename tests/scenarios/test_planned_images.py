@@ -121,6 +121,7 @@ def test_batched_and_cached_prompts_have_the_bits_of_alone(llm: LLM, expected: l
     assert expected[1] != expected[5]
 
 
+@pytest.mark.gate("recompute")
 @pytest.mark.parametrize(
     ("options", "vision"),
     [

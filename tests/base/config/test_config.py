@@ -375,6 +375,7 @@ def test_config_paths_equal_the_shell_arguments():
     assert of_all("b=c", "'a'", option="d") == ["d"] * len(PATHS)
 
 
+@pytest.mark.gate("job.input", "model.path")
 @pytest.mark.parametrize("key", PATHS)
 def test_odd_path_leaves_other_keys_unchanged(key: str):
     number = PATHS.index(key)
