@@ -7,8 +7,6 @@ makes ten jobs of ten thousand, sampled with TESTS_SEED.
 
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -179,19 +177,13 @@ def check_rows(tmp_path: Path, num_rows: int, number: int) -> Counter[str]:
     chance.shuffle(lines)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
     command = [
-        *(
-            sys.executable,
-            str(ranks.REPOSITORY / "launch.py"),
-            f"model.path={MODEL}",
-            "device=cpu",
-            "model.dtype=float32",
-        ),
+        *(str(ranks.REPOSITORY / "launch.py"), f"model.path={MODEL}", "device=cpu", "model.dtype=float32"),
         *("cache.num_blocks=2048", "limits.max_n=4", "limits.max_tokens=8", "sampling.max_tokens=2"),
         *("limits.max_prompt_tokens=200", f"job.input={tmp_path / 'rows.jsonl'}"),
         f"job.output={tmp_path / 'out.jsonl'}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ranks.run_script(command, LIMIT_S)
+    assert done.returncode == 0, done.output
     answers = (tmp_path / "out.jsonl").read_bytes().splitlines()
     codes = codes_of(lines, answers)
     assert codes["well"] > num_rows // 20, codes
