@@ -122,6 +122,7 @@ def test_the_comparison_sees_ids_that_go_astray(expected: list[Any], monkeypatch
         assert answers(llm) != expected
 
 
+@pytest.mark.stress
 def test_worker_processes_answer_as_one_does(expected: list[Any]):
     with (
         forked(),

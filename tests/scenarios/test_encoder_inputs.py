@@ -329,6 +329,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "layout",
     [

@@ -244,6 +244,7 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str
             assert num_drafted > 20
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
     completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)

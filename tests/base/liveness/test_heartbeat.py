@@ -227,6 +227,7 @@ def looking_at_threads(way: str, num_looks: int, looks: Path) -> Iterator[subpro
         process.wait()
 
 
+@pytest.mark.stress
 def test_location_never_deadlocks_with_threads_and_collection(tmp_path: Path):
     with looking_at_threads("ours", NUM_LOOKS, tmp_path / "looks") as process:
         assert process.wait(LIMIT_S) == 0

@@ -253,6 +253,7 @@ def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numb
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == kept
 
 
+@pytest.mark.stress
 @pytest.mark.control("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""

@@ -191,6 +191,7 @@ def test_remote_shards_merge_to_the_local_job(s3, answers, tmp_path, monkeypatch
     assert read_remote(f"{s3.bucket}/merged.jsonl") == answers
 
 
+@pytest.mark.stress
 def test_remote_shards_in_parts_merge_to_local_job(s3, answers, tmp_path, monkeypatch):
     """Regression: parts of shards were rejected."""
     monkeypatch.chdir(tmp_path)
@@ -400,6 +401,7 @@ def test_claim_check_detects_unnamed_runs(s3):
         claim_folder(pattern, run="second")
 
 
+@pytest.mark.stress
 def test_merge_that_was_killed_is_repeated(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))

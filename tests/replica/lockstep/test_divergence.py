@@ -139,6 +139,7 @@ def test_divergence_by_lost_message_ends_ranks_with_70(tmp_path, name):
     check_step(run(name, tmp_path), tmp_path, IN_A_MESSAGE[name])
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",

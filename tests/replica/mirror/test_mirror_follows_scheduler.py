@@ -19,6 +19,7 @@ each_number = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.stress
 @each_number
 def test_mirror_equals_scheduler_in_random_histories(num_histories: int):
     seen = seen_in_histories(num_histories, nums_of_ids=(1,))
