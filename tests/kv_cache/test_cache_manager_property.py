@@ -10,6 +10,7 @@ from cache_simulation import Memories, make_simulation, move
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from property_examples import num_examples
 
 from kv_cache.block_pool import BlockPool
 from kv_cache.cache_manager import CacheManager
@@ -45,7 +46,9 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
 
 TestCacheManagerMachine = CacheManagerMachine.TestCase
-TestCacheManagerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCacheManagerMachine.settings = settings(
+    max_examples=num_examples(150), stateful_step_count=50, deadline=None
+)
 
 
 # --- negative controls: the same random life with one thing broken must be noticed --------------------------------

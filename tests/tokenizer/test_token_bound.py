@@ -82,7 +82,7 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.finding(number="B1")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(backend=backends(), texts=st.lists(TEXTS, min_size=1, max_size=6))
 def test_token_bound_never_exceeds_the_encoder_count(backend, texts):
     bound = token_bound(backend)
