@@ -46,9 +46,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
 
 TestCacheManagerMachine = CacheManagerMachine.TestCase
-TestCacheManagerMachine.settings = settings(
-    max_examples=num_examples(150), stateful_step_count=50, deadline=None
-)
+TestCacheManagerMachine.settings = settings(max_examples=num_examples(150), stateful_step_count=50, deadline=None)
 
 
 # --- negative controls: the same random life with one thing broken must be noticed --------------------------------
