@@ -152,7 +152,7 @@ def hypothetical(count: int, number: int) -> list[bytes]:
 @pytest.mark.guarantee("A bad row is an error row, the job goes on")
 @pytest.mark.matrix
 def test_fuzzed_rows_get_one_ordered_object_each(tmp_path: Path):
-    check_rows(tmp_path, 1_000, 1)
+    check_rows(tmp_path, 1_000, 2)
 
 
 @pytest.mark.stress
