@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import quick_sync
 import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
@@ -31,6 +32,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 drop_settings(os.environ)
+quick_sync.make_quick()
 
 TESTS = str(Path(__file__).resolve().parent)
 
