@@ -105,6 +105,7 @@ def test_uneven_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     check(by_rank, [[0, 1], [1, 3]])
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_three_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     """Each stage has one layer."""

@@ -35,6 +35,7 @@ def run(script: str, *arguments: str | Path) -> ranks.CompletedRanks:
     return ranks.run_script([ROOT / "scripts" / script, *arguments], timeout_s=240)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_throughput_reports_its_parts_floor_and_ids(rows: Path, tmp_path: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--ids", tmp_path / "ids.json")

@@ -280,6 +280,7 @@ def test_divergence_under_torchrun_lets_four_ranks_exit_70(tmp_path, name):
     check_torchrun(name, tmp_path, 4)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_rank_hanging_in_collective_ends_after_launchers_signal():
     """No handler of Python's runs while native code waits; without a reason to report it leaves with the signal's."""
