@@ -187,6 +187,7 @@ def test_shutdown_fails_pending_calls():
             executor.collective_rpc("echo")
 
 
+@forked
 def test_shutdown_leaves_no_resources():
     with plain():
         pass

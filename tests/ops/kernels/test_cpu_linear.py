@@ -487,6 +487,7 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.output
 
 
+@pytest.mark.gate("bfloat16")
 @pytest.mark.matrix
 @each_dtype
 @looped("has_bias", [False, True])
