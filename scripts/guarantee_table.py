@@ -40,12 +40,11 @@ class Guarantee:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("output", type=Path, nargs="?", default=TARGET, metavar="OUT.md", help="the page to write")
-    parser.parse_args().output.write_text(document(ROOT / "tests"), encoding="utf-8")
+    parser.parse_args().output.write_text(document(guarantees(ROOT / "tests")), encoding="utf-8")
 
 
-def document(tests: Path) -> str:
+def document(found: dict[str, Guarantee]) -> str:
     """The page, its guarantees in the order of their first tests' files."""
-    found = guarantees(tests)
     return HEAD + "".join(_row(words, found[words]) for words in sorted(found, key=lambda words: found[words].tests))
 
 

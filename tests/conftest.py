@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import quick_sync
 import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
@@ -31,66 +32,71 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 drop_settings(os.environ)
+quick_sync.make_quick()
 
 TESTS = str(Path(__file__).resolve().parent)
 
 LONGEST_FILES = (
     "ops/kernels/test_triton.py",
-    "scenarios/test_fault_matrix.py",
     "model/test_families.py",
-    "replica/lockstep/test_divergence.py",
-    "ops/kernels/test_cpu_linear.py",
-    "base/liveness/test_signals.py",
-    "scenarios/test_images.py",
-    "model/test_greedy_against_transformers.py",
-    "frontends/batch/test_resume.py",
-    "scripts/test_examples.py",
-    "frontends/batch/test_data_parallel_job.py",
-    "ops/attention/test_cpu_attention.py",
-    "scripts/test_packaging.py",
-    "model/test_expert_families.py",
-    "scenarios/test_faults_below.py",
-    "integrations/test_lm_eval.py",
-    "ops/kernels/test_cpu_rows.py",
-    "worker/memory/test_garbage.py",
-    "scenarios/test_cache_pressure.py",
-    "frontends/batch/test_job.py",
-    "ranks/test_rank_watchdog.py",
-    "scenarios/test_determinism.py",
-    "support/test_ranks_helper.py",
-    "scenarios/test_power_loss.py",
-    "executor/test_multiproc_failures.py",
-    "scenarios/test_changed_weights.py",
-    "kv_cache/test_cache_manager_property.py",
-    "replica/mirror/test_mirror_follows_scheduler.py",
-    "test_launch.py",
+    "scenarios/test_drafts_with_states.py",
+    "scenarios/test_fault_matrix.py",
     "base/config/test_config.py",
-    "ranks/test_pipeline.py",
-    "test_llm_sampling.py",
-    "model/test_expert_rows.py",
-    "ranks/test_data_parallel.py",
-    "ranks/test_tensor_parallel.py",
-    "engine/test_async_scheduling.py",
-    "scenarios/test_constrained.py",
-    "frontends/batch/test_input_scan.py",
-    "scenarios/test_non_finite.py",
-    "scenarios/test_two_nodes.py",
-    "frontends/serve/test_server_on_ranks.py",
-    "ranks/test_worlds.py",
-    "scenarios/test_external_launcher.py",
+    "frontends/batch/test_resume.py",
     "tokenizer/test_template_process.py",
-    "scenarios/test_adapter_rows.py",
-    "scenarios/test_embedding_manners.py",
-    "scenarios/test_encoder_inputs.py",
-    "scenarios/test_kill_resume.py",
+    "scenarios/test_images.py",
+    "ops/kernels/test_cpu_linear.py",
+    "executor/test_multiproc_failures.py",
+    "test_launch.py",
     "ranks/test_shared_memory.py",
-    "executor/test_multiproc_engine.py",
-    "ops/attention/test_shared_blocks.py",
-    "ranks/test_families_on_ranks.py",
-    "scenarios/test_fuzzed_calls.py",
-    "scripts/test_benchmarks.py",
-    "model/test_no_compiler.py",
+    "scripts/test_docs.py",
+    "scenarios/test_two_nodes.py",
+    "replica/lockstep/test_divergence.py",
+    "model/test_expert_families.py",
+    "ops/attention/test_cpu_attention.py",
+    "scenarios/test_faults_below.py",
+    "scenarios/test_power_loss.py",
+    "scripts/test_examples.py",
+    "test_llm_sampling.py",
+    "scenarios/test_model_drafts.py",
+    "model/test_held_weights.py",
+    "scenarios/test_kill_resume.py",
+    "frontends/batch/test_job_shards.py",
+    "model/test_expert_rows.py",
+    "scripts/test_packaging.py",
+    "frontends/batch/test_data_parallel_job.py",
+    "base/liveness/test_signals.py",
+    "engine/test_interrupt.py",
+    "scenarios/test_embedding_manners.py",
+    "scenarios/test_cache_pressure.py",
+    "architecture/test_import_order.py",
+    "scenarios/test_states.py",
+    "scenarios/test_pooling.py",
+    "scenarios/test_sentence_folders.py",
+    "engine/test_weight_updates.py",
+    "model/test_joined_layers.py",
+    "ranks/test_worlds.py",
+    "engine/test_sleep.py",
+    "native/test_build.py",
+    "engine/test_saving.py",
+    "frontends/batch/test_input_scan.py",
+    "integrations/test_lm_eval.py",
+    "scenarios/test_prompt_adapters.py",
+    "engine/test_kv_connector.py",
+    "model/test_latent_rows.py",
+    "worker/memory/test_garbage.py",
+    "model/test_recent_families.py",
+    "model/towers/test_towers.py",
+    "frontends/batch/test_remote_jobs.py",
+    "frontends/serve/test_server.py",
+    "frontends/serve/test_server_on_ranks.py",
+    "base/test_remote_files.py",
+    "frontends/batch/test_replaced_model.py",
     "ranks/test_cache_across_ranks.py",
+    "kv_cache/test_cache_manager_property.py",
+    "scenarios/test_determinism.py",
+    "ranks/test_rank_watchdog.py",
+    "engine/test_async_scheduling.py",
 )
 """Of tests/, the longest first, as `--durations=0` has them."""
 
@@ -124,8 +130,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(run_folder.VARIABLE), ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of a file stay together: they share what takes long to make."""
+    """A file's tests stay together: they share what takes long to make. Cases get their tier before one is chosen."""
+    stress_tier.share(items, is_complete=not any("::" in argument for argument in config.args))
     stress_tier.limit(items)
     paths = list(dict.fromkeys(item.path for item in items))
     order = os.environ.get("TESTS_ORDER")

@@ -128,6 +128,7 @@ UNDER_RANKS = [
 ]
 
 
+@pytest.mark.gate("misspelled")
 @pytest.mark.parametrize(("arguments", "message"), UNDER_RANKS, ids=["misspelled", "multirun", "small cache"])
 def test_error_prints_once_on_two_ranks(tmp_path: Path, arguments: list[str], message: str):
     # A rank that waits too short a while for rank 0, which may be late, says it too.
@@ -234,6 +235,11 @@ def test_rank_that_fails_alone_reports_after_rank_0(
 
 @pytest.mark.guarantee("Exit codes 70 and 1")
 def test_diverged_ranks_exit_with_70_others_with_1(tmp_path: Path):
+    assert exit_codes(tmp_path, lambda command: ranks.run_script(command, START_S)) == EXIT_CODES
+
+
+@pytest.mark.stress
+def test_fresh_interpreters_exit_with_70_and_1(tmp_path: Path):
     assert exit_codes(tmp_path, lambda command: ranks.run_command([sys.executable, *command], START_S)) == EXIT_CODES
 
 

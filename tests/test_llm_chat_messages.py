@@ -62,6 +62,7 @@ def calling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield made
 
 
+@pytest.mark.gate("hermes with reasoning-required", "llama3_json-*", "mistral-tool_choice1", "harmony-required")
 @pytest.mark.finding(number="D12")
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 def test_tool_choice_constrains_the_answer(calling: LLM, tool_choice: Any):

@@ -111,6 +111,7 @@ KINDS = {
 }
 
 
+@pytest.mark.gate("stop string", "log-probabilities", "several", "special tokens", "stop token", "no text")
 @pytest.mark.parametrize("name", KINDS)
 def test_partial_outputs_add_up_to_the_final(engine: LLMEngine, name: str):
     prompts = {"a": "hello world", "b": "naïve café 你好", "c": [9, 8, 7]}

@@ -249,6 +249,7 @@ def test_token_rules_equal_transformers(llm: LLM):
     assert ours != tokens(run(llm, PROMPTS, replace(params, token_rules=None)))
 
 
+@pytest.mark.gate("recompute")
 @pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.matrix)])
 def test_token_rules_hold_in_chunks_and_after_preemption(llm: LLM, mode: str):
     params = [replace(SAMPLED, max_tokens=30, seed=index, token_rules=RULES) for index in range(len(PROMPTS))]
@@ -380,6 +381,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.gate("processed_logprobs-10")
 @pytest.mark.parametrize(
     ("mode", "num_rows"),
     [

@@ -204,6 +204,7 @@ def test_similar_names_are_not_import_violations(tmp_path: Path):
     assert import_violations(plant(tmp_path, {ENGINE: code, REQUEST: code})) == []
 
 
+@pytest.mark.stress
 def test_import_check_detects_appended_torch_in_real_tree(tmp_path: Path):
     torch_free = [m for m in read_modules(REPOSITORY).values() if is_torch_free(m.name) and m.text]
     for module in torch_free:

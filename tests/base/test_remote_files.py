@@ -119,6 +119,7 @@ def test_version_check_detects_reads_without_condition(s3, monkeypatch):
     assert store.is_s3
 
 
+@pytest.mark.gate("lost", "reset")
 @pytest.mark.guarantee("Faults of a remote store that pass change no byte")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_pass_change_nothing(s3, monkeypatch, fault):

@@ -64,6 +64,7 @@ def states_after_kills(target: Path, before: Tree | None, num_calls: int = 100) 
     return found
 
 
+@pytest.mark.gate("None", "before1")
 @pytest.mark.guarantee("A killed save leaves the old folder or the new one")
 @pytest.mark.parametrize("before", [None, {}, OLD])
 def test_kill_at_any_call_leaves_old_or_new(before: Tree | None, tmp_path: Path):

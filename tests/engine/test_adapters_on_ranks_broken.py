@@ -11,6 +11,7 @@ from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.worker.adapters import StagedAddition, WorkerAdapters
 
 
+@pytest.mark.stress
 @pytest.mark.control("An adapter is loaded on all ranks or on none")
 def test_control_uncompared_contents_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: a rank with another file loads it."""

@@ -323,6 +323,7 @@ def test_part_that_one_rank_cannot_load_is_computed(tmp_path: Path, damage: str)
     assert (again, found) == (answered, [NUM_BLOCKS, 0])
 
 
+@pytest.mark.stress
 @pytest.mark.control("Ranks agree on every block from outside")
 @pytest.mark.matrix
 def test_ranks_that_believe_their_own_parts_give_other_answers(tmp_path: Path):
@@ -339,6 +340,7 @@ def damaged_part(folder: Path, damage: str, control: str = "") -> list[Any]:
     return lines[0]
 
 
+@pytest.mark.gate("layout0")
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", [{}, TP, pytest.param(PP, marks=pytest.mark.stress)])
 def test_one_engine_prefills_and_another_decodes(tmp_path: Path, layout: dict[str, int], expected: list[Any]):

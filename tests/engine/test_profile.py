@@ -95,6 +95,7 @@ def test_every_rank_writes_its_own_trace(tmp_path: Path):
     check_traces_of_ranks(tmp_path, ON_RANKS)
 
 
+@pytest.mark.stress
 @pytest.mark.control("A trace a rank")
 @pytest.mark.matrix
 def test_the_check_sees_ranks_that_write_one_trace(tmp_path: Path):

@@ -295,6 +295,7 @@ def check_kills(kind: str, llm: LLM, tmp_path: Path, step: int) -> None:
     assert any(each != old for each in found)
 
 
+@pytest.mark.gate("checkpoint", "sharded_state")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_during_a_save_leaves_old_or_new(kind: str, tiny: Path, tmp_path: Path):
     with open_llm(tiny) as llm:

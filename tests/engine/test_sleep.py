@@ -370,6 +370,7 @@ def on_ranks(llm: LLM, rank: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.gate("{'tensor_parallel_size': 2}", "{'pipeline_parallel_size': 2}")
 @pytest.mark.guarantee("Ranks wake together or not at all")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_wake_together_or_not_at_all(layout: dict[str, int], tmp_path: Path):

@@ -144,10 +144,10 @@ def test_new_weights_answer_like_their_own_model(llm: LLM, load: Callable[[LLM],
     assert answers(llm) == old
 
 
-def test_worker_event_version_is_not_compared(llm: LLM, old: Any, new: Any, tmp_path: Path):
+def test_worker_event_version_is_not_compared(llm: LLM, old: Any, new: Any):
     assert answers(llm) == old
-    llm.llm_engine.worker_event("start_profile", str(tmp_path), [CommitWeights(7, 38)])
-    llm.llm_engine.worker_event("stop_profile", None, [CommitWeights(8, 38)])
+    llm.llm_engine.worker_event("start_hidden_states", (1,), [CommitWeights(7, 38)])
+    llm.llm_engine.worker_event("stop_hidden_states", None, [CommitWeights(8, 38)])
     again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert (in_words(again), again[0].num_cached_tokens) == (old, 0)
     # Negative control: ranks go on comparing what they have loaded.
@@ -309,6 +309,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
         assert [float.fromhex(each) for each in logprobs] == pytest.approx(values, rel=0.0, abs=tolerance)
 
 
+@pytest.mark.gate("{'tensor_parallel_size': 2}", "{'pipeline_parallel_size': 2}")
 @pytest.mark.guarantee("Weight updates are whole or refused")
 @pytest.mark.guarantee("While ranks load new weights nothing is exchanged")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
@@ -350,6 +351,7 @@ def check_loaded_alone(report: dict[str, Any]) -> None:
     assert report["loaded by rank 1 alone"] is None
 
 
+@pytest.mark.stress
 @pytest.mark.control("While ranks load new weights nothing is exchanged")
 def test_control_load_with_collective_is_detected(tmp_path: Path, control):
     """Negative control: rank 1 waits until rank 0, which loads nothing, has closed."""

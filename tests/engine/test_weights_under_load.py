@@ -26,6 +26,7 @@ from spmd_worker.replica.sequence.sequence import SequenceStatus
 MODES = ("keep", "abort", "wait")
 
 
+@pytest.mark.gate("{'tensor_parallel_size': 2}-*")
 @pytest.mark.guarantee("Tokens name the weights that made them")
 @pytest.mark.parametrize(
     ("layout", "num_rounds", "num_running", "num_waiting"),

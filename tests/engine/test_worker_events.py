@@ -42,6 +42,9 @@ def main(folder: Path, **options: Any) -> None:
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.gate(
+    "{'tensor_parallel_size': 2}", "{'pipeline_parallel_size': 2, 'distributed_executor_backend': 'multiproc'}"
+)
 @pytest.mark.guarantee("Worker events change all workers or none")
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ DYING = """
     """
 
 
+@pytest.mark.stress
 @pytest.mark.control("Worker events change all workers or none")
 def test_control_early_commit_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control):
     """Negative control: the test of what holds fails where ranks do not wait for each other."""

@@ -76,6 +76,7 @@ def test_two_processes_equal_one_rank(two: LLM, alone: list[list[RequestOutput]]
     check_same(answers(two), alone)
 
 
+@pytest.mark.stress
 @pytest.mark.control("executor.backend=multiproc answers as one rank")
 def test_the_comparison_sees_other_weights_in_one_process(two: LLM, alone: list[list[RequestOutput]], control):
     """Negative control: for a while its norms are twice as large."""
@@ -188,6 +189,7 @@ def test_rank_names_its_own_changed_byte():
             llm.generate(prompts, greedy, use_tqdm=False)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_job_writes_the_same_rows(tmp_path: Path):
     written = []

@@ -74,6 +74,7 @@ def test_a_blocking_call_ends_when_a_worker_does():
             )
 
 
+@pytest.mark.gate("hang-*", "exit-*", "fault-*", "die-*", "raise-*")
 @forked
 @pytest.mark.parametrize(
     ("what", "text"),
@@ -186,6 +187,7 @@ def test_shutdown_fails_pending_calls():
             executor.collective_rpc("echo")
 
 
+@forked
 def test_shutdown_leaves_no_resources():
     with plain():
         pass
@@ -207,6 +209,7 @@ def test_shutdown_leaves_no_resources():
         wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)
 
 
+@pytest.mark.gate("9-4")
 @forked
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.stress), 4])
@@ -271,6 +274,7 @@ def test_worker_outlives_thread_that_started_it():
         made[0].shutdown()
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("is_one_stopped", [False, True])
 def test_workers_end_when_driver_is_killed(tmp_path: Path, is_one_stopped: bool):
     token = secrets.token_hex(16)
@@ -288,6 +292,7 @@ def test_workers_end_when_driver_is_killed(tmp_path: Path, is_one_stopped: bool)
         kill_all(token)
 
 
+@pytest.mark.gate("at work", "exception")
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

@@ -49,6 +49,7 @@ def alone() -> list[RequestOutput]:
     return answers()
 
 
+@pytest.mark.gate("three", "uneven")
 @pytest.mark.guarantee("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_stages_are_one_process_to_the_last_bit(alone: list[RequestOutput], layo
     assert answers(**layout) == alone
 
 
+@pytest.mark.stress
 @pytest.mark.control("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
 def test_comparison_detects_one_weight_bit(alone: list[RequestOutput]):
@@ -72,12 +74,14 @@ def test_comparison_detects_one_weight_bit(alone: list[RequestOutput]):
     assert answers(change=lambda llm: scale_norms(llm, 1, ONE_BIT_MORE), **layout) != alone
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_four_stages_equal_one_process_bitwise():
     name = "llama_four_layers"
     assert answers(name, pipeline_parallel_size=4) == answers(name)
 
 
+@pytest.mark.gate("1")
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_tensor_parallelism_keeps_tokens(alone: list[RequestOutput], num_stages: int):

@@ -169,6 +169,7 @@ def is_alike(own: object, other: object, scale: float = 1.0) -> bool:
         return own == other
 
 
+@pytest.mark.gate("one rank")
 @pytest.mark.guarantee("lm-evaluation-harness scores as its own model")
 @pytest.mark.parametrize("layout", ["one rank", "tensor", "data"])
 def test_three_tasks_score_like_the_harness_own_model(alone: dict, layout: str, request: pytest.FixtureRequest):

@@ -236,6 +236,7 @@ def test_failed_engine_is_replaced(
     ]
 
 
+@pytest.mark.gate("wrong bits")
 @pytest.mark.control("A pipeline's engine that fails is replaced, and every row is answered once")
 @pytest.mark.parametrize(
     "more", [{"times": 99, "at": 1}, {"error": StepMismatchError("planted")}], ids=["again and again", "wrong bits"]

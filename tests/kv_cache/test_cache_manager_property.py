@@ -10,6 +10,7 @@ from cache_simulation import Memories, make_simulation, move
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from property_examples import num_examples
 
 from kv_cache.block_pool import BlockPool
 from kv_cache.cache_manager import CacheManager
@@ -45,7 +46,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
 
 TestCacheManagerMachine = CacheManagerMachine.TestCase
-TestCacheManagerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCacheManagerMachine.settings = settings(max_examples=num_examples(150), stateful_step_count=50, deadline=None)
 
 
 # --- negative controls: the same random life with one thing broken must be noticed --------------------------------
@@ -123,6 +124,14 @@ class StoresWhenTheTransferEnds(Memories):
         super().store(block_ops)
 
 
+@pytest.mark.gate(
+    "StoresAfterTheCopies",
+    "CopiesBeforeItSwapsOut",
+    "LoadsFirst",
+    "StoresLast",
+    "CopiesNothing",
+    "SwapsInBeforeItSwapsOut",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "memories",
@@ -247,6 +256,7 @@ class ForgetsNoPlace(Transfers):
         self._loading.clear()
 
 
+@pytest.mark.gate("parts0-*", "parts1-*", "parts2-*", "parts3-*", "parts4-*", "parts9-*")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("parts", "message"),
@@ -332,6 +342,9 @@ class LoadsWhatItDroveOut(CacheManager):
             del connector.load, self._transfers.load
 
 
+@pytest.mark.gate(
+    "WritesOver*", "SwapsOutWhat*", "LoadsWhat*", "ForgetsWhat*", "ManagerThat*", "NeverCopies*", "ForgetsTo*"
+)
 @pytest.mark.parametrize(
     ("manager", "message"),
     [

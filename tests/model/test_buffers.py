@@ -90,6 +90,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
         yield f"{family}ForConditionalGeneration", getattr(transformers, f"{family}Config")(text_config=text, **beside)
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("with_experts", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     found, seen = set(), set()

@@ -81,6 +81,7 @@ def test_comparison_detects_positions_of_the_cache(monkeypatch: pytest.MonkeyPat
     assert error_of("bart", [model_of("bart")]) > 20 * TOLERANCE
 
 
+@pytest.mark.gate("whisper-bfloat16", "t5-bfloat16", "bart-bfloat16", "marian-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASE_MARKS)
 def test_chunks_give_the_same_bits(name: str, dtype: str):

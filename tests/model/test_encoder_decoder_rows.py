@@ -70,6 +70,7 @@ UNSEEN_IN = {
 }
 
 
+@pytest.mark.gate("t5", "whisper")
 @pytest.mark.matrix
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("name", ["bart", "m2m100", "t5", "whisper"])

@@ -43,6 +43,25 @@ from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 
 
+@pytest.mark.gate(
+    "*-all ways",
+    "granite_moe_swa_plain",
+    "granite_moe_shared",
+    "qwen3_vl_moe",
+    "hunyuan_moe",
+    "mixtral",
+    "phimoe",
+    "flex_olmo",
+    "exaone_moe",
+    "minimax_m2",
+    "dots1",
+    "step3p7",
+    "solar_open",
+    "hy_v3",
+    "ernie_moe",
+    "qwen2_moe",
+    "olmoe",
+)
 @each_and_all("qwen3_moe", "gpt_oss", "glm4_moe", later=("glm4v_moe",))
 def test_logits_equal_transformers_with_full_and_thin_files(name: str, in_all_ways: bool):
     model = load_model(expert_folder(name))
@@ -70,6 +89,17 @@ def test_oracle_reads_thin_expert_files_as_full_ones(name: str):
     assert relative_error(thin, expected(name)[-1]) < 1e-6
 
 
+@pytest.mark.gate(
+    "gpt_oss-all ways",
+    "glm4_moe-all ways",
+    "granite_moe_shared",
+    "hy_v3",
+    "qwen2_moe",
+    "step3p7",
+    "qwen3_vl_moe",
+    "phimoe",
+    "flex_olmo",
+)
 @each_and_all("qwen3_moe", "gpt_oss", "glm4_moe", later=SECOND)
 def test_shards_equal_transformers_and_stages_equal_one_rank(name: str, in_all_ways: bool):
     folder = expert_folder(name)
@@ -127,6 +157,7 @@ def each_exact() -> list[Any]:
     return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
+@pytest.mark.gate("qwen2_moe-*", "glm4_moe-*")
 @pytest.mark.guarantee("invariant_experts: the same bits on any ranks", is_control_inside=True)
 @pytest.mark.parametrize(("name", "dtype"), each_exact())
 def test_exact_experts_have_equal_bits_on_any_ranks(name: str, dtype: torch.dtype):
@@ -331,6 +362,7 @@ def each_type() -> list[Any]:
     return [pytest.param(*each, marks=pytest.mark.matrix if each in layouts else pytest.mark.stress) for each in cases]
 
 
+@pytest.mark.gate("gpt_oss-*")
 @pytest.mark.parametrize(("name", "dtype"), each_type())
 def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}

@@ -46,6 +46,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import Stage
 
 
+@pytest.mark.gate("gpt_oss", "glm4_moe", "qwen3_moe", "granite_moe_swa", "hy_v3", "step3p7", "qwen3_vl_moe", "mixtral")
 @quick("gpt_oss", later=SECOND)
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
@@ -413,6 +414,9 @@ SAME_FUNCTION = {
 }
 
 
+@pytest.mark.gate(
+    "GptOssForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "HYV3ForCausalLM", "Qwen2MoeForCausalLM"
+)
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(each, marks=NOTICED.get(each, pytest.mark.matrix)) for each in SPARSE_FAMILIES],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from new_family import check_logits, copy_with_family
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -29,6 +30,7 @@ THEIR_NAMES = {
 }
 
 
+@pytest.mark.stress
 def test_family_of_flags_is_one_edit(tmp_path: Path):
     copy_with_family(tmp_path, ENTRY, {})
     torch.manual_seed(5)

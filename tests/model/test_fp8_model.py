@@ -76,6 +76,7 @@ def assert_as_stored(folder: Path, packed: dict[str, Tensor]) -> None:
         assert torch.equal(weights.scales(weight), torch.cat(expected)), name
 
 
+@pytest.mark.gate("tensor-float32", "blocks-bfloat16", "rows-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_numbers_and_scales_stay_as_stored(
@@ -94,6 +95,7 @@ def test_checkpoint_numbers_and_scales_stay_as_stored(
         assert_as_stored(folder, packed_weights(llm))
 
 
+@pytest.mark.gate("rows", "blocks")
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_reloaded_checkpoint_is_as_stored_too(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):

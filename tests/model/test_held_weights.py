@@ -103,6 +103,15 @@ def group_of(size: int, rank: int) -> GroupHandle:
     return GroupHandle(tuple(range(size)), rank, None)
 
 
+@pytest.mark.gate(
+    "plain-*",
+    "wide heads-bfloat16-panels",
+    "no panels-float32-reference",
+    "windows-bfloat16-reference",
+    "many leaves-bfloat16-onednn",
+    "biased-float32-reference",
+    "biased-bfloat16-native",
+)
 @pytest.mark.matrix
 @each_kernels
 @each_dtype
@@ -119,6 +128,15 @@ def test_view_shows_filled_values_on_every_rank(kernels: Kernels, dtype: torch.d
                 assert are_same(model, new_model(model_config, kernels, dtype, group_of(size, rank))[0]), "unchanged"
 
 
+@pytest.mark.gate(
+    "plain-*",
+    "wide heads-bfloat16-panels",
+    "no panels-float32-reference",
+    "windows-bfloat16-reference",
+    "many leaves-bfloat16-onednn",
+    "biased-float32-reference",
+    "biased-bfloat16-native",
+)
 @pytest.mark.matrix
 @each_kernels
 @each_dtype
@@ -149,6 +167,7 @@ def test_changes_through_view_equal_loaded_weights(model_config: ModelConfig):
     assert are_same(model, expected)
 
 
+@pytest.mark.gate("plain-*", "biased-bfloat16", "windows-float32")
 @needs_products
 @each_dtype
 @pytest.mark.parametrize("name", SHAPES)

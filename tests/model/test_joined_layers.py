@@ -38,6 +38,14 @@ OTHER_HEADS = replace(PLAIN, layers=(PLAIN.layers[0], replace(PLAIN.layers[0], n
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
+@pytest.mark.gate(
+    "float32-native with emulated AMX-windows-1",
+    "bfloat16-native with emulated AMX-biased-1",
+    "bfloat16-native with emulated AMX-windows-*",
+    "*-native without AMX-*",
+    "*-7",
+    "*-None",
+)
 @needs_products
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
@@ -96,6 +104,7 @@ def test_int8_layers_on_ranks_are_not_joined():
     assert model.model.joined_layers is None
 
 
+@pytest.mark.gate("float32-*")
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=[needs_products, needs_avx512]), WITHOUT_AMX])
 @pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
 @each_dtype
@@ -277,6 +286,7 @@ def compare_on_ranks(plant: str, num_ranks: int = 2) -> ranks.CompletedRanks:
     return ranks.run_ranks(SOURCE, num_ranks, LIMIT_S, arguments=arguments)
 
 
+@pytest.mark.gate("4")
 @needs_products
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -245,6 +245,7 @@ def readings() -> list[Any]:
     return found
 
 
+@pytest.mark.stress
 @pytest.mark.control("Models compute what transformers computes")
 def test_comparison_detects_each_row_entry_set_to_llama(monkeypatch: pytest.MonkeyPatch):
     folders = [each(name) for name in KIMI_CASES for each in (kimi_folder, thinned_kimi_folder)]

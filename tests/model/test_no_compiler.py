@@ -57,6 +57,7 @@ def test_runs_without_compiler_and_warns_once(
     assert with_compiler.stdout == done.stdout
 
 
+@pytest.mark.stress
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names",
@@ -83,7 +84,7 @@ def test_models_equal_transformers_without_compiler(environment: dict[str, str],
         "pytest",
         "-q",
         "-m",
-        "not matrix and not stress and not gpu",
+        "not matrix and not gpu",
         "-p",
         "no:cacheprovider",
         "-k",

@@ -258,6 +258,7 @@ def our_logits(folder: Path) -> list[Tensor]:
     return run_rows([new_model(folder)], ROWS)[0]
 
 
+@pytest.mark.gate("Llama4ForCausalLM")
 @pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Gemma4ForCausalLM"])
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]

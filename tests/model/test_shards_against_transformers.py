@@ -68,6 +68,7 @@ def worst_error(name: str, size: int) -> float:
     return max(map(relative_error, whole, expected))
 
 
+@pytest.mark.gate("llama_nine_heads-3", "qwen2_tied-2", "mistral-4", "qwen3_biased_window-4", "llama_head_dim-2")
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_logits_of_shards_are_transformers(name: str, size: int):
     assert worst_error(name, size) < 1e-4

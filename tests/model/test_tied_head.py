@@ -62,6 +62,7 @@ def generated(llm: LLM) -> list[int]:
     return list(llm.generate([[3, 4, 5]])[0].outputs[0].token_ids)
 
 
+@pytest.mark.gate("False-True", "True-True")
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("head_first", [True, False])
 def test_update_is_rejected_until_its_head_matches(folder: Path, head_first: bool, at_once: bool):

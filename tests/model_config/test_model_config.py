@@ -437,6 +437,30 @@ def test_unsupported_dtype_is_logged_and_invalid_one_rejected(caplog: pytest.Log
     assert not caplog.records
 
 
+@pytest.mark.gate(
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "GptOssForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Llama4ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "BambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "KimiLinearForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "FalconForCausalLM",
+    "OPTForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Phi3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "NemotronHForCausalLM",
+    "Olmo3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Step3p7ForConditionalGeneration",
+)
 @pytest.mark.parametrize("architecture", families("HunYuanDenseV1ForCausalLM", "Mistral3ForConditionalGeneration"))
 def test_config_values_raise_only_config_errors(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback. Keys that

@@ -253,6 +253,7 @@ agreement.exchange = exchange
 """What `prepare` raises, the other ranks do not hear of."""
 
 
+@pytest.mark.stress
 @pytest.mark.control("One rank's early error is RankFailedError on the others, which go on")
 @pytest.mark.matrix
 def test_error_check_detects_an_error_unheard_by_others(tmp_path: Path, control):

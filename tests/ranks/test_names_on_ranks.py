@@ -89,6 +89,7 @@ def expected() -> Iterator[dict[str, Any]]:
     return {name: each for name, each, _ in found}
 
 
+@pytest.mark.gate("tensor parallel")
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[] if each == "tensor parallel" else pytest.mark.matrix) for each in LAYOUTS]
 )

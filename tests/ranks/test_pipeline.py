@@ -105,6 +105,7 @@ def test_uneven_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     check(by_rank, [[0, 1], [1, 3]])
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_three_stages_match_one_rank_bit_for_bit(tmp_path: Path):
     """Each stage has one layer."""
@@ -130,6 +131,7 @@ def test_stages_of_two_ranks_match_one_rank(tmp_path: Path, before: str):
             assert [each["token_ids"] for each in ours["outputs"]] == [each["token_ids"] for each in theirs["outputs"]]
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_stage_check_detects_ungathered_shared_rows(tmp_path: Path):
     """Negative control: the residual stream as this rank has it, with the other rank's rows as they were."""
@@ -139,6 +141,7 @@ def test_stage_check_detects_ungathered_shared_rows(tmp_path: Path):
     assert tokens != [[each["token_ids"] for each in answer["outputs"]] for answer in one_rank("llama_tied")]
 
 
+@pytest.mark.stress
 @pytest.mark.control("Stages: one rank's bits")
 def test_stage_check_detects_lost_hidden_states(tmp_path: Path):
     """Negative control."""

@@ -71,6 +71,7 @@ def alone() -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.gate("pipeline_parallel_size", "tensor_parallel_size")
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"])
 def test_vectors_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, list[list[float]]], layout: str) -> None:
@@ -119,6 +120,7 @@ with LLM(job["folder"], **options) as llm:
 """
 
 
+@pytest.mark.gate("pipeline_parallel_size")
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )
@@ -145,6 +147,7 @@ def test_updated_two_token_classifier_reaches_every_rank(tmp_path: Path, layout:
     assert first["old"] == first["reloaded"]
 
 
+@pytest.mark.stress
 @pytest.mark.control("Vectors and scores: the row alone")
 @pytest.mark.matrix
 def test_vector_check_detects_ranks_that_differ(tmp_path: Path) -> None:

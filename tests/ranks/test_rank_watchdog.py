@@ -263,6 +263,7 @@ LLM.close = lambda self: signal.pause()
 """A guest is watched as a program of ours is. The user's program has something else to do before it closes."""
 
 
+@pytest.mark.stress
 @pytest.mark.control("Your own script hears who failed and lives on")
 @pytest.mark.matrix
 def test_user_script_check_detects_ended_processes(control):

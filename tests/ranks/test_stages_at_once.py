@@ -107,6 +107,7 @@ def test_first_stage_overlaps_the_last_ones_previous_step(tmp_path: Path, model:
     assert f"stages busy               {shares[0]:.0%}, {shares[1]:.0%}" in done.stderr
 
 
+@pytest.mark.stress
 def test_overlap_check_detects_one_step_in_flight(tmp_path: Path, model: str):
     """Negative control: a step ends before the next begins, however long one waits."""
     run_held(tmp_path, model, 1.0, "takes turns")

@@ -125,6 +125,7 @@ def test_two_ranks_match_one_rank(tmp_path: Path, names: list[str]):
     check_size(names, 2, tmp_path)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "names",
     [
@@ -138,11 +139,13 @@ def test_four_ranks_sharing_kv_heads_match_one_rank(tmp_path: Path, names: list[
     check_size(names, 4, tmp_path)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_three_ranks_of_nine_heads_match_one_rank(tmp_path: Path):
     check_size(["llama_nine_heads"], 3, tmp_path)
 
 
+@pytest.mark.stress
 @pytest.mark.control("Tensor parallelism: one rank's answers")
 def test_rank_comparison_detects_another_token_and_logprob(control):
     outputs = one_rank("llama3")

@@ -85,6 +85,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.gate("tp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trainer_data_have_one_ranks_bits(layout: dict[str, Any], expected: list[Any], tmp_path: Path):
     size = int(np.prod([value for value in layout.values() if value is not True]))

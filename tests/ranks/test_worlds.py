@@ -54,6 +54,7 @@ def test_caller_can_end_its_world_before_the_engine(ending: str):
     )
 
 
+@pytest.mark.gate("tensor_parallel_size")
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )
@@ -97,6 +98,7 @@ def test_engine_of_ended_world_leaves_the_next_alone():
     )
 
 
+@pytest.mark.gate("ours-groups.in_every_engine", "the caller's-backend.share_memory")
 @pytest.mark.parametrize("place", ["groups.in_every_engine", "backend.share_memory"])
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
 def test_failed_start_leaves_no_group(whose: str, place: str):
@@ -141,6 +143,7 @@ def test_failed_start_leaves_no_group(whose: str, place: str):
     )
 
 
+@pytest.mark.stress
 def test_early_ranks_find_next_world_without_agent_store():
     """Rank 0's store ended with the first engine; a rank that had come before had counted itself in the old one."""
     check(
@@ -158,6 +161,7 @@ def test_early_ranks_find_next_world_without_agent_store():
     )
 
 
+@pytest.mark.gate("a launcher's store")
 @pytest.mark.parametrize(
     "has_agent_store",
     [True, pytest.param(False, marks=pytest.mark.matrix)],

@@ -75,6 +75,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.gate("{'tensor_parallel_size': 2, 'dtype': 'bfloat16'}", "{'pipeline_parallel_size': 2}")
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ranks_answer_with_adapters_as_one(layout: dict[str, Any], tmp_path: Path):

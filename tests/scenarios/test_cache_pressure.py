@@ -104,6 +104,7 @@ PAIRS |= {("swap", False, "float32"), ("auto", True, "float32"), ("auto", False,
 """Each value of mode, caching and type with each of the two others; the other six are in the stress tier."""
 
 
+@pytest.mark.gate("recompute-False-bfloat16", "auto-True-float32", "swap-True-bfloat16", "swap-False-float32")
 @pytest.mark.guarantee("A small cache, swap, host tier change no bit")
 @pytest.mark.guarantee("SPMD_WORKER_CHECK=1 checks the cache after each step")
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_tokens_equal_the_uninterrupted_runs_bit_for_bit(
     assert (sum(result.cached) > 0) == enable_prefix_caching
 
 
+@pytest.mark.gate("auto-1", "swap-12", "swap-0")
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.matrix)])
 def test_job_ends_with_small_or_missing_host_pool(uninterrupted: dict[str, Ran], mode: str, count: int):

@@ -64,6 +64,7 @@ def compare(folder: Path, dtype: str, **layout: int) -> None:
             assert (expected == before) == (kind == "lm_head" and "lm_head.weight" not in base)
 
 
+@pytest.mark.gate("shards-float32", "tied-bfloat16")
 @pytest.mark.parametrize(("layout", "kernels"), each_case())
 def test_new_weights_answer_as_a_checkpoint_with_them(layout: str, kernels: str):
     (model, cut), (dtype, library) = LAYOUTS[layout], KERNELS[kernels]

@@ -91,6 +91,7 @@ def test_rows_are_the_same_alone_and_beside_others(llm: LLM, plain: list[Any]):
     assert answers(outputs) == [plain[index] for index in free]
 
 
+@pytest.mark.gate("chunks of 7", "swapped")
 @pytest.mark.parametrize(
     "case", [pytest.param(each, marks=[] if each == "recomputed" else pytest.mark.matrix) for each in CASES]
 )
@@ -131,6 +132,7 @@ def test_nothing_is_kept_of_rows_that_ended(llm: LLM):
     assert len(worker.model_runner._grammars) == 0
 
 
+@pytest.mark.gate("tensor_parallel_size")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -144,6 +144,17 @@ def make(checkpoint: Path, dtype: str, **changed: object) -> LLM:
     return LLM(checkpoint, load_format="dummy", **settings)  # type: ignore[arg-type]  # a table of cases has no types
 
 
+@pytest.mark.gate(
+    "bfloat16-chunks of 7",
+    "float32-three at a time",
+    "bfloat16-a step ahead, swapped",
+    "float32-whole prompts only",
+    "bfloat16-recomputed",
+    "float32-chunks of 50",
+    "bfloat16-without a prefix cache",
+    "bfloat16-small blocks",
+    "float32-large blocks",
+)
 @pytest.mark.guarantee("A row depends on no batch, chunks, preemption")
 @pytest.mark.parametrize(("dtype", "case"), each_case(), indirect=["dtype"])
 def test_row_is_independent_of_scheduling(checkpoint, dtype, plain, case):
@@ -152,6 +163,7 @@ def test_row_is_independent_of_scheduling(checkpoint, dtype, plain, case):
         assert (llm.llm_engine.counters.num_preemptions > 0) == (case in ("recomputed", "swapped"))
 
 
+@pytest.mark.gate("bfloat16")
 @pytest.mark.guarantee("Nor on company, order, what ran before")
 def test_row_is_independent_of_batch_and_arrival_order(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
@@ -159,6 +171,7 @@ def test_row_is_independent_of_batch_and_arrival_order(checkpoint, dtype, plain)
         assert answers(llm, alone=True) == plain
 
 
+@pytest.mark.gate("bfloat16-recompute", "float32-swap")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_row_is_independent_of_preemption_at_any_step(checkpoint, dtype, plain, mode, monkeypatch):
     schedule = Scheduler.schedule
@@ -179,6 +192,7 @@ def test_row_is_independent_of_preemption_at_any_step(checkpoint, dtype, plain, 
         assert counters.num_swapped_out == (counters.num_preemptions if mode == "swap" else 0)
 
 
+@pytest.mark.gate("bfloat16")
 @pytest.mark.guarantee("Nor on company, order, what ran before")
 def test_row_is_independent_of_earlier_rows(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
@@ -188,6 +202,7 @@ def test_row_is_independent_of_earlier_rows(checkpoint, dtype, plain):
     assert found > 500, "the second time most of the prompts were in the cache"
 
 
+@pytest.mark.gate("float32")
 def test_row_is_independent_of_thread_count(checkpoint, dtype, plain):
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if threads == 1 else 1)
@@ -221,6 +236,7 @@ def test_row_is_independent_of_python_hash_seed(checkpoint):
     assert len(json.loads(printed[0].splitlines()[-1])) == NUM_ROWS
 
 
+@pytest.mark.stress
 @pytest.mark.control("A row depends on no batch, chunks, preemption")
 @pytest.mark.control("Nor on company, order, what ran before")
 def test_torch_attention_breaks_the_determinism_matrix(checkpoint):

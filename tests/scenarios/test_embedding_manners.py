@@ -108,6 +108,7 @@ WITH_A_PLANT = """
 """
 
 
+@pytest.mark.gate("its world is used")
 @pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("plant", ["its world is destroyed", "its group is destroyed", "its world is used"])
 def test_engine_that_changes_callers_groups_is_detected(tmp_path: Path, plant: str, control):
@@ -150,6 +151,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.gate("dtype", "warnings")
 @pytest.mark.control("Caller's groups, handlers, settings stay")
 @pytest.mark.parametrize("setting", CHANGES)
 def test_changed_setting_is_detected(setting: str):

@@ -127,6 +127,7 @@ def test_batched_and_cached_rows_equal_alone(llm: LLM, expected: list[Any]):
     assert expected[3] != expected[5]
 
 
+@pytest.mark.gate("swap")
 @pytest.mark.parametrize(
     "options",
     [
@@ -328,6 +329,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "layout",
     [

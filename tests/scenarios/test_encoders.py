@@ -95,6 +95,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
     assert worst_error(name) < 1e-5
 
 
+@pytest.mark.gate("one by one", "in other blocks")
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:

@@ -52,7 +52,7 @@ WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     """Each rank's report. The ranks have exited with 0 in time and no process is left: row 7."""
     folder = tmp_path_factory.mktemp("launcher")
-    done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S, is_fresh=request.param == 2)
+    done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S, is_fresh=request.param == 4)
     check_ended_well(done)
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
     return [{**report, "values": load_file(folder / f"rank{rank}.safetensors")} for rank, report in enumerate(reports)]

@@ -81,7 +81,7 @@ def test_killed_rank_is_named_by_us_and_torchrun(tmp_path: Path):
 @pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 @pytest.mark.parametrize(("fault", "victim"), ALL)
 def test_fault_of_one_rank_ends_both_with_name(tmp_path: Path, fault: str, victim: int):
-    break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False)
+    break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False, silence_s=2.0)
 
 
 @pytest.mark.guarantee("Ranks end with torchrun")
@@ -145,6 +145,7 @@ def test_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ran
     assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_job_without_fault_leaves_no_record(tmp_path: Path):
     """Negative control."""
@@ -173,12 +174,13 @@ def break_a_rank(
     under_torchrun: bool = True,
     is_fresh: bool = True,
     timeout_s: float = LONG_S,
+    silence_s: float = TIMEOUT_S,
 ) -> float:
-    """Returns the seconds from the fault to the end of all. With the long timeout a silent fault is noticed after the
-    short one all the same, which then begins with the fault.
+    """Returns the seconds from the fault to the end of all. With the long timeout a silent fault is noticed after
+    `silence_s` all the same, a timeout that begins with the fault.
     """
     shared_memory = set(os.listdir("/dev/shm"))
-    how = f", limit {TIMEOUT_S:g}" if fault in SILENT and timeout_s == LONG_S else ""
+    how = f", limit {silence_s:g}" if fault in SILENT and timeout_s == LONG_S else ""
     # Raises for processes left behind.
     command = command_of(folder, f"{fault}{how}", num_ranks, victim, moment, timeout_s)
     if under_torchrun:

@@ -108,6 +108,7 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
     return done.returncode, lines, done.output
 
 
+@pytest.mark.gate("jobs-1")
 @pytest.mark.guarantee("close() gives back what was taken")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("what", "size"), [("calls", 2), ("cycles", 2), ("engines", 2), ("jobs", 1)])
@@ -117,6 +118,7 @@ def test_few_jobs_leave_no_resources_behind(what: str, size: int, tmp_path):
     assert len(lines) == size
 
 
+@pytest.mark.gate("leaking_threads-*")
 @pytest.mark.control("close() gives back what was taken")
 @pytest.mark.matrix
 @pytest.mark.parametrize(

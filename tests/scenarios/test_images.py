@@ -149,6 +149,7 @@ def distance(theirs: tuple[list[int], list[int], list[float]], ours: Any) -> flo
     return max(abs(dict(each)[token] - right) for each, token, right in zip(numbers, ids, logprobs, strict=True))
 
 
+@pytest.mark.gate("gemma3", "qwen3_vl", "llava_onevision", "internvl", "pixtral")
 @pytest.mark.guarantee("Answers about images are those of transformers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_ids_are_those_of_transformers(kind: str, models: Models):
@@ -168,6 +169,7 @@ def test_comparison_detects_another_picture(kind: str, models: Models):
     assert distance(their_answer(kind, OTHERS), models(kind).expected[0]) > 0.02
 
 
+@pytest.mark.gate("gemma3", "qwen3_5")
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
 @pytest.mark.parametrize("kind", WHOLE_KINDS)
 def test_batched_and_warm_prompts_have_the_bits_of_alone(kind: str, models: Models):
@@ -208,6 +210,7 @@ MARKS: dict[str, list[Any]] = {kind: [(), pytest.mark.stress] for kind in ("qwen
 MARKS["qwen3_5"] = [pytest.mark.matrix, pytest.mark.stress]
 
 
+@pytest.mark.gate("gemma3 swap", "qwen3_5 recompute")
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -330,6 +333,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
 
 
+@pytest.mark.gate("qwen3_vl-tensor")
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
 @pytest.mark.parametrize(
     ("kind", "layout"),

@@ -159,6 +159,7 @@ def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4
     return (folder / output).read_bytes(), provenance
 
 
+@pytest.mark.stress
 def test_rows_of_a_job_have_the_answers_of_calls(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -75,6 +75,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.gate("Qwen2.5-VL's text")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.matrix if name in IN_LAYOUTS else pytest.mark.stress) for name in MODELS],
@@ -157,6 +158,7 @@ def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr(RowJournal, "append", counted)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "name",
     [

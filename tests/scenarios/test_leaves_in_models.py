@@ -57,6 +57,7 @@ def num_different(one: list[Tensor], other: list[Tensor]) -> int:
     return sum(int((mine != theirs).sum()) for mine, theirs in zip(one, other, strict=True))
 
 
+@pytest.mark.gate("gpt_oss float32", "falcon_h1 bfloat16")
 @pytest.mark.guarantee("The same bits on 1, 2, 4, 8 tensor-parallel ranks")
 @each_model(*QUICK)
 def test_logits_have_same_bits_on_ranks(name: str, dtype: str):
@@ -114,6 +115,7 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
+@pytest.mark.gate("parts are added in rank order", "a leaf ends 32 inputs later")
 @pytest.mark.control("The same bits on 1, 2, 4, 8 tensor-parallel ranks")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_comparison_detects_mistake_on_ranks(mistake: str, monkeypatch: pytest.MonkeyPatch):

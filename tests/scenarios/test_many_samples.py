@@ -55,6 +55,7 @@ def expected() -> list[Any]:
 SLOW = ("one", "in chunks")
 
 
+@pytest.mark.gate("one step ahead", "swapped", "recomputed")
 @pytest.mark.guarantee("Samples beyond scheduler.max_num_seqs queue")
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.stress) if way in SLOW else way for way in WAYS])
 def test_samples_beyond_max_num_seqs_queue(expected: list[Any], way: str, monkeypatch: pytest.MonkeyPatch):
@@ -129,6 +130,7 @@ ON_RANKS = """
     """
 
 
+@pytest.mark.gate("data_parallel_size")
 @pytest.mark.parametrize(
     "key",
     [

@@ -74,6 +74,7 @@ def plain_answers(folder: Path) -> Answers:
     return answers(folder)[0]
 
 
+@pytest.mark.gate("plenty-qwen mtp", "plenty-eagle3", "preempted in chunks-draft_model", "preempted in chunks-mtp")
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "qwen mtp", "eagle3"])
 @pytest.mark.parametrize(
     "settings",
@@ -222,10 +223,17 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "pipeline"]
+    ("layout", "methods"),
+    [
+        pytest.param({"tensor_parallel_size": 2}, ["draft_model", "eagle3"], id="tensor"),
+        pytest.param({"pipeline_parallel_size": 2}, ["mtp"], id="pipeline"),
+        pytest.param({"tensor_parallel_size": 2}, ["mtp", "qwen mtp"], id="tensor-heads", marks=pytest.mark.stress),
+        pytest.param(
+            {"pipeline_parallel_size": 2}, ["draft_model", "qwen mtp"], id="pipeline-others", marks=pytest.mark.stress
+        ),
+    ],
 )
-def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
-    methods = ["draft_model", "mtp", "qwen mtp"] + ["eagle3"] * ("tensor_parallel_size" in layout)
+def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str], tmp_path: Path):
     completed = run_on_ranks(tmp_path, layout, methods)
     assert completed.returncode == 0, completed
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
@@ -236,6 +244,7 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], tmp_path: Path):
             assert num_drafted > 20
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_other_drafts_of_a_rank_are_found(tmp_path: Path):
     completed = run_on_ranks(tmp_path, {"tensor_parallel_size": 2}, ["draft_model"], OTHER_DRAFTS)

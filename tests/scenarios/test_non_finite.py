@@ -52,6 +52,7 @@ def with_bad_token(token_id: int) -> Path:
     return changed(f"token {token_id}", change)
 
 
+@pytest.mark.gate("None-float32", "native-bfloat16", "native with emulated AMX-float32")
 @pytest.mark.guarantee("Logits that are not finite: that row's error alone")
 @pytest.mark.parametrize(
     ("instruction_set", "dtype"),
@@ -90,6 +91,7 @@ def test_row_test_detects_dependence_on_neighbours(monkeypatch: pytest.MonkeyPat
         check(clean(), with_bad_token(FIRST_OF_SECOND_SHARD), FIRST_OF_SECOND_SHARD, **SMALL)
 
 
+@pytest.mark.gate("tensor_parallel_size")
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
 )

@@ -121,6 +121,7 @@ def test_batched_and_cached_prompts_have_the_bits_of_alone(llm: LLM, expected: l
     assert expected[1] != expected[5]
 
 
+@pytest.mark.gate("recompute")
 @pytest.mark.parametrize(
     ("options", "vision"),
     [
@@ -283,6 +284,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     "layout",
     [

@@ -108,6 +108,7 @@ def test_scores_equal_classifier_with_and_without_activation(name: str) -> None:
     assert [output.outputs.data for output in rewards] == [output.outputs.data for output in raw]
 
 
+@pytest.mark.gate("untied")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["causal", "untied"])
 def test_classifier_from_two_tokens_scores_like_qwen3_reranker(name: str) -> None:
@@ -143,6 +144,7 @@ def test_matryoshka_dimensions_are_truncated_then_normalised() -> None:
     assert cosine[1].outputs.score < 0.999
 
 
+@pytest.mark.gate("in chunks", "recomputed")
 @pytest.mark.guarantee("Vectors and scores: the row alone", is_control_inside=True)
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
@@ -367,6 +369,7 @@ def in_place(llm: LLM, name: str) -> None:
     llm.reset_prefix_cache()
 
 
+@pytest.mark.gate("causal")
 @pytest.mark.parametrize("name", ["causal", pytest.param("untied", marks=pytest.mark.matrix)])
 def test_new_weights_of_two_token_classifier_change_scores(name: str) -> None:
     """Rows of a tied embedding were held twice, and each of these ways failed after it had begun to write."""

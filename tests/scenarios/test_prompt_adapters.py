@@ -93,6 +93,7 @@ def num_computed(llm: LLM, prompt: list[int], request: PromptAdapterRequest) -> 
     return llm.llm_engine.counters.num_computed_tokens - before
 
 
+@pytest.mark.gate("gpt2-prompt-5", "llama3-prefix-20", "granite-prefix-5", "gemma2-prompt-20", "llama3-p-16")
 @pytest.mark.guarantee("prompt adapters compute what PEFT computes")
 @pytest.mark.parametrize(
     ("base", "kind", "num_tokens"),

@@ -66,6 +66,7 @@ def llm(model: Path) -> Any:
         assert made.llm_engine.scheduler.cache.num_used_blocks == 0
 
 
+@pytest.mark.gate("(0, 1, 2, 3, 4)")
 @pytest.mark.guarantee("a prompt's own embeddings give the bits of its ids")
 @pytest.mark.parametrize("places", [(0, 1, 2, 3, 4), (0, 3)], ids=str)
 def test_own_embeddings_give_the_bits_of_ids(llm: LLM, model: Path, places: tuple[int, ...]):
@@ -78,6 +79,7 @@ def test_own_embeddings_give_the_bits_of_ids(llm: LLM, model: Path, places: tupl
     assert answers(llm, prompts_of(table_of(model), places)) == expected
 
 
+@pytest.mark.stress
 @pytest.mark.control("a prompt's own embeddings give the bits of its ids")
 def test_comparison_detects_rows_of_other_tokens(llm: LLM, model: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows looked up one place too early."""
@@ -95,6 +97,7 @@ def test_comparison_detects_rows_of_other_tokens(llm: LLM, model: Path, monkeypa
     llm.reset_prefix_cache()
 
 
+@pytest.mark.gate("float32-gpt2", "bfloat16-gemma2", "float32-granite", "bfloat16-opt_350m")
 @pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2", "opt_350m"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_own_embeddings_give_ids_bits_in_families(family: str, dtype: str):

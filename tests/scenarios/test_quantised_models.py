@@ -73,6 +73,7 @@ def transformers_ids(folder: Path, opened: Callable[[Path], Any] = open_referenc
     return answers
 
 
+@pytest.mark.gate("two")
 @pytest.mark.parametrize(("way", "names"), SETS)
 def test_two_ranks_have_transformers_ids_on_dequantised_weights(tmp_path: Path, way: str, names: list[str]):
     folders = {name: quantise(source_of(tmp_path, name), tmp_path, name) for name in names}

@@ -31,6 +31,7 @@ def order_of_answers(llm: LLM) -> list[str]:
     return answered
 
 
+@pytest.mark.gate("{'max_num_seqs': 8}", "{'max_num_seqs': 8, 'num_blocks': 32}")
 @pytest.mark.parametrize(
     "sizes", [{"max_num_seqs": 8}, {"max_num_seqs": 8, "num_blocks": 32}, {"max_num_seqs": 1}], ids=str
 )
@@ -78,6 +79,7 @@ ON_RANKS = """
     """
 
 
+@pytest.mark.gate("tensor_parallel_size")
 @pytest.mark.parametrize("key", ["tensor_parallel_size", "data_parallel_size"])
 def test_ranks_serve_by_priority(key: str):
     with LLM(checkpoint_folder("llama3"), **SETTINGS) as llm:

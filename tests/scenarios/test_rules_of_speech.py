@@ -74,6 +74,7 @@ def their_answers(features: torch.Tensor, settings: dict[str, Any]) -> list[list
     return [row[: row.index(END) + 1] if END in row else row for row in rows]
 
 
+@pytest.mark.gate("English", "translated, timestamps", "detected language, timestamps")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_answers_of_speech_equal_transformers(llm: LLM, features: torch.Tensor, name: str):
     found = our_answers(llm, SETTINGS[name])

@@ -111,6 +111,7 @@ def test_prompt_without_tokens_is_rejected(model: Path):
         assert len(llm.score_tokens([[5]], [[5, 6, 7]])[0]) == 3
 
 
+@pytest.mark.gate("{'tensor_parallel_size': 2}")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -249,6 +249,7 @@ def embedded(folder: Path, texts: list[str] = TEXTS, **options: Any) -> list[lis
     return [output.outputs.embedding for output in outputs]
 
 
+@pytest.mark.gate("prompt", "parts", "cut")
 @pytest.mark.finding(number="A5")
 @pytest.mark.parametrize("name", in_gate(EMBED, "length", "cut", "prompt", "flat prompt", "parts"))
 def test_vectors_are_those_of_encode(name: str) -> None:

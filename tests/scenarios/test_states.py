@@ -82,6 +82,7 @@ def test_any_schedule_has_the_same_bits(kind: str, way: str) -> None:
     assert answers(kind, **WAYS[way])[0] == alone(kind)
 
 
+@pytest.mark.gate("recompute-lfm2", "swap-lfm2")
 @every_kind
 @pytest.mark.parametrize("way", PREEMPTIONS)
 def test_preempted_rows_have_the_same_bits(kind: str, way: str) -> None:
@@ -111,6 +112,7 @@ class ForgetsTails(StateEngine):
             layer.tail.copy_(tail)
 
 
+@pytest.mark.gate("ForgetsSwaps")
 @pytest.mark.parametrize("broken", [ForgetsCopies, ForgetsSwaps, ForgetsTails])
 def test_lost_move_of_a_state_shows(broken: type[StateEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: forks are copies, and swapped rows come back."""

@@ -38,6 +38,7 @@ def update(model: PreTrainedModel, step: int) -> None:
         parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
 
 
+@pytest.mark.gate("qwen3_5", "qwen2_tied")
 @pytest.mark.guarantee("A trainer's weights are those that sample", is_control_inside=True)
 @pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3", "qwen3_5"])
 def test_after_each_sync_log_probabilities_are_the_trainers(name: str):

@@ -115,6 +115,7 @@ def test_script_detects_a_different_answer_of_two_nodes(tmp_path: Path, both: st
     assert ("alone.jsonl" in done.stdout + done.stderr) == (exit_code == 1), "cmp says where they differ"
 
 
+@pytest.mark.stress
 @pytest.mark.control("A cut cable: both sides name the silent rank")
 @pytest.mark.matrix
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def check_way_was_taken(llm: LLM, way: str) -> None:
     assert (counters.num_loaded_blocks > 0) == (way == "from the host tier")
 
 
+@pytest.mark.gate("two stages", "together", "swapped", "in chunks")
 @pytest.mark.guarantee("Layers may differ in heads and head sizes")
 @pytest.mark.usefixtures("forked_workers_of_module")
 @pytest.mark.parametrize("way", WAYS)

@@ -82,6 +82,7 @@ def with_all_tokens(name: str) -> list[Any]:
     return answer(name, window_groups=False)[0]
 
 
+@pytest.mark.gate("swap-gemma3")
 @kinds
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in IN_GATE else pytest.mark.stress) for way in WAYS])
 def test_rows_have_the_bits_of_one_group(name: str, way: str):

@@ -18,6 +18,7 @@ def bench(monkeypatch: pytest.MonkeyPatch):
     return import_module("control_path.cache")
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_cache_bench_prints_rows_and_one_json_line(bench, capsys):
     """Each state and operation has a row."""

@@ -35,6 +35,7 @@ def run(script: str, *arguments: str | Path) -> ranks.CompletedRanks:
     return ranks.run_script([ROOT / "scripts" / script, *arguments], timeout_s=240)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_throughput_reports_its_parts_floor_and_ids(rows: Path, tmp_path: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--ids", tmp_path / "ids.json")
@@ -107,6 +108,7 @@ def test_rows_with_non_finite_numbers_are_error_rows(tmp_path: Path):
     assert (figures["rows"], figures["error_rows"]) == (2, 2)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_throughput_reports_the_error_of_failed_job(rows: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--no-split", "job.max_error_rows=0")
@@ -146,6 +148,7 @@ def test_figure_matches_the_published_figures(tmp_path: Path, monkeypatch: pytes
     assert draw.draw(figures) != (ROOT / "docs" / "lab" / "benchmarks.svg").read_text(), "the control"
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_admission_bench_shows_watermark_saves_recomputation(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))

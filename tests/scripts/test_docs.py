@@ -188,6 +188,20 @@ def expected_lines(program: str) -> list[str]:
     return re.findall(r"(?m)^ *print\(.*\)  # (.*)$", program)
 
 
+@pytest.mark.gate(
+    "README.md",
+    "docs/getting_started.md",
+    "docs/guides/adapters.md",
+    "docs/guides/data_pipelines.md",
+    "docs/guides/kv_connectors.md",
+    "docs/guides/pooling.md",
+    "docs/guides/python.md",
+    "docs/guides/saving.md",
+    "docs/guides/self_checks.md",
+    "docs/guides/speculation.md",
+    "docs/guides/t*",
+    "docs/guides/weight_updates.md",
+)
 @pytest.mark.guarantee("Programs of the documentation run and print what they show")
 @pytest.mark.parametrize("page", list(filter(page_with_program, PAGES)), ids=name_of)
 def test_shown_programs_run(page: Path, tmp_path: Path):

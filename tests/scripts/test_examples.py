@@ -78,6 +78,15 @@ def test_lines_of_ranks_may_run_together():
     ]
 
 
+@pytest.mark.gate(
+    "scores.py",
+    "server_client.py",
+    "datasets_pipeline.py",
+    "chat.py",
+    "structured_outputs.py",
+    "adapters.py",
+    "embeddings.py",
+)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example_prints_the_right_answers(name: str):
     expected = re.escape(PRINTED[name]) if name == "batch_job.py" else PRINTED[name]
@@ -102,6 +111,7 @@ def test_tool_loops_answer_on_each_rank(num_ranks: int):
     assert [int(turn[2]) + int(turn[3]) for turn in turns] == [int(turn[4]) for turn in turns]
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.stress)])
 def test_trained_weights_change_the_answer(num_ranks: int):
     output = printed("trainer_weight_updates.py", num_ranks)

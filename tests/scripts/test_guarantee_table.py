@@ -1,8 +1,10 @@
 """docs/lab/guarantees.md is what the tests' markers say, and every guarantee has a test and a negative control."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from ranks import REPOSITORY
@@ -10,21 +12,27 @@ from ranks import REPOSITORY
 TESTS = REPOSITORY / "tests"
 
 
-@pytest.fixture
-def guarantee_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-    return import_module("guarantee_table")
+@pytest.fixture(scope="module")
+def guarantee_table() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "scripts"))
+        yield import_module("guarantee_table")
 
 
-def test_every_guarantee_has_a_test_and_a_control(guarantee_table: ModuleType):
-    found = guarantee_table.guarantees(TESTS)
+@pytest.fixture(scope="module")
+def found(guarantee_table: ModuleType) -> dict[str, Any]:
+    """What all tests say: reading them takes seconds."""
+    return guarantee_table.guarantees(TESTS)
+
+
+def test_every_guarantee_has_a_test_and_a_control(guarantee_table: ModuleType, found: dict[str, Any]):
     assert len(found) >= 105
     assert guarantee_table.faults(found) == []
 
 
-def test_page_is_current(guarantee_table: ModuleType):
+def test_page_is_current(guarantee_table: ModuleType, found: dict[str, Any]):
     written = (REPOSITORY / "docs" / "lab" / "guarantees.md").read_text(encoding="utf-8")
-    assert written == guarantee_table.document(TESTS), "run python scripts/guarantee_table.py"
+    assert written == guarantee_table.document(found), "run python scripts/guarantee_table.py"
 
 
 def test_missing_test_or_control_is_reported(guarantee_table: ModuleType, tmp_path: Path, control):
@@ -41,7 +49,7 @@ def test_missing_test_or_control_is_reported(guarantee_table: ModuleType, tmp_pa
         "renamed: no test has this guarantee",
         "bare: no negative control",
     ]
-    rows = guarantee_table.document(tmp_path).splitlines()[-4:]
+    rows = guarantee_table.document(found).splitlines()[-4:]
     assert "| kept | test_x.py::test_kept | ::test_kept_broken (s) |" in rows
     assert "| inside | test_x.py::test_inside | in the test |" in rows
     with control("renamed"):

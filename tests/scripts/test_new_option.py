@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import ranks
 from ranks import REPOSITORY
 
@@ -37,6 +38,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.stress
 def test_new_option_is_one_edit(tmp_path: Path):
     shutil.copytree(REPOSITORY / "spmd_worker", tmp_path / "spmd_worker", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("kv_cache", "conf", "launch.py"):

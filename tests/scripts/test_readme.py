@@ -153,6 +153,7 @@ def check_preempted(folder: Path, beside: str, *more: str) -> None:
     assert (metrics["tier_stored_blocks"] > 0) == ("tier" in beside)
 
 
+@pytest.mark.gate("cache.host_tier_gib=1")
 @pytest.mark.finding(number="D7")
 @pytest.mark.parametrize("beside", BESIDE)
 def test_small_cache_demo_preempts(tmp_path: Path, beside: str):

@@ -229,6 +229,9 @@ def serve(connection: socket.socket) -> dict[str, Any]:
     """Serve until the other end is closed. Returns in each forked process, with its order."""
     import gc
 
+    import quick_sync
+
+    quick_sync.make_quick()
     import spmd_worker.worker.memory.garbage
 
     # Modules are no garbage: a fifth of the time was spent looking for some.

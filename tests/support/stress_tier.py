@@ -49,6 +49,30 @@ def place_of(path: Path, tests: Path) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+def share(items: list[pytest.Item], *, is_complete: bool) -> None:
+    """Of a test that is marked `gate("CASE", ...)` the named cases stay where they are and the others are stress tests.
+
+    `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay, if the items are
+    `is_complete`: all of their files.
+    """
+    kept: dict[str, bool] = {}
+    for item in items:
+        mark = item.get_closest_marker("gate")
+        if mark is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        stays = any(_stands_for(name, case.removesuffix("]")) for name in mark.args)
+        kept[test] = kept.get(test, False) or stays
+        if not stays:
+            item.add_marker(pytest.mark.stress)
+    if is_complete and (empty := [test for test, has_cases in kept.items() if not has_cases]):
+        raise pytest.UsageError(f"{', '.join(empty)}: the names of @pytest.mark.gate are those of no case")
+
+
+def _stands_for(name: str, case: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, name.split("*"))), case, re.DOTALL) is not None
+
+
 def limit(items: list[pytest.Item]) -> None:
     """Stress tests that say nothing else may take `LIMIT_S` seconds."""
     for item in items:

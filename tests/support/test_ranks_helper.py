@@ -26,6 +26,7 @@ every_launcher = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.gate("ours")
 @every_launcher
 def test_every_rank_runs_and_its_output_is_captured(way: str):
     done = ranks.run_ranks(
@@ -55,6 +56,7 @@ def test_ranks_import_repository_and_helpers_from_any_folder(tmp_path: Path):
     assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "replica" / "sequence" / "__init__.py")
 
 
+@pytest.mark.gate("ours")
 @every_launcher
 def test_failing_rank_ends_run_and_keeps_its_output(way: str):
     source = """
@@ -68,6 +70,7 @@ def test_failing_rank_ends_run_and_keeps_its_output(way: str):
     assert "rank 1 gives up" in done.stderr
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
     """Parent, session, group, arguments, streams, path and variables; the parent is torchrun, which can end them."""

@@ -36,6 +36,7 @@ def write_templates(folder: Path, names: list[str], where: str) -> Path:
     return folder
 
 
+@pytest.mark.gate("names1-list", "names2-files", "names3-files")
 @pytest.mark.parametrize("where", ["list", "files"])
 @pytest.mark.parametrize("names", [["default", "tool_use", "rag"], ["default", "rag"], ["default"], ["tool_use"]])
 def test_chosen_template_equals_transformers(tmp_path: Path, names: list[str], where: str):
@@ -81,6 +82,7 @@ THOUGHTS = {
 }
 
 
+@pytest.mark.gate("thoughts0-*", "thoughts3-*", "thoughts6-*", "thoughts7-*")
 @pytest.mark.parametrize("name", THOUGHTS)
 @pytest.mark.parametrize(
     "thoughts",

@@ -88,6 +88,7 @@ def test_conversation_beyond_process_memory_is_named(monkeypatch: pytest.MonkeyP
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
+@pytest.mark.gate("expandtabs", "format", "indent", "join", "replace")
 @pytest.mark.guarantee("Chat templates are bounded (SECURITY.md)")
 @pytest.mark.parametrize(
     "name",
@@ -101,6 +102,7 @@ def test_template_exceeding_memory_fails_and_next_row_runs(name: str):
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
+@pytest.mark.gate("find")
 @pytest.mark.parametrize(
     "name", ["lists", *(pytest.param(name, marks=pytest.mark.matrix) for name in SLOW if name != "lists")]
 )

@@ -36,6 +36,7 @@ class LabelExtension:
 NAME = f"{__name__}.LabelExtension"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_new_worker_event_commits_everywhere_or_nowhere(tmp_path: Path):
     with plain(2, worker_extension_cls=NAME) as executor:
         assert executor.prepare_event("set_label", {"folder": str(tmp_path), "label": "a"}) == ""

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,16 +72,9 @@ def extra_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder = tmp_path_factory.mktemp("memory")
     small = write_checkpoint(folder / "small", CheckpointSpec(LlamaConfig))
     large = [write_zeros(folder / name, is_streamed=name == "streamed") for name in ("plain", "streamed")]
-    paths = [str(ranks.REPOSITORY), str(ranks.REPOSITORY / "tests" / "support")]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING, small, *large],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    (folder / "loading.py").write_text(LOADING)
+    done = ranks.run_script([folder / "loading.py", small, *large], timeout_s=600)
+    assert done.returncode == 0, done.output
     figures = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
     assert all(weights > 256 * 2**20 for _, weights in figures)
     return {path.name: extra for path, (extra, _) in zip(large, figures, strict=True)}

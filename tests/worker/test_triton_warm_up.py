@@ -120,6 +120,7 @@ def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
         return forms - before
 
 
+@pytest.mark.gate("bfloat16-settings0", "float32-settings1")
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8, "invariant_tensor_parallel": True}]
 )

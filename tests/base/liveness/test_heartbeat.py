@@ -227,12 +227,14 @@ def looking_at_threads(way: str, num_looks: int, looks: Path) -> Iterator[subpro
         process.wait()
 
 
+@pytest.mark.stress
 def test_location_never_deadlocks_with_threads_and_collection(tmp_path: Path):
     with looking_at_threads("ours", NUM_LOOKS, tmp_path / "looks") as process:
         assert process.wait(LIMIT_S) == 0
     assert (tmp_path / "looks").stat().st_size == 1 + NUM_LOOKS
 
 
+@pytest.mark.stress
 @pytest.mark.skipif(sys.version_info >= (3, 11, 9), reason="Python 3.11.9 collects nothing meanwhile")
 def test_location_check_detects_interpreter_deadlock(tmp_path: Path):
     """Negative control: sooner or later no look comes any more. Whether that takes long decides nothing."""

@@ -221,6 +221,7 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     assert f"error: finished rows could not be kept: {error}\n" in capsys.readouterr().err
 
 
+@pytest.mark.gate("SIGTERM")
 @pytest.mark.guarantee("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
@@ -252,6 +253,7 @@ def test_signalled_job_keeps_finished_rows(tmp_path: Path, expected: bytes, numb
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == kept
 
 
+@pytest.mark.stress
 @pytest.mark.control("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 def test_signal_check_detects_rows_lost_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""

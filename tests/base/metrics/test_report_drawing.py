@@ -44,6 +44,9 @@ def each_chart() -> list[Any]:
     ]
 
 
+@pytest.mark.gate(
+    "pressed, wide", "long, narrow", "one, narrow", "no blocks, narrow", "no time, narrow", "nothing computed, narrow"
+)
 @pytest.mark.parametrize(("name", "width"), each_chart())
 def test_chart_text_is_neither_clipped_nor_overlapping(name: str, width: float):
     frame, charts = charts_of(STRANGE_RUNS[name], WIDTHS[width])
@@ -65,6 +68,7 @@ def test_chart_text_is_neither_clipped_nor_overlapping(name: str, width: float):
             assert all(left.x1 <= right.x0 for left, right in pairwise(ticks)), chart.title
 
 
+@pytest.mark.gate("large numbers")
 @pytest.mark.parametrize(
     "name", ["pressed", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("no time", "large numbers"))]
 )

@@ -152,6 +152,7 @@ def answers(seen: dict[str, Any], first: int = 0) -> list[list[int]]:
     return [seen["alone"][str(prompt)] for prompt in seen["prompts"][first:]]
 
 
+@pytest.mark.gate("tensor parallel", "data parallel")
 def test_rank_gets_only_its_own_answers(seen: list[dict[str, Any]]):
     for each in seen:
         assert each["gathered"] == answers(each)

@@ -195,6 +195,7 @@ sys.exit(launch.main(arguments))
 """
 
 
+@pytest.mark.gate("replica-1-is-killed")
 @pytest.mark.parametrize(
     ("fault", "culprit"),
     [

@@ -218,6 +218,7 @@ job.run_job(compose_run(Path(sys.argv[1]), sys.argv[2:]), read_rank_environment(
 """
 
 
+@pytest.mark.gate("tensor_parallel_size")
 @pytest.mark.parametrize(
     "layout", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.matrix)]
 )
@@ -305,6 +306,7 @@ while num_waiting < 10:  # looks in a row that found the thread where it reads
 """
 
 
+@pytest.mark.gate("ours-0")
 @pytest.mark.parametrize(("kind", "returncode"), [("ours", 0), ("control", -signal.SIGABRT)])
 def test_process_ends_while_standard_input_is_open(kind: str, returncode: int):
     """Who was given `job.max_rows` rows waits for no end of the stream, and its thread waits on."""
@@ -402,6 +404,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 """Of an input while it is read; the last two leave it as it was read."""
 
 
+@pytest.mark.gate("appended", "touched")
 @pytest.mark.parametrize("change", CHANGES)
 def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str):
     path = tmp_path / "rows.jsonl"
@@ -422,6 +425,7 @@ def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytes
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
+@pytest.mark.gate("another of the same size")
 @pytest.mark.parametrize("change", ["appended", "another of the same size", "touched"])
 def test_input_changed_before_its_scan_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_scan: threading.Event, change: str

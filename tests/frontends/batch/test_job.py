@@ -149,6 +149,7 @@ def test_openai_rows_get_openai_bodies(tmp_path: Path):
     assert chat["usage"]["prompt_tokens"] > 7
 
 
+@pytest.mark.stress
 def test_preempted_rows_get_the_same_bytes(tmp_path: Path):
     rows = [{"prompt_token_ids": [60 + index] * 30, "max_tokens": 40, "ignore_eos": True} for index in range(12)]
     rows[3] |= {"n": 2, "best_of": 3, "temperature": 1.0}

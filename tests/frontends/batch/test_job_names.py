@@ -154,6 +154,7 @@ def test_job_rejects_target_of_standard_output(folder: Path, target: str, monkey
     assert not list(Path("run").glob("lock"))
 
 
+@pytest.mark.gate("a linked model", "run directory behind a link")
 @pytest.mark.finding(number="C1")
 @pytest.mark.parametrize(
     "keys",

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import ranks
 from ranks import REPOSITORY
 
@@ -36,6 +37,7 @@ ROWS = {
 """Values of each row. A cutoff of 1 leaves only the argmax, at any temperature."""
 
 
+@pytest.mark.stress
 def test_new_row_key_is_edits_of_two_files(tmp_path: Path):
     shutil.copytree(REPOSITORY / "spmd_worker", tmp_path / "spmd_worker", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("kv_cache", "conf", "launch.py"):

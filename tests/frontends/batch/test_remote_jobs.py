@@ -168,6 +168,7 @@ def test_resumed_parts_have_the_same_bytes(s3, answers, tmp_path, where):
     assert stamp is None or stamp == (tmp_path / "answers" / "part-00000.jsonl").stat().st_mtime_ns
 
 
+@pytest.mark.stress
 def test_pool_on_s3_writes_bytes_of_local_job(s3, answers, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
     job = {"input": str(tmp_path / "rows.jsonl"), "output": f"{s3.bucket}/out/part-*.jsonl", "part_rows": 5}
@@ -190,6 +191,7 @@ def test_remote_shards_merge_to_the_local_job(s3, answers, tmp_path, monkeypatch
     assert read_remote(f"{s3.bucket}/merged.jsonl") == answers
 
 
+@pytest.mark.stress
 def test_remote_shards_in_parts_merge_to_local_job(s3, answers, tmp_path, monkeypatch):
     """Regression: parts of shards were rejected."""
     monkeypatch.chdir(tmp_path)
@@ -338,6 +340,7 @@ def test_second_output_of_a_folder_is_rejected(s3, tmp_path, monkeypatch, where)
     assert sorted(parts_in(folder)) == ["a-00000.jsonl", "manifest.json"]
 
 
+@pytest.mark.gate("job")
 @pytest.mark.guarantee("A remote output in parts is written by one job")
 @pytest.mark.parametrize("kind", ["job", "pool"])
 def test_second_job_of_a_remote_output_is_rejected(s3, answers, tmp_path, kind):
@@ -398,6 +401,7 @@ def test_claim_check_detects_unnamed_runs(s3):
         claim_folder(pattern, run="second")
 
 
+@pytest.mark.stress
 def test_merge_that_was_killed_is_repeated(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))

@@ -121,6 +121,7 @@ def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     assert run(config)["resumed_rows"] == 0
 
 
+@pytest.mark.gate("7", "40")
 @pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
 def test_interrupted_job_resumes_without_repeating_a_row(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -477,6 +478,7 @@ def test_resume_detects_records_written_before_their_lines(tmp_path: Path, monke
         run(config)
 
 
+@pytest.mark.gate("2", "4")
 @pytest.mark.parametrize("fails_at", [2, 3, 4, 7])
 def test_failed_sync_ends_job_and_resume_completes(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails_at: int
@@ -499,6 +501,7 @@ def test_failed_sync_ends_job_and_resume_completes(
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
+@pytest.mark.gate("manifest.json")
 @pytest.mark.parametrize("file", ["manifest.json", ""])
 def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], file: str):
     """Limits the size of each file: the manifest; after the first row the lines, of which the last do not fit."""

@@ -136,6 +136,7 @@ KINDS = {
 }
 
 
+@pytest.mark.gate("*-symbolic link", "lock-*", "manifest.json-*")
 @pytest.mark.finding(number="C2")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)

@@ -376,6 +376,7 @@ def test_stalled_reader_is_disconnected_and_blocks_no_one():
     assert found == (0, 1)
 
 
+@pytest.mark.stress
 @pytest.mark.control("The server: who does not read is cut off")
 def test_stalled_reader_keeps_its_slots_without_disconnection(
     monkeypatch: pytest.MonkeyPatch,

@@ -87,6 +87,7 @@ async def cut_one_off(server: ServedRanks) -> None:
         await cut_off(client)
 
 
+@pytest.mark.gate("two shards")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_concurrent_streams_equal_job_and_cut_frees_blocks(tmp_path: Path, layout: str):
     """64 streams at once, one of which is cut off."""
@@ -140,6 +141,7 @@ def test_killed_rank_ends_all_within_ten_seconds(tmp_path: Path, is_idle: bool):
     assert kill_a_rank(tmp_path, is_idle=is_idle) < 10
 
 
+@pytest.mark.gate("True")
 @pytest.mark.guarantee("The server on ranks: a killed rank ends all, with its name")
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_killed_rank_ends_all_with_its_name(tmp_path: Path, is_idle: bool):
@@ -155,6 +157,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.stress
 @pytest.mark.control("The server on ranks: a killed rank ends all, with its name")
 def test_name_test_detects_ranks_that_end_silently(tmp_path: Path):
     """Negative control."""

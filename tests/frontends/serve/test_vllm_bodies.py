@@ -297,6 +297,7 @@ def test_scores_answer_under_all_their_names(tmp_path: Any):
 # D15: the form of a completion.
 
 
+@pytest.mark.gate("text-*")
 @pytest.mark.finding(number="D15")
 @pytest.mark.parametrize("way", ["whole", "stream", "row"])
 @pytest.mark.parametrize(

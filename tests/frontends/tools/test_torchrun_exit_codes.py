@@ -14,6 +14,7 @@ WAITING = "while kill -0 $PPID; do sleep 0.05; done"
 LAUNCHER = "spmd_worker.tools.torchrun"
 
 
+@pytest.mark.gate("exit 143-*", "*-exit 70-70", "exit 1-*", "*-137")
 @pytest.mark.parametrize(
     ("rank_0", "rank_1", "code"),
     [
@@ -33,6 +34,7 @@ def test_exit_code_names_how_ranks_ended(tmp_path: Path, rank_0: str, rank_1: st
     assert done.returncode == code, done.output
 
 
+@pytest.mark.stress
 @pytest.mark.control("a queue knows a preempted world from a failed one by its exit code")
 def test_plain_torchrun_exits_alike_for_all(tmp_path: Path):
     ends = ("exit 143", f"exit {DIVERGED_EXIT_CODE}")

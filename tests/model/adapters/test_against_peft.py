@@ -71,6 +71,15 @@ def worst_error(family: str, settings: Settings) -> float:
     return max(relative_error(ours, peft_logits(reference, prompt)) for ours, prompt in pairs)
 
 
+@pytest.mark.gate(
+    "gemma3_images",
+    "gpt_neox_all",
+    "gpt2_all",
+    "smollm3_all",
+    "opt_projected",
+    "smollm3_patterns",
+    "smollm3_rank_stabilised",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_ids_are_those_of_peft(case: str):
     family, settings = CASES[case]
@@ -155,6 +164,7 @@ ENCODERS = {
 }
 
 
+@pytest.mark.gate("modern")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_of_encoders_are_those_of_peft(name: str, tmp_path: Path):
     """The backbone alone: PEFT's paths lack the prefix of a model with a head."""

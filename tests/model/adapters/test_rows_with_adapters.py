@@ -47,6 +47,7 @@ def sources(family: str) -> list[AdapterSource]:
     return [read_adapter(adapter_folder(family, settings, seed)) for seed, settings in enumerate(ADAPTERS)]
 
 
+@pytest.mark.gate("gemma2-bfloat16-None", "seed_oss-bfloat16-*")
 @pytest.mark.parametrize(("family", "dtype", "quantization"), CASES)
 def test_row_has_equal_bits_in_any_batch(family: str, dtype: str, quantization: str | None):
     model = load_model(family_folder(family), dtype=dtype, quantization=quantization)

@@ -71,6 +71,14 @@ HELD_BY_ALL += (
 )
 
 
+@pytest.mark.gate(
+    "2-*",
+    "8-GptOssForCausalLM",
+    "8-LlamaForCausalLM",
+    "8-DeepseekV3ForCausalLM",
+    "8-Qwen3_5ForCausalLM",
+    "8-NemotronHForCausalLM",
+)
 @pytest.mark.parametrize("architecture", families())
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.stress), 2, pytest.param(4, marks=pytest.mark.stress), 8]

@@ -144,6 +144,7 @@ UNSEEN_IN = {
 """Those that files of this kind have not, or that differ from the plain row's in words alone."""
 
 
+@pytest.mark.gate("t5", "bart")
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("name", WITH_CONTROLS)
 def test_comparison_detects_changed_encoder_rows(name: str, monkeypatch: pytest.MonkeyPatch):

@@ -113,6 +113,7 @@ def digest(parts: int) -> str:
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in values)).hexdigest()
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_values_do_not_depend_on_process_or_threads():
     """Those of this process and of another with other hashes and a thread more."""
@@ -190,6 +191,7 @@ def test_twenty_million_weights_are_filled_within_seconds():
     assert time.perf_counter() - start_s < 10
 
 
+@pytest.mark.gate("3")
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
 def test_threads_share_a_tensor_without_changing_values(monkeypatch, num_threads):
     monkeypatch.setattr(store, "_BLOCK_BYTES", 4 << 12)

@@ -49,6 +49,7 @@ def digests(folder: Path) -> dict[str, str]:
     return file_digests(folder, ("dense",))
 
 
+@pytest.mark.gate("every tensor", "layer.3.weight")
 @pytest.mark.parametrize("name", ["every tensor", NORM, HEAD, "layer.3.weight"])
 def test_trained_tensor_changes_the_files_digest(folder: Path, name: str):
     """A classifier or a norm that was trained alone, too, though no even distance would meet it."""

@@ -61,6 +61,7 @@ def each_group_and_window():
     ]
 
 
+@pytest.mark.gate("*-native", "1-7-64-*", "2-8-50-*", "3-3-0-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "window"), each_group_and_window())
@@ -73,6 +74,7 @@ def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, 
     assert torch.equal(run(backend, one, 1), whole)
 
 
+@pytest.mark.gate("*-native", "0-0.5-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ FAR, NEAR = 300, 20
 """Distances of a bias: of all keys, and of those around the query, so that tiles are inside, outside and across."""
 
 
+@pytest.mark.gate("*-native", "20-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(
@@ -240,6 +243,7 @@ def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
     assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
 
 
+@pytest.mark.gate("*-native", "50-7-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize("group_size", [1, *(pytest.param(each, marks=pytest.mark.stress) for each in (3, 4)), 7])
@@ -274,6 +278,7 @@ def test_row_bits_independent_of_the_batch(instruction_set, dtype):
         assert torch.equal(result, run(backend, one, WHOLE)[-last_chunk:])
 
 
+@pytest.mark.gate("*-native", "40-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize("window", [0, 40])

@@ -91,6 +91,7 @@ def assert_sharing_changes_no_bit(instruction_set: str, branches: list[Branch], 
     return shared
 
 
+@pytest.mark.gate("16-1-*", "16-3-*", "16-4-float32-*", "16-7-bfloat16-native", "64-3-float32-*")
 @pytest.mark.guarantee("A common beginning is read together, no bit changes")
 @each_library
 @each_dtype
@@ -123,6 +124,7 @@ def test_nor_do_blocks_of_another_size(instruction_set, dtype, block_size):
     assert_sharing_changes_no_bit(instruction_set, samples(150, 129, 193, 131, 200, num_shared=128), sizes)
 
 
+@pytest.mark.gate("*-native", "heads-bfloat16-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_nor_do_windows_sinks_bounds_and_heads(instruction_set, dtype, changes):
     assert_sharing_changes_no_bit(instruction_set, samples(*lengths, num_shared=128), sizes)
 
 
+@pytest.mark.gate("*-native", "float32-*")
 @each_library
 @each_dtype
 def test_more_samples_than_one_thread_takes_at_once(instruction_set, dtype):

@@ -107,6 +107,9 @@ def error_of(kernels, x, weight, expected):
     return float((kernels.linear(x, kernels.pack(weight), None).float() - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.gate(
+    "native-*", "*oneDNN*", "*AMX-64-*", "*AMX-72-*", "*AMX-128-*", "*AMX-576-*", "*AMX-896-1152-bfloat16"
+)
 @each_dtype
 @each_shape
 def test_linear_row_bits_independent_of_the_batch(kernels, dtype, num_inputs, num_outputs):
@@ -152,6 +155,13 @@ def threads(number: int):
         torch.set_num_threads(before)
 
 
+@pytest.mark.gate(
+    "native-*",
+    "*-576-960-True-*",
+    "*oneDNN*-4864-544-False-bfloat16",
+    "*AMX-4864-544-False-bfloat16",
+    "*AMX-64-16400-False-bfloat16",
+)
 @pytest.mark.matrix
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs", "is_gated"), each_cut())
@@ -187,6 +197,9 @@ def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, 
     return x.to(dtype), weight.to(dtype)
 
 
+@pytest.mark.gate(
+    "native-*", "*-64-50-*", "*-64-64-*", "*-576-960-bfloat16", "*AMX-64-16400-bfloat16", "*oneDNN*-576-960-float32"
+)
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
 def test_linear_argmax_equals_argmax_of_linear(kernels, dtype, num_inputs, num_outputs):
@@ -257,6 +270,7 @@ def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeyp
         check(planted, dtype, 576, 960)
 
 
+@pytest.mark.gate("native-*", "*-576-960-*", "*-64-*", "*-72-*", "*-128-*")
 @each_dtype
 @each_shape
 def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
@@ -269,6 +283,7 @@ def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
     assert torch.equal(*results)
 
 
+@pytest.mark.gate("native-*", "*-576-960-*", "*-1536-576-*", "*-64-*", "*-72-*", "*-128-*")
 @each_dtype
 @each_shape
 def test_products_are_close_to_double_precision(kernels, dtype, num_inputs, num_outputs):
@@ -293,6 +308,7 @@ def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> 
     return float(errors.pow(2).mean().sqrt())
 
 
+@pytest.mark.gate("*-576-960", "*-1536-576", "*-64-*", "*-128-*")
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), tiers(SHAPES, stress=LARGE_SHAPES))
 def test_amx_float32_is_as_exact_as_float32_instructions(kernels, num_inputs, num_outputs):
     """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
@@ -388,6 +404,7 @@ def converting(packs_only) -> PackedKernels:
     return PackedKernels()
 
 
+@pytest.mark.gate("576-960-*", "64-*", "33-*")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs", "has_bias"),
@@ -470,6 +487,7 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.output
 
 
+@pytest.mark.gate("bfloat16")
 @pytest.mark.matrix
 @each_dtype
 @looped("has_bias", [False, True])

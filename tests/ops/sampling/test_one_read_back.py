@@ -78,6 +78,7 @@ def waits_of(
     return waits
 
 
+@pytest.mark.gate("all-of two", "reported-alone", "filtered-*", "processed-*", "masked-*", "ruled-*")
 @pytest.mark.parametrize("group", GROUPS, ids=["alone", "of two"])
 @pytest.mark.parametrize("name", KINDS_OF_ROWS)
 def test_sampling_has_one_read_back_and_no_waits(name: str, group: GroupHandle):
@@ -145,6 +146,7 @@ def broken(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.gate("2-tempered_logprobs", "1-*")
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_deferred_reads_have_the_bits_of_immediate_reads(monkeypatch: pytest.MonkeyPatch, size: int, mode: str):

@@ -213,6 +213,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
     return logits.to(dtype), [row(stream=i, **REPORTING[i % len(REPORTING)]) for i in range(len(logits))]
 
 
+@pytest.mark.gate("2-*", "8-dtype1-processed_logprobs")
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
@@ -233,6 +234,7 @@ def test_block_size_of_rows_changes_no_bit(numbers: int, monkeypatch: pytest.Mon
     assert sharded(logits, rows, 2) == expected
 
 
+@pytest.mark.gate("1", "2")
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(8, marks=pytest.mark.matrix)]
 )

@@ -150,6 +150,7 @@ def test_relay_dying_before_it_passes_a_message_on(pool):
         assert {str(future.result(LONG_S)) for future in futures} == {"rank 3 is gone"}
 
 
+@pytest.mark.gate("silent1")
 @pytest.mark.parametrize("silent", [[4], [3], [1, 8]])
 def test_silent_ranks_are_named_behind_relays(pool, silent: list[int]):
     with tree(SIZE, GROUP) as channels:

@@ -219,6 +219,7 @@ def test_unread_heartbeats_between_steps_leave_connection_intact(small_star):
         assert received.result(LONG_S) == b"step"
 
 
+@pytest.mark.stress
 def test_heartbeat_check_detects_blocking_sends(small_star, monkeypatch):
     """Negative control."""
     leader, _, connection = small_star
@@ -271,6 +272,7 @@ def test_send_has_full_timeout_after_a_long_wait(small_star, monkeypatch):
     assert waits == [LONG_S] * 3
 
 
+@pytest.mark.stress
 @pytest.mark.control("A lost message is found before the timeout")
 def test_lost_message_costs_full_timeout_without_heartbeats(monkeypatch):
     """Negative control."""

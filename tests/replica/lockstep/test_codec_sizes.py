@@ -67,6 +67,7 @@ def run_sizes(num_sequences: int, max_token_id: int, num_steps: int = 32) -> lis
     return sizes
 
 
+@pytest.mark.gate("152000-*", "*-16", "*-1")
 @pytest.mark.parametrize("num_sequences", [1, 16, 256, 1024])
 @pytest.mark.parametrize("max_token_id", [50_000, 152_000, 2**31])
 def test_decoding_step_stays_within_byte_budget(num_sequences, max_token_id):

@@ -132,6 +132,7 @@ def test_chained_digest_begins_at_its_start_value():
     assert len(chain.value) == NUM_DIGEST_BYTES == 16
 
 
+@pytest.mark.stress
 def test_digest_is_equal_in_every_process():
     """A literal, and another process with another hash seed."""
     code = "import test_digest as t; print(t.digest_of(t.FULL_MESSAGE).hex())"

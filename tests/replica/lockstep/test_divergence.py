@@ -117,11 +117,13 @@ def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
 EACH_HARMLESS = [pytest.param(name, marks=_tier_of_control(name)) for name in HARMLESS_WITHOUT_DIGESTS]
 
 
+@pytest.mark.gate("config_key", "block_count", "weight_byte", "code", "prompt")
 @pytest.mark.parametrize("name", EACH_AT_START)
 def test_divergence_at_start_is_named_before_any_computation(tmp_path, name):
     check_start(run(name, tmp_path), tmp_path, AT_START[name])
 
 
+@pytest.mark.gate("sampled_id", "block_choice")
 @pytest.mark.guarantee("Ranks agree before each step; a difference is named, exit 70")
 @pytest.mark.parametrize("name", EACH_IN_A_STEP)
 def test_divergence_in_step_ends_all_ranks_with_70(tmp_path, name):
@@ -130,12 +132,14 @@ def test_divergence_in_step_ends_all_ranks_with_70(tmp_path, name):
     check_records_show_what_was_named(tmp_path, 2)
 
 
+@pytest.mark.gate("dropped_message", "flipped_bit")
 @pytest.mark.parametrize("name", IN_A_MESSAGE)
 def test_divergence_by_lost_message_ends_ranks_with_70(tmp_path, name):
     """A damaged message ends them too."""
     check_step(run(name, tmp_path), tmp_path, IN_A_MESSAGE[name])
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
@@ -185,6 +189,7 @@ def test_different_hash_seeds_show_no_divergence(tmp_path):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
 
 
+@pytest.mark.gate("sampled_id")
 @pytest.mark.control("Ranks agree before each step; a difference is named, exit 70")
 @pytest.mark.control("Ranks that began with other settings, weights, prompts are told")
 @pytest.mark.parametrize("name", EACH_HARMLESS)
@@ -201,11 +206,13 @@ def test_dropped_message_hangs_until_timeout_when_unnumbered(tmp_path):
     assert "error: rank 0 is silent: no message in 10 s" in job.stderr[0]
 
 
+@pytest.mark.stress
 def test_repeated_message_is_detected_by_codec_when_unnumbered(tmp_path):
     job = run("repeated_message_unnumbered", tmp_path)
     check_step(job, tmp_path, r"rank 1 cannot read rank 0's message: message of step 7 where 8 comes next")
 
 
+@pytest.mark.stress
 def test_flipped_bit_goes_unnoticed_without_checksum(tmp_path):
     job = run("flipped_bit_unchecked", tmp_path)
     assert job.has_struck
@@ -273,6 +280,7 @@ def test_divergence_under_torchrun_lets_four_ranks_exit_70(tmp_path, name):
     check_torchrun(name, tmp_path, 4)
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_rank_hanging_in_collective_ends_after_launchers_signal():
     """No handler of Python's runs while native code waits; without a reason to report it leaves with the signal's."""

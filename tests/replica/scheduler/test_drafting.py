@@ -70,6 +70,7 @@ def plain_answers(layout: str) -> tuple[list[list[list[int]]], Run]:
     return answers(run, 1), run
 
 
+@pytest.mark.gate("chance-*", "right-stages", "wrong-swapped")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_planted_drafts_change_no_token(kind: str, layout: str):

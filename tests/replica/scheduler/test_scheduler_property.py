@@ -183,6 +183,7 @@ def test_comparison_detects_decision_that_reads_a_token(monkeypatch: pytest.Monk
     assert histories[0] != histories[1]
 
 
+@pytest.mark.stress
 def test_decisions_are_equal_for_any_hash_seed():
     script = (
         "import hashlib, sys; sys.path[:0] = sys.argv[1:]\n"

@@ -121,6 +121,7 @@ def long_history(seed: int, run: Run) -> None:
             assert each.output_token_ids == [sampled(each.key, index) for index in range(first, each.num_tokens)]
 
 
+@pytest.mark.gate("stages", "swapped")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_states_lag_by_accepted_drafts_alone(layout: str):
     seen, hits = Counter(), 0

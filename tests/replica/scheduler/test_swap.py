@@ -144,6 +144,7 @@ def test_sequence_is_recomputed_when_host_is_full(num_host_blocks: int, swapped:
     assert run.cache.num_used_host_blocks == 0
 
 
+@pytest.mark.gate("9-*", "40-auto-*", "1-swap-True")
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("preemption", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 4, 9, 40])

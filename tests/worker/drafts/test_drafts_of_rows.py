@@ -90,6 +90,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[int, ...]]) -> 
     return found
 
 
+@pytest.mark.gate("qwen mtp", "eagle3")
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_do_not_depend_on_other_rows(method: str, drafts: Drafts, recorded: list[tuple[int, ...]]):
     prompts = [{"prompt_token_ids": each} for each in PROMPTS]
@@ -139,6 +140,7 @@ def test_drafts_of_qwen_are_those_of_transformers(drafts: Drafts):
         assert own == tuple(expected)
 
 
+@pytest.mark.gate("True")
 @torch.no_grad()
 @pytest.mark.parametrize("takes_media", [True, pytest.param(False, id="control")])
 def test_drafts_behind_images_are_those_of_transformers(

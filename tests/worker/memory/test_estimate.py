@@ -84,6 +84,16 @@ VARIANTS_AND_SIZES = [
 ]
 
 
+@pytest.mark.gate(
+    "*-keys0-*",
+    "GptOssForCausalLM-*",
+    "LlamaForCausalLM-*",
+    "DeepseekV3ForCausalLM-*",
+    "Qwen3_5ForCausalLM-*",
+    "Gemma3ForCausalLM-*",
+    "NemotronHForCausalLM-*",
+    "GPT2LMHeadModel-*",
+)
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize(("keys", "sizes"), VARIANTS_AND_SIZES)
 @pytest.mark.parametrize(

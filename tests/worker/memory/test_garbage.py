@@ -100,6 +100,11 @@ print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 
 def test_no_collections_during_imports():
     assert _printed(_PROGRAM.replace("HOLD", "hold_collections()")) == ["0", "True", "True"]
+
+
+@pytest.mark.stress
+def test_collections_during_imports_are_counted():
+    """Negative control."""
     num_collections, is_enabled, is_frozen = _printed(_PROGRAM.replace("HOLD", ""))
     assert int(num_collections) > 10
     assert (is_enabled, is_frozen) == ("True", "False")
@@ -119,9 +124,7 @@ sys.argv = {arguments}
 {run}
 """
 _FORGETS = "garbage.resume_collections = lambda: None"
-
-
-@pytest.mark.parametrize(
+_COMMANDS = pytest.mark.parametrize(
     ("arguments", "run"),
     [
         pytest.param(_JOB, f"runpy.run_path({str(REPOSITORY / 'launch.py')!r}, run_name='__main__')", id="job"),
@@ -132,10 +135,22 @@ _FORGETS = "garbage.resume_collections = lambda: None"
         ),
     ],
 )
+
+
+def _seen_by_command(arguments: list[str], run: str, forget: str) -> list[str]:
+    return _printed(_COMMAND.format(arguments=["command", *arguments], run=run).replace("FORGET", forget))
+
+
+@_COMMANDS
 def test_commands_resume_collections_before_loading(arguments: list[str], run: str):
-    program = _COMMAND.format(arguments=["command", *arguments], run=run)
-    assert _printed(program.replace("FORGET", "")) == ["True", "True"]
-    assert _printed(program.replace("FORGET", _FORGETS)) == ["False", "False"]
+    assert _seen_by_command(arguments, run, "") == ["True", "True"]
+
+
+@pytest.mark.stress
+@_COMMANDS
+def test_commands_that_forget_collections_are_seen(arguments: list[str], run: str):
+    """Negative control."""
+    assert _seen_by_command(arguments, run, _FORGETS) == ["False", "False"]
 
 
 def test_collections_disabled_by_caller_stay_disabled():

@@ -68,6 +68,7 @@ def test_no_rank_profiles_when_memory_suffices(tmp_path: Path):
     assert found[0]["blocks"] == found[1]["blocks"] == 64
 
 
+@pytest.mark.stress
 @pytest.mark.matrix
 def test_separate_decisions_deadlock_the_ranks(tmp_path: Path):
     """The negative control: with the agreement taken out, the start fails when the collectives time out."""

@@ -154,6 +154,7 @@ def number_of_parameters(folder: Path, name: str) -> int:
     )
 
 
+@pytest.mark.gate("gpt-oss-20b", "Gemma-3-27B")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SHAPES)
 def test_plan_bytes_equal_real_model_shapes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -103,6 +103,7 @@ def test_read_back_count_detects_injected_read_back():
     assert len(waits.read_backs) > 1
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("keeps_state", [True, False])
 def test_decode_step_sends_at_most_24_bytes_a_row(keeps_state: bool):
     """All of it: what the model, the sampler and the read-back send too. 256 rows have 6 KiB. And, as a control, one
