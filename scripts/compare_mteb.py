@@ -34,8 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     from spmd_worker.integrations.mteb_model import SpmdWorkerEncoder
 
+    try:
+        ours = SpmdWorkerEncoder(options.folder, device="cpu", dtype="float32")
+    except ValueError as error:
+        parser.error(str(error))
     theirs = SentenceTransformer(options.folder, device="cpu", model_kwargs={"dtype": "float32"})
-    ours = SpmdWorkerEncoder(options.folder, device="cpu", dtype="float32")
     scores: dict[str, list[float]] = {}
     for make in tasks(options.pairs):
         for model in (ours, theirs):

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kv_cache.connectors.factory import check_connector
 from kv_cache.state_slots import check_state_block_size
 from spmd_worker.base.config.parallel import ParallelConfig
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
+from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
@@ -251,6 +251,14 @@ def find_model(config: RunConfig) -> ModelLocation:
         fetch_adapters(config.model)
     needs_weights = not config.plan and config.model.load_format != "dummy"
     return locate_model(config.model.path or "", config.model.revision, needs_weights=needs_weights)
+
+
+def read_pooling(config: RunConfig) -> PoolingConfig | None:
+    """The pooling of a run, of its configuration and model files: nothing is checked that its ranks alone need to have,
+    as devices and connectors, and no weights are downloaded. None for generation. Raises ConfigError, ModelConfigError.
+    """
+    location = find_model(replace(config, plan=PlanConfig(enabled=True)))
+    return _pooling(config, read_model_files(location.folder), location)
 
 
 def resolve(

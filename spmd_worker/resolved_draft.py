@@ -22,7 +22,7 @@ from spmd_worker.model_config.model_config import (
     read_config,
     read_model_files,
 )
-from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, tensor_names
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, tensor_names, tensor_shapes
 from spmd_worker.ranks.topology import RankLayout
 
 DRAFT_MODEL, MTP, EAGLE3 = "draft_model", "mtp", "eagle3"
@@ -40,6 +40,8 @@ QWEN_MTP_NAMES: Final = (
     *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
 )
 """Architectures whose layer for multi-token prediction is beside the model's (`mtp.`), not behind its last one."""
+_EAGLE_IDS: Final = "d2t"
+"""Tensor of the distances from an EAGLE-3 head's ids to the target's."""
 _EAGLE_NAMES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
@@ -218,6 +220,7 @@ def _read_eagle(model: str, location: ModelLocation, num_drafts: int, target: Ta
     problem = _eagle_problem(found, eagle, own, vocab_size, target)
     if problem:
         raise ConfigError(f"{key} cannot draft for {target.location.name}: {problem}")
+    _check_eagle_ids(key, location.folder, vocab_size, own.vocab_size)
     num_layers = config.num_layers
     aux = eagle.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
     if (
@@ -240,6 +243,24 @@ def _read_eagle(model: str, location: ModelLocation, num_drafts: int, target: Ta
         has_embedding=any(name.removeprefix("model.") == "embed_tokens.weight" for name in names),
         norms_stream=found.flag("norm_before_residual", False),
     )
+
+
+def _check_eagle_ids(key: str, folder: Path, draft_vocab_size: int, vocab_size: int) -> None:
+    """Raise ConfigError for tensors with another number of a head's ids than config.json says."""
+    shapes = {name.removeprefix("model."): shape for name, shape in tensor_shapes(folder).items()}
+    way_out = "copy config.json and *.safetensors of the same head"
+    for name in (_EAGLE_IDS, "lm_head.weight"):
+        shape = shapes.get(name, (draft_vocab_size,))
+        if shape[:1] != (draft_vocab_size,):
+            raise ConfigError(
+                f"{key}: draft_vocab_size={draft_vocab_size} in {folder / 'config.json'}, and {name} of its files has "
+                f"the shape {list(shape)}: {way_out}"
+            )
+    if shapes and _EAGLE_IDS not in shapes and draft_vocab_size != vocab_size:
+        raise ConfigError(
+            f"{key}: draft_vocab_size={draft_vocab_size} in {folder / 'config.json'} is not the target's {vocab_size}, "
+            f"and its files have no {_EAGLE_IDS}, which says what the head's ids mean: {way_out}"
+        )
 
 
 def _is_eagle(found: ConfigReader) -> bool:

@@ -92,11 +92,25 @@ def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
     (folder / "model.safetensors").unlink()
     words = f"speculative_config.model={folder} has no weights: copy its *.safetensors there too"
     assert refusal(TARGET(EAGLE_TARGET), method, folder) == words
-    # A damaged file is there, and is named when it is loaded.
+    # A damaged file is there, and is named when it is loaded: before the target's, as its own fault shows.
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    worker = Worker(resolved(TARGET(EAGLE_TARGET), method, folder), RankEnvironment())
+    target = shutil.copytree(TARGET(EAGLE_TARGET), tmp_path / "target")
+    run = resolved(target, method, folder)
+    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    worker = Worker(run, RankEnvironment())
     worker.init_device()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: header length"):
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(folder))}/model\.safetensors: header length"):
+        worker.load_model()
+
+
+def test_other_tensors_of_a_draft_model_are_named_with_folder(tmp_path: Path):
+    """The error had names and shapes of tensors, and no folder."""
+    folder = shutil.copytree(small_draft_folder(), tmp_path / "draft")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: each for key, each in tensors.items() if "q_proj" not in key}, folder / "model.safetensors")
+    worker = Worker(resolved(TARGET(EAGLE_TARGET), "draft_model", folder), RankEnvironment())
+    worker.init_device()
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(folder))}: checkpoint and model do not match"):
         worker.load_model()
 
 
@@ -214,6 +228,32 @@ def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: s
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     assert words in refusal(TARGET(EAGLE_TARGET), "eagle3", folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "words"),
+    [
+        (32, "", "and d2t of its files has the shape [64]: copy config.json and *.safetensors of the same head"),
+        (32, "d2t", "and lm_head.weight of its files has the shape [64, 64]: copy"),
+        (211, "", "and d2t of its files has the shape [64]: copy"),
+        (64, "d2t", "is not the target's 211, and its files have no d2t, which says what the head's ids mean: copy"),
+    ],
+)
+@pytest.mark.parametrize("has_index", [False, True])
+def test_eagle_ids_agree_with_the_tensors(size: int, lost: str, words: str, tmp_path: Path, has_index: bool):
+    """Before, the head's loading found it, behind the weights of the target."""
+    folder = shutil.copytree(eagle_folder(), tmp_path / "head")
+    edit_config(folder, lambda config: config.update(draft_vocab_size=size))
+    tensors = {name: each for name, each in eagle_tensors().items() if name != lost}
+    save_file(tensors, folder / "model.safetensors")
+    if has_index:
+        (folder / "model.safetensors").rename(folder / "one.safetensors")
+        index = {"weight_map": dict.fromkeys(tensors, "one.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    problem = refusal(TARGET(EAGLE_TARGET), "eagle3", folder)
+    key = f"speculative_config.model={folder}: draft_vocab_size={size} in {folder}/config.json"
+    assert problem.startswith(key)
+    assert words in problem
 
 
 def test_eagle_head_needs_one_stage():

@@ -1,12 +1,14 @@
 """Exceptions of the package and of launch.py that a user can see, and their consequences.
 
-All are `SpmdError`s; each is also the built-in error that callers catch (ValueError, RuntimeError). Class attributes
-give the exit code and the facts that the failure diagnosis needs. Faults of this package itself are no `SpmdError`s:
-their traceback is wanted.
+All are `SpmdError`s, whose messages have URLs without users and queries; each is also the built-in error that callers
+catch (ValueError, RuntimeError). Class attributes give the exit code and the facts that the failure diagnosis needs.
+Faults of this package itself are no `SpmdError`s: their traceback is wanted.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
+
+from spmd_worker.base.urls import without_credentials
 
 DIVERGED_EXIT_CODE: Final = 70
 """Exit code of every rank of a replica whose ranks diverged."""
@@ -28,6 +30,10 @@ class SpmdError(Exception):
     """
     names_rank: ClassVar[bool] = False
     """Whether the message names the rank that failed."""
+
+    def __init__(self, *args: object) -> None:
+        # Messages have values of keys, which may be names in stores.
+        super().__init__(*(without_credentials(each) if isinstance(each, str) else each for each in args))
 
 
 # Settings and files, checked before anything runs.

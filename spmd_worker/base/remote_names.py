@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.urls import without_credentials
 
 PACKAGES: Final = {
     "s3": "s3fs",
@@ -29,8 +30,6 @@ READ_ONLY: Final = ("https", "http", "hf")
 """Schemes that are only read."""
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_USER: Final = re.compile(r"(://)[^/@\s]+@")
-_QUERY: Final = re.compile(r"(\b(?:https?|s3|gs|az|hf)://[^\s?'\"]*\?)[^\s'\")]+", re.IGNORECASE)
 _SECRET_NAME: Final = re.compile(
     r"secret|token|password|(account|access)_?key|connection_string|sas|^key$|^pass$", re.IGNORECASE
 )
@@ -112,6 +111,13 @@ def check_writable(key: str, name: str) -> None:
         )
 
 
+def check_outlasting(key: str, name: str, fault: str) -> None:
+    """Raise ConfigError for a name in the memory of this process, which no other process sees."""
+    if scheme_of(name) == "memory":
+        others = ", ".join(f"{each}://" for each in PACKAGES if each not in (*READ_ONLY, "memory"))
+        raise ConfigError(f"{key}={shown_name(name)} is in memory, and {fault}: give a path, or one of {others}")
+
+
 def path_in(name: str) -> PurePosixPath:
     """Bucket and key, or host and path, without a query."""
     parts = urlsplit(name)
@@ -121,14 +127,14 @@ def path_in(name: str) -> PurePosixPath:
 
 def shown_name(text: str) -> str:
     """The name without user and query, which may hold a password or a signature; a local path is unchanged."""
-    return _QUERY.sub(r"\1...", _USER.sub(r"\1", text)) if _SCHEME.match(text) else text
+    return without_credentials(text) if _SCHEME.match(text) else text
 
 
 def without_secrets(text: str, options: Mapping[str, Any] | None = None) -> str:
     """The text without users and queries of URLs, and without secret values of the environment and of `options`."""
     for secret in sorted(_secrets(os.environ) | _secrets(options or {}), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _QUERY.sub(r"\1...", _USER.sub(r"\1", text))
+    return without_credentials(text)
 
 
 def _secrets(values: Mapping[str, Any]) -> set[str]:

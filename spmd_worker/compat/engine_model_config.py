@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.names import hint
 from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
 from spmd_worker.resolved import ResolvedRun
@@ -63,8 +64,8 @@ class EngineModelConfig:
             from transformers import AutoConfig
 
             return AutoConfig.from_pretrained(self.model, local_files_only=True, trust_remote_code=False)
-        except ImportError:
-            pass
+        except ImportError as error:
+            logger.info("transformers %s: ours is used", package_fault("transformers", None, error).reason)
         except (OSError, ValueError, KeyError) as error:  # of another release, or one that needs code
             logger.info("transformers cannot open the configuration of %s, so ours is used: %s", self.model, error)
         content = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The tokenizer of `LLM.get_tokenizer()`: transformers' own if it is installed, else ours under transformers' names.
+"""The tokenizer of `LLM.get_tokenizer()`: transformers' own if it can be imported, else ours under transformers' names.
 
 The engine itself encodes and decodes with `tokenizer/`, with the same ids.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.compat.chat import ChatOptions, render
 from spmd_worker.tokenizer.chat_templates import DEFAULT
 from spmd_worker.tokenizer.encoder import switch_off_sampling
@@ -30,8 +31,8 @@ def script_tokenizer(own: Tokenizer, model_folder: Path) -> Any:
                 switch_off_sampling(backend)
             return found
         logger.info("sp_model_kwargs.enable_sampling of %s is for training, so our tokenizer is used", model_folder)
-    except ImportError:
-        pass
+    except ImportError as error:
+        logger.info("transformers %s, so our tokenizer is used", package_fault("transformers", None, error).reason)
     except (OSError, ValueError, KeyError) as error:  # a tokenizer that needs code, or missing files
         logger.info("transformers cannot open the tokenizer of %s, so ours is used: %s", model_folder, error)
     return PlainTokenizer(own)

@@ -28,6 +28,7 @@ from spmd_worker.base.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.process import outlive_parent
+from spmd_worker.base.urls import without_credentials
 from spmd_worker.ranks.cores import look_at_node, share_cores, take_share, waiting_variables
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.memory.host import keep_freed_memory
@@ -74,10 +75,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
-    """Print it on rank 0. Returns the exit code."""
+    """Print it on rank 0, without users and queries of URLs. Returns the exit code."""
     if environment.is_leader:
         try:
-            print(text(), flush=True)
+            print(without_credentials(text()), flush=True)
         except BrokenPipeError:
             # The reader has closed the pipe, as in `spmd-worker --help | head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -207,6 +208,7 @@ def fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: t
     """Print an error once, on rank 0, or on another rank if rank 0 has no error; returns `code`. `is_ending` is set
     when the launcher ends this rank because rank 0 has left.
     """
+    message = without_credentials(message)
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code

@@ -21,13 +21,13 @@ try:
     from daft.ai.protocols import Prompter, PrompterDescriptor, TextEmbedder, TextEmbedderDescriptor
     from daft.ai.provider import Provider
     from daft.ai.typing import EmbeddingDimensions, UDFOptions
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("daft", "daft", error) from error
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config
-from spmd_worker.engine.startup import read_run
 from spmd_worker.integrations.column_models import ColumnModel, Embedder, Prompts
+from spmd_worker.resolved import read_pooling
 
 _UDF_KEYS: Final = ("concurrency", "num_gpus", "max_retries", "on_error", "batch_size")
 
@@ -110,7 +110,8 @@ class SpmdEmbedderDescriptor(_Described, TextEmbedderDescriptor):  # type: ignor
 
     def get_dimensions(self) -> EmbeddingDimensions:
         """Size of the vectors, of the model's configuration."""
-        pooling = read_run(run_config({"model": self.model.model, **self.model.options})).model_config.pooling
+        # Daft's driver may have neither the device nor the packages of its workers.
+        pooling = read_pooling(run_config({"model": self.model.model, **self.model.options}))
         assert pooling is not None, "its runner is pooling"
         return EmbeddingDimensions(self.model.row.get("dimensions") or pooling.size, daft.DataType.float32())
 

@@ -29,7 +29,7 @@ try:
     from datatrove.pipeline.inference.servers import InferenceServer
     from datatrove.pipeline.inference.types import InferenceError
     from datatrove.utils.logging import logger
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("datatrove", "datatrove", error) from error
 
 from spmd_worker.base.errors import ConfigError

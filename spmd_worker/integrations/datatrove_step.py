@@ -18,7 +18,7 @@ from spmd_worker.base.config.extras import package_error
 try:
     from datatrove.data import Document, DocumentsPipeline
     from datatrove.pipeline.base import PipelineStep
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("datatrove", "datatrove", error) from error
 
 from spmd_worker.base.errors import ConfigError

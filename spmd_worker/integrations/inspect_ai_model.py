@@ -44,7 +44,7 @@ try:
         modelapi,
     )
     from inspect_ai.tool import ToolChoice, ToolInfo
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("inspect_ai", "inspect-ai", error) from error
 
 from spmd_worker.base.errors import ConfigError

@@ -23,7 +23,7 @@ try:
         postprocess_generated_text,
     )
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("lm_eval", "lm-eval", error) from error
 
 from spmd_worker.base.errors import ConfigError

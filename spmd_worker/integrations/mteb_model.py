@@ -17,14 +17,15 @@ try:
     from mteb.models import ModelMeta
     from mteb.models.abs_encoder import AbsEncoder
     from mteb.models.model_meta import ScoringFunction
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("mteb", "mteb", error) from error
 
 from numpy.typing import NDArray
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.llm import LLM
+from spmd_worker.model_config.hub import locate_model
+from spmd_worker.model_config.sentence_folder import read_evaluation_settings
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}
@@ -34,7 +35,7 @@ _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpu
 class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that may not be there
     """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` replace the folder's,
     `lora_request` is a LoRA adapter for all texts. Texts beyond the model's length are truncated, as in
-    sentence-transformers.
+    sentence-transformers. Raises what `LLM` does, and ModelConfigError for settings that cannot be used.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         self._lora_request = lora_request
         if lora_request is not None:
             options.setdefault("enable_lora", True)
+        # Before the weights are loaded.
+        folder = locate_model(model_name, revision, needs_weights=False).folder
+        settings = read_evaluation_settings(folder)
+        self._prompts = dict(settings.prompts if prompts is None else prompts)
+        self._default = settings.default_prompt_name
         self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
-        path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
-        settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
-        self._prompts = dict((settings.get("prompts") or {}) if prompts is None else prompts)
-        self._default = settings.get("default_prompt_name")
         self.model_prompts = self.validate_task_to_prompt_name(self._prompts, raise_for_invalid_keys=False)[0]
-        similarity = ScoringFunction(settings.get("similarity_fn_name") or "cosine")
+        similarity = ScoringFunction(settings.similarity)
         about = {"name": f"spmd_worker/{Path(model_name).name}", "revision": revision, "similarity_fn_name": similarity}
         self.mteb_model_meta = ModelMeta.create_empty(about)
 

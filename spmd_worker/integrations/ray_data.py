@@ -12,14 +12,13 @@ an actor that dies is started again by Ray, which gives it the rows again.
 
 from typing import Any, Final
 
-import pyarrow
-
 from spmd_worker.base.config.extras import package_error
 
 try:
+    import pyarrow
     import ray
     from ray.data import ActorPoolStrategy, Dataset
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise package_error("ray", "ray", error) from error
 
 from spmd_worker.base.errors import ConfigError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.media.audio_limits import FORMATS, MAX_CHANNELS, MAX_SAMPLING_RATE, MIN_SAMPLING_RATE, AudioLimits
 from spmd_worker.media.audio_settings import SAMPLING_RATE
 from spmd_worker.media.audio_wave import BLOCK_SAMPLES, Block, Recording, open_wave
@@ -82,8 +83,8 @@ def _resampled(blocks: Iterable[Samples], rate: int) -> Iterator[Samples]:
     """The same samples in blocks of any size; as many as librosa gives."""
     try:
         import soxr
-    except ImportError:
-        raise _missing(f"audio of {rate:,} Hz needs soxr") from None
+    except ImportError as error:
+        raise _missing(f"audio of {rate:,} Hz", "soxr", error) from None
     stream = soxr.ResampleStream(rate, SAMPLING_RATE, 1, dtype="float32", quality=_QUALITY)
     num_given = num_resampled = 0
     for block in blocks:
@@ -104,8 +105,8 @@ def _open_with_libsndfile(data: bytes) -> Recording:
     try:
         import soundfile
     # OSError: without libsndfile, where its wheel has none.
-    except (ImportError, OSError):
-        raise _missing("this format of audio needs soundfile") from None
+    except (ImportError, OSError) as error:
+        raise _missing("this format of audio", "soundfile", error) from None
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.SoundFileError as error:
@@ -155,5 +156,5 @@ def _explained(error: Exception) -> str:
     return " ".join(str(getattr(error, "error_string", error)).split())[:_MAX_EXPLAINED] or type(error).__name__
 
 
-def _missing(what: str) -> MediaError:
-    return MediaError("extra_missing", f"{what}, which is not installed: pip install 'spmd-worker[audio]'")
+def _missing(what: str, package: str, error: Exception) -> MediaError:
+    return MediaError("extra_missing", f"{what} needs {package}, which {package_fault(package, 'audio', error)}")

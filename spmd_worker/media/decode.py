@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MAX_ASPECT_RATIO, MAX_SIDE, MediaLimits
@@ -27,8 +28,8 @@ def check_pillow() -> None:
     """Raise ConfigError unless Pillow can be imported."""
     try:
         import PIL.Image  # noqa: F401
-    except ImportError:
-        raise ConfigError("images need Pillow, which is not installed: pip install 'spmd-worker[vision]'") from None
+    except ImportError as error:
+        raise ConfigError(f"images need Pillow, which {package_fault('Pillow', 'vision', error, 'PIL')}") from error
 
 
 def decode(data: bytes, limits: MediaLimits) -> Pixels:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Union
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from spmd_worker.base.urls import without_credentials
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import Pixels
 
@@ -74,6 +75,7 @@ def _too_large(size: str, max_bytes: int, medium: Medium) -> MediaError:
 
 
 def _shown(text: str) -> str:
+    text = without_credentials(text)
     return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")
 
 

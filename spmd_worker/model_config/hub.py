@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file, write_json
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
@@ -155,8 +156,9 @@ def _not_found(wanted: _Wanted, why: str) -> str:
 def _download_once(wanted: _Wanted) -> ModelLocation:
     try:
         hub: Any = import_module("huggingface_hub")
-    except ModuleNotFoundError:
-        why = "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')"
+    except ImportError as error:
+        reason, way_out = package_fault("huggingface_hub", "hub", error)
+        why = f"huggingface_hub, which downloads, {reason} ({way_out})"
         raise ModelConfigError(_not_found(wanted, why)) from None
     folder = repository_folder(wanted.cache / ".locks", wanted.name)
     try:

@@ -41,7 +41,7 @@ def locate_remote_model(name: str, patterns: Sequence[str], excluded: Sequence[s
     try:
         wanted = find_remote_files(name, patterns, excluded)
         if "config.json" in wanted:
-            return ModelLocation(str(copy_once(name, key, wanted)), RemotePath(name).name)
+            return ModelLocation(str(copy_once(name, key, wanted)), _short(name))
     except (OSError, ConfigError) as error:
         raise ModelConfigError(f"{key} cannot be downloaded: {error}") from None
     raise ModelConfigError(f"{key} has no config.json: give the folder of a model")
@@ -64,8 +64,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def copy_once(name: str, key: str, wanted: Mapping[str, RemoteState]) -> Path:
     """The local copy of these files of a remote folder; `key` names it in the log. Raises OSError and ConfigError."""
-    short = RemotePath(name).name
-    base = cache_folder() / f"remote--{short}--{_digest([shown_name(name)])}"
+    base = cache_folder() / f"remote--{_short(name)}--{_digest([shown_name(name)])}"
     folder = base / _digest([[each, state.num_bytes, state.version] for each, state in wanted.items()])
     if not folder.is_dir():
         base.mkdir(parents=True, exist_ok=True)
@@ -74,6 +73,11 @@ def copy_once(name: str, key: str, wanted: Mapping[str, RemoteState]) -> Path:
                 logger.info("%s: downloading into %s", key, base, extra=SAME_ON_EVERY_RANK)
                 _copy(name, wanted, folder)
     return folder
+
+
+def _short(name: str) -> str:
+    """The folder's own name, without a query: it names the model in answers, and the copy."""
+    return RemotePath(shown_name(name).partition("?")[0]).name
 
 
 def _copy(name: str, wanted: Mapping[str, RemoteState], folder: Path) -> None:

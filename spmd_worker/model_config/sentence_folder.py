@@ -240,6 +240,26 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """Settings by which evaluations choose prompts and compare vectors. `prompts` are the file's own, by name."""
+
+    prompts: Mapping[str, str]
+    default_prompt_name: str | None
+    similarity: str
+
+
+def read_evaluation_settings(folder: Path) -> EvaluationSettings:
+    """Read config_sentence_transformers.json, which may be missing, also of a folder without `modules.json`. Raises
+    ModelConfigError naming file and key.
+    """
+    settings = _open(folder / SETTINGS_FILE, is_optional=True)
+    known = dict(_with_prompts(PLAIN_TEXT, settings).prompts)
+    prompts = {name: known[name] for name in settings.get("prompts") or {}}
+    similarity = settings.choice("similarity_fn_name", (*SIMILARITIES, None)) or SIMILARITIES[0]
+    return EvaluationSettings(prompts, settings.get("default_prompt_name"), similarity)
+
+
 def pooling_files(folder: Path) -> list[Path]:
     """Files that configure pooling, next to config.json, in an order that is the same everywhere."""
     if not is_sentence_folder(folder):

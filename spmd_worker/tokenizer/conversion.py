@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.encoder import is_failure
 
@@ -58,8 +59,8 @@ def converted(folder: Path) -> bytes | None:
         difference = _difference(text, folder / _SENTENCEPIECE) if _SENTENCEPIECE in names else None
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        module = "protobuf" if package == "google" else package
-        why = f"{module}, which converts it, is not installed"
+        package, module = ("protobuf", str(error.name)) if package == "google" else (package, package)
+        why = f"{package}, which converts it, {package_fault(package, None, error, module).reason}"
     except BaseException as error:  # a converter for every kind of file raises whatever its libraries do
         if not is_failure(error):
             raise

@@ -180,6 +180,8 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     stage = stage_of(resolved.layout, resolved.model_config, environment.rank)
     allows_nonfinite, is_dummy = options.allow_nonfinite, options.load_format == "dummy"
     model = build_model(context, resolved.model_config, stage, allows_nonfinite=allows_nonfinite)
+    # Before the target's weights, which may take minutes: faults of its files are known soon.
+    draft = load_draft(opened, model, lambda of_draft: _filled_model(of_draft).model)
     staging = staging_for(device)
     # The CPU's compute threads, or on a GPU this rank's share of the cores.
     num_cores = len(os.sched_getaffinity(0)) // environment.local_world_size
@@ -201,5 +203,4 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         )
     limits = options.adapter_limits
     adapters = None if limits is None else LoadedAdapters(model, limits, options.path or "")
-    draft = load_draft(opened, model, lambda of_draft: _filled_model(of_draft).model)
     return LoadedModel(opened, operations, model, report, adapters, draft)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.base.urls import without_credentials
 
 DEFAULT_SIZE: Final = "5GB"
 """Maximum size of a checkpoint's files, transformers' own."""
@@ -24,8 +25,8 @@ def saved_folder(path: object, key: str = "path") -> Path:
     text = str(path)
     if _URL.match(text):
         raise ValueError(
-            f"{key}={text} is a URL, and files are written to file systems alone: save to a local folder and upload "
-            f"that, or mount the store"
+            f"{key}={without_credentials(text)} is a URL, and files are written to file systems alone: save to a local "
+            f"folder and upload that, or mount the store"
         )
     if text in ("", "."):
         raise ValueError(f"{key}={text!r} must be a folder to make")
@@ -74,7 +75,9 @@ def tensorizer_folder(tensorizer_config: object) -> Path:
             raise ValueError(f"{key} is set, and nothing is encrypted here: leave it out, and encrypt the saved folder")
     folder, uri = fields.get("tensorizer_dir"), fields.get("tensorizer_uri")
     if not folder and not uri:
-        raise ValueError(f"tensorizer_config={shown(config)} needs tensorizer_dir, or tensorizer_uri, a file in it")
+        # Values may be keys of a store.
+        given = shown(sorted(fields)) if fields else shown(config)
+        raise ValueError(f"tensorizer_config with {given} needs tensorizer_dir, or tensorizer_uri, a file in it")
     path = saved_folder(folder or uri, "tensorizer_dir" if folder else "tensorizer_uri")
     for key in _OF_STORES:
         if fields.get(key):

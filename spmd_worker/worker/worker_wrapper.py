@@ -214,7 +214,17 @@ def resolve_class(qualified_name: str, base: type) -> Any:
     try:
         found = getattr(import_module(module_name), class_name, None)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{qualified_name!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"{qualified_name!r} cannot be imported: {error}: install it, or add its folder to PYTHONPATH"
+        ) from error
+    except Exception as error:  # a user's module
+        if module_name.startswith("spmd_worker."):
+            # A fault of ours, whose traceback is wanted.
+            raise
+        raise ValueError(
+            f"{qualified_name!r} cannot be imported: {type(error).__name__}: {error}: python -c 'import {module_name}' "
+            f"shows where"
+        ) from error
     if found is None and module_name == "__main__":
         raise ValueError(
             f"{qualified_name!r} is a class of a script, which worker processes cannot import: move it to a module of "

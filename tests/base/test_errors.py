@@ -81,3 +81,17 @@ def test_diagnosis_reads_attributes_of_errors_defined_elsewhere():
 
     assert explained_exit_code(OurError("x")) == 3
     assert not is_secondary(OurError("gloo"))
+
+
+@pytest.mark.guarantee("Credentials of remote stores are never shown")
+def test_messages_have_urls_without_credentials():
+    """Messages with the value of a key had all of it: input that changed, a pool beside a shard."""
+    text = "job.input=https://me:planted@host/rows.jsonl?X-Amz-Signature=planted changed while the job read it"
+    error = errors.ConfigError(text)
+    assert str(error) == "job.input=https://host/rows.jsonl?... changed while the job read it"
+    for name in EXPECTED:
+        kind = getattr(errors, name)
+        if kind.__init__ is SpmdError.__init__:
+            assert "planted" not in f"{kind(text)} {kind(text)!r}"
+    refused = PromptsRefusedError("generate", 1, {0: text})
+    assert "planted" not in f"{refused} {refused!r}"

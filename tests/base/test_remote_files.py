@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import s3fs
+from absent_package import remove_package
 
 from spmd_worker.base import remote_files, remote_store, remote_upload
 from spmd_worker.base.errors import ConfigError
@@ -283,18 +284,27 @@ def test_names_that_are_only_read_are_rejected_for_writing():
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "command"),
+    ("package", "name", "command"),
     [
         ("adlfs", "az://b/x", "pip install adlfs$"),
         ("gcsfs", "gs://b/x", "pip install gcsfs$"),
-        ("fsspec.core", "s3://b/x", r"pip install 'spmd-worker\[remote\]'$"),
+        ("fsspec", "s3://b/x", r"pip install 'spmd-worker\[remote\]'$"),
     ],
 )
-def test_missing_package_is_named(monkeypatch, module, name, command):
-    monkeypatch.setitem(sys.modules, module, None)
-    package = module.partition(".")[0]
+def test_missing_package_is_named(monkeypatch, package, name, command):
+    remove_package(monkeypatch, package)
     with pytest.raises(ConfigError, match=rf"needs {package}, which is not installed: {command}"):
         open_store(name)
+
+
+def test_broken_package_is_not_called_missing(monkeypatch, tmp_path):
+    """fsspec's words hide the error of gcsfs's import."""
+    (tmp_path / "gcsfs.py").write_text("raise ImportError('libm9.so: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gcsfs", raising=False)
+    words = r"is installed but cannot be imported \(ImportError: libm9\.so: cannot open shared object file\)"
+    with pytest.raises(ConfigError, match=rf"needs gcsfs, which {words}: pip install gcsfs installs what it lacks"):
+        open_store("gs://b/x")
 
 
 def test_remote_path_stands_for_a_local_one():

@@ -63,7 +63,11 @@ def test_auto_backend_follows_the_launcher():
             "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of "
             "a class",
         ),
-        ("no_such.Thing", "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such'"),
+        (
+            "no_such.Thing",
+            "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such': install it, or add its "
+            "folder to PYTHONPATH",
+        ),
         (
             "builtins.dict",
             "executor.backend: 'builtins.dict' is not a subclass of spmd_worker.executor.executor.Executor",

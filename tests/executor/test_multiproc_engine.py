@@ -212,7 +212,7 @@ def test_job_without_workers_exits_with_one(tmp_path: Path):
     # Both cannot; which of them is heard first is theirs.
     assert [re.sub("rank [01]", "rank N", line) for line in done.stderr.splitlines() if "error" in line] == [
         "error: rank N raised ConfigError in init_worker: executor.worker_extension_cls: 'no_such.Thing' cannot be "
-        "imported: No module named 'no_such'"
+        "imported: No module named 'no_such': install it, or add its folder to PYTHONPATH"
     ]
 
 

@@ -1,22 +1,11 @@
 """Modules for other tools, without the tool."""
 
 import sys
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 
 import pytest
-
-
-class Absent:
-    """A finder for which a package is not installed."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        del path, target
-        if name == self.package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+from absent_package import remove_package
 
 
 @pytest.mark.parametrize(
@@ -38,7 +27,7 @@ def test_missing_package_names_its_extra(
     for each in [each for each in sys.modules if each == name or each.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, each)
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "meta_path", [Absent(package), *sys.meta_path])
+        remove_package(patch, package)
         with pytest.raises(
             ModuleNotFoundError, match=rf"^{package} is not installed: pip install 'spmd-worker\[{extra}\]'$"
         ):
@@ -47,6 +36,16 @@ def test_missing_package_names_its_extra(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("import absent_dependency\n")
-    words = r"cannot be imported \(No module named 'absent_dependency'\)"
-    with pytest.raises(ModuleNotFoundError, match=rf"^{package} {words}: pip install 'spmd-worker\[{extra}\]'$"):
+    words = r"is installed but cannot be imported \(ModuleNotFoundError: No module named 'absent_dependency'\)"
+    way_out = rf"pip install 'spmd-worker\[{extra}\]' installs what it lacks, pip install --force-reinstall --no-deps "
+    with pytest.raises(ModuleNotFoundError, match=rf"^{package} {words}: {way_out}{package} repairs it$"):
         import_module(name)
+    # One with a broken library, or of a version without the names.
+    for each in [each for each in sys.modules if each.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, each)
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('libm9.so: cannot open shared object file')\n")
+    invalidate_caches()
+    words = r"is installed but cannot be imported \(ImportError: libm9\.so: cannot open shared object file\)"
+    with pytest.raises(ImportError, match=rf"^{package} {words}: {way_out}{package} repairs it$") as broken:
+        import_module(name)
+    assert not isinstance(broken.value, ModuleNotFoundError)

@@ -20,6 +20,7 @@ from encoder_models import encoder_folder
 from pooling_models import pooling_folder
 
 from spmd_worker import LLM, LoRARequest
+from spmd_worker.base.errors import ModelConfigError
 
 MODULE = "spmd_worker.integrations.mteb_model"
 OPTIONS = {"dtype": "float32"}
@@ -102,6 +103,30 @@ def test_vectors_equal_embed_with_the_matching_prompt(make: Callable[..., Any]):
             assert found.tolist() == [each.outputs.embedding for each in expected], (kind, prompt_type)
     with pytest.raises(ValueError, match=r"^precision='int8': .*float32"):
         encoded(plain, "STS", None, precision="int8")
+
+
+DAMAGED = {
+    "{": r"config_sentence_transformers\.json cannot be read: is not JSON",
+    '{"prompts": ["a"]}': r"prompts=\['a'\] must be an object of texts",
+    '{"prompts": {"a": 1}}': "must be an object of texts",
+    '{"default_prompt_name": "mine"}': "default_prompt_name='mine' is not one of the folder's prompts",
+    '{"default_prompt_name": 3}': "default_prompt_name=3 is not one of the folder's prompts",
+    '{"similarity_fn_name": "maxsim"}': "similarity_fn_name='maxsim' is not supported, only cosine or dot or",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_settings_are_named_before_weights_load(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+):
+    folder = tmp_path / "source"
+    shutil.copytree(encoder_folder("bert_mean"), folder)
+    (folder / "modules.json").unlink(missing_ok=True)
+    (folder / "config_sentence_transformers.json").write_text(content)
+    monkeypatch.setattr(f"{MODULE}.LLM", None)
+    with pytest.raises(ModelConfigError, match=DAMAGED[content]) as raised:
+        make(None, folder)
+    assert "config_sentence_transformers.json" in str(raised.value)
 
 
 def test_adapter_is_used_for_all_texts(make: Callable[..., Any], tmp_path: Path):

@@ -31,6 +31,16 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    "source", ["https://me:planted@host/a.png?sig=planted", Path("s3://me:planted@b/a.png?planted")]
+)
+def test_url_is_shown_without_its_credentials(source: str | Path, root: Path):
+    with pytest.raises(MediaError) as caught:
+        read_source(source, root, MOST)
+    assert "a.png?..." in str(caught.value)
+    assert "planted" not in str(caught.value)
+
+
 ENCODED = base64.b64encode(DATA).decode()
 
 

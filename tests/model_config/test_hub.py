@@ -243,7 +243,18 @@ def test_download_without_safetensors_is_named(online: Any, cache: Path):
 def test_missing_huggingface_hub_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "is not installed (pip install 'spmd-worker[hub]')" in error_of("org/tiny")
+    assert "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')" in error_of("org/tiny")
+
+
+def test_broken_huggingface_hub_error_has_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An ImportError was raised as it is."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "huggingface_hub"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "huggingface_hub.py").write_text("from json import absent")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "is installed but cannot be imported (ImportError: cannot import name 'absent' from 'json'"
+    assert f"huggingface_hub, which downloads, {words}" in error_of("org/tiny")
 
 
 def test_plan_fetches_no_weights(cache: Path, online: Any):

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from absent_package import remove_package
 from tokenizer_folders import CHATML, write_byte_level
 
 from spmd_worker.base.errors import TokenizerError
@@ -257,7 +258,7 @@ def test_missing_sentencepiece_package_is_named(module: str, tmp_path: Path, mon
     write_model(tmp_path, train("bpe", **AS_LLAMA), "LlamaTokenizer")
     for name in [name for name in sys.modules if name.startswith(("sentencepiece", "google.protobuf"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
+    remove_package(monkeypatch, module)
     package = module.removeprefix("google.")
     with pytest.raises(TokenizerError, match=rf"and {package}, .*not installed"):
         Tokenizer.open(tmp_path)

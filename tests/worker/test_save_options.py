@@ -32,6 +32,13 @@ def test_urls_and_non_paths_are_refused(path: Any):
         saved_folder(path)
 
 
+def test_url_is_shown_without_its_credentials():
+    with pytest.raises(ValueError, match=r"path=https://host/x\?\.\.\. is a URL"):
+        saved_folder("https://me:planted@host/x?X-Amz-Signature=planted")
+    with pytest.raises(ValueError, match=r"tensorizer_config with \['s3_secret_access_key'\] needs tensorizer_dir"):
+        tensorizer_folder({"s3_secret_access_key": "planted"})
+
+
 @pytest.mark.parametrize("path", ["a\0b", "a\ud800b", "~no such user/x"])
 def test_names_of_no_folder_are_refused(path: str):
     with pytest.raises(ValueError, match=r"path=.* cannot be the name of a folder"):

@@ -2,10 +2,14 @@
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 from plain_worker import FakeWorker
 
+from spmd_worker.base.errors import ConfigError
+from spmd_worker.executor.executor import Executor
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.worker_base import WorkerBase
 from spmd_worker.worker.worker_wrapper import WorkerWrapper, resolve_class
 
@@ -96,7 +100,11 @@ def test_a_class_is_found_by_its_qualified_name():
     ("name", "message"),
     [
         ("FakeWorker", "'FakeWorker' is not a qualified name: write it as package.module.Class"),
-        ("no_such_package.Worker", "'no_such_package.Worker' cannot be imported: No module named 'no_such_package'"),
+        (
+            "no_such_package.Worker",
+            "'no_such_package.Worker' cannot be imported: No module named 'no_such_package': install it, or add its "
+            "folder to PYTHONPATH",
+        ),
         (
             "plain_worker.Missing",
             "'plain_worker.Missing' is not a subclass of spmd_worker.worker.worker_base.WorkerBase",
@@ -109,3 +117,14 @@ def test_invalid_worker_class_error_has_reason(name: str, message: str):
     with pytest.raises(ValueError) as refused:
         resolve_class(name, WorkerBase)
     assert str(refused.value) == message
+
+
+def test_worker_class_in_broken_module_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Only a missing module was: an error in the user's own came without the key."""
+    (tmp_path / "broken_workers.py").write_text("import os\nos.no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "'broken_workers.Worker' cannot be imported: AttributeError: .*no_such_name.*: python -c 'import broken_wo"
+    with pytest.raises(ValueError, match=words):
+        resolve_class("broken_workers.Worker", WorkerBase)
+    with pytest.raises(ConfigError, match=rf"executor\.backend: {words}"):
+        Executor.get_class("broken_workers.Worker", RankEnvironment())

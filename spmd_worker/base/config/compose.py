@@ -69,6 +69,8 @@ def compose_run(
             config = to_run_config(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a named set of {extra_dir or config_dir} cannot be read: {error}: write YAML") from None
     config = _with_paths(config, literal | dict(paths or {}))
     return _with_files_of_checkout(config, last | dict(paths or {}), config_dir.resolve())
 
@@ -246,13 +248,14 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return ConfigError(f"{group}={name} is not one of {', '.join(error.options or ['(none)'])}")
     text = "\n".join(str(each) for each in (error, error.__cause__) if each is not None)
-    found = re.search(r"full_key: (\S+)", text)
+    found, file = re.search(r"full_key: (\S+)", text), re.search(r"In '([^']+)'", text)
+    if found is None and file is not None:
+        return ConfigError(f"{file[1]}.yaml must be keys and values, as in KEY: VALUE ({_reason(text)})")
     if found is None:
         return ConfigError(" ".join(text.split()))
     # An entry of a list or a mapping is a value of the key.
     key = re.sub(r"\[\d+\]$", "", found[1])
     key = next((each for each in _KEYS if key.startswith(f"{each}.")), key)
-    file = re.search(r"In '([^']+)'", text)
     # The override as typed; for a value in a file only the file's name is known.
     given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
     where = (given or (f"{file[1]}.yaml: {key}" if file else key)).replace(_PLAN, "plan=")

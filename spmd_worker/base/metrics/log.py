@@ -7,6 +7,8 @@ import logging
 import sys
 from typing import Final
 
+from spmd_worker.base.urls import without_credentials
+
 LOGGER_NAME = "spmd_worker"
 _LOGGER_NAMES: Final = (LOGGER_NAME, "kv_cache")
 
@@ -20,7 +22,7 @@ def configure_logging(rank: int, world_size: int) -> None:
     """
     tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{tag}%(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter(f"{tag}%(levelname)s %(message)s"))
     if rank > 0:
         handler.addFilter(_is_of_one_rank)
     for name in _LOGGER_NAMES:
@@ -28,6 +30,13 @@ def configure_logging(rank: int, world_size: int) -> None:
         logger.handlers = [handler]
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         logger.propagate = False
+
+
+class _Formatter(logging.Formatter):
+    """Formats lines, and tracebacks, without users and queries of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_credentials(super().format(record))
 
 
 def leave_to_rank_0(rank: int) -> None:

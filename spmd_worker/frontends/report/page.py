@@ -1,6 +1,6 @@
 """The report of a run: one self-contained HTML page, without network or script.
 
-Each chart is also a table, or only a table if matplotlib is not installed.
+Each chart is also a table, or only a table if matplotlib cannot be imported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ from spmd_worker.frontends.report.summary import (
 from spmd_worker.frontends.report.text import count, duration, share
 
 NO_CHARTS: Final = (
-    "matplotlib is not installed: the page has tables and no charts. For charts run "
-    "pip install 'spmd-worker[report]' and write the report again."
+    "matplotlib is not installed, or cannot be imported (python -c 'import matplotlib.figure' shows why): the page has "
+    "tables and no charts. For charts run pip install 'spmd-worker[report]' and write the report again."
 )
 MAX_SLOWEST: Final = 10
 _MAX_COLUMNS: Final = {"wide": 400, "narrow": 150, "table": 24}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from spmd_worker.base.config.compose import as_yaml, compose_run
+from spmd_worker.base.config.options import Key, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
 from spmd_worker.base.liveness.watchdog import Watchdog
@@ -98,9 +99,17 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
     return _run(config, environment, variables.get(KEY_VARIABLE) if command.api_key is None else command.api_key)
 
 
+def _of_jobs() -> list[Key]:
+    """Keys of `job` of which a server makes no use: it knows prompts with images and audio."""
+    keys = [key for key in keys_of(RunConfig).values() if key.group == "job"]
+    return [key for key in keys if not key.field.startswith("media_")]
+
+
 def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
-    if config.plan or config.job.input or config.job.output:
-        raise ConfigError("plan, job.input and job.output are for launch.py, a server has no rows: leave them out")
+    unused = [key.name for key in _of_jobs() if getattr(config.job, key.field) != key.default]
+    if config.plan or unused:
+        keys = " and ".join([*(["plan"] if config.plan else []), *unused])
+        raise ConfigError(f"{keys}: for launch.py alone, a server has no rows and makes no files: leave out")
     require_server()
     host, port = config.serve.host, config.serve.port
     if api_key == "":

@@ -19,13 +19,18 @@ _FLUSH_S: Final = 2
 
 
 def require_server() -> None:
-    """Raise ConfigError if the extra `serve` is missing."""
+    """Raise ConfigError for a package of the extra `serve` that cannot be imported."""
+    package = "python-multipart"
     try:
         import python_multipart  # noqa: F401
+
+        package = "starlette"
         import starlette  # noqa: F401
+
+        package = "uvicorn"
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise_missing_package(str(error.name), "serve", "the server", error)
+        raise_missing_package(package, "serve", "the server", error)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from typing import Final
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.watchdog import Watchdog
+from spmd_worker.base.remote_names import shown_name
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import read_run, start_engine
@@ -84,7 +85,7 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     models = engine_models(engine)
     reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format, models)
     folders = {**(config.model.adapters or {}), **(config.model.prompt_adapters or {})}
-    roots = {models.base: config.model.path or models.base, **folders}
+    roots = {models.base: shown_name(config.model.path or models.base), **folders}
     app = ServerApp(exchange, reader, roots, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
     # Without its server the engine would wait for ever.

@@ -21,7 +21,13 @@ from spmd_worker.base.remote_names import FilePath, file_path
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, output_name, print_error
+from spmd_worker.frontends.tools.program import (
+    ends_with_its_reader,
+    local_folder,
+    make_parser,
+    output_name,
+    print_error,
+)
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
@@ -30,9 +36,10 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 @ends_with_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("collect", __doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="?", help="a run's directory, such as runs/demo")
+    help_text = "a run's directory, such as runs/demo"
+    parser.add_argument("run_dir", type=local_folder, metavar="RUN_DIR", nargs="?", help=help_text)
     parser.add_argument(
-        "--merge", type=Path, metavar="RUN_DIR", nargs="+", help="run directories of all shards of a job"
+        "--merge", type=local_folder, metavar="RUN_DIR", nargs="+", help="run directories of all shards of a job"
     )
     parser.add_argument("--output", type=output_name, metavar="FILE", help="the merged output")
     options = parser.parse_args(arguments)

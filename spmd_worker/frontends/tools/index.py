@@ -16,7 +16,7 @@ from spmd_worker.base.files import write_file
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, output_name, print_error
+from spmd_worker.frontends.tools.program import ends_with_its_reader, local_output_name, make_parser, print_error
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
@@ -25,7 +25,7 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("index", __doc__)
     parser.add_argument("input", metavar="INPUT", help="rows: a file, or a pattern such as 'rows/*.jsonl'")
-    parser.add_argument("--output", type=output_name, metavar="FILE", required=True, help="the index to write")
+    parser.add_argument("--output", type=local_output_name, metavar="FILE", required=True, help="the index to write")
     options = parser.parse_args(arguments)
     output = Path(options.output)
     try:

@@ -8,7 +8,9 @@ from functools import wraps
 from pathlib import Path
 
 from spmd_worker.base.files import describe_os_error
+from spmd_worker.base.remote_names import is_remote, shown_name
 from spmd_worker.base.standard_streams import open_standard_streams
+from spmd_worker.base.urls import without_credentials
 
 
 def program_name(tool: str) -> str:
@@ -44,10 +46,6 @@ def make_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=program, description=text, formatter_class=layout)
 
 
-def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
-
-
 def add_run_dir_or_pool(parser: argparse.ArgumentParser) -> None:
     """A string: a pool may be a name in an object store."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run's directory, such as runs/demo, or a pool")
@@ -60,6 +58,20 @@ def output_name(text: str) -> str:
     return text
 
 
+def local_output_name(text: str) -> str:
+    """`output_name` of a file that is written to this machine. Raises ArgumentTypeError."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{shown_name(text)} is remote: give a local file, and copy it there")
+    return output_name(text)
+
+
+def local_folder(text: str) -> Path:
+    """A run's directory. Raises ArgumentTypeError for a remote name."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{shown_name(text)} is remote: a run's directory is on the job's machine")
+    return Path(text)
+
+
 def print_error(tool: str, error: Exception | str) -> None:
     text = error if isinstance(error, str) else describe_os_error(error)
-    print(f"{program_name(tool)}: {text}", file=sys.stderr)
+    print(f"{program_name(tool)}: {without_credentials(text)}", file=sys.stderr)

@@ -24,7 +24,7 @@ from typing import Any
 
 from kv_cache.block_ops import BlockOps
 from kv_cache.state_ops import StateOps
-from spmd_worker.base.errors import ReplayDivergedError, ReplayError, StepLogError
+from spmd_worker.base.errors import ReplayDivergedError, ReplayError, SpmdError
 from spmd_worker.base.files import JobFileError, job_file_fault
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.frontends.replay.history import RowHistory, shorten
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_DIFFERENT
     except BrokenPipeError:
         raise
-    except (RunDirError, ReplayError, StepLogError, OSError, ValueError) as error:
+    except (RunDirError, SpmdError, OSError, ValueError) as error:
         print_error("replay", error)
         return EXIT_CANNOT_TELL
 
@@ -104,6 +104,9 @@ def replay_log(options: argparse.Namespace) -> int:
     log = open_log(options.log)
     print_run(log)
     model_path = options.model or Path(log.header.model_path)
+    if (options.with_model or options.model is not None) and not model_path.is_dir():
+        key = "model.path" if options.model is None else "--model"
+        raise ReplayError(f"{key}={model_path} is not a folder here: give --model the one that has the run's model now")
     tokenizer = Tokenizer.open_if_present(model_path)
     if tokenizer is not None and log.header.tokenizer not in (None, tokenizer.fingerprint()):
         print(f"warning: the tokenizer of {model_path} is not the run's: stop strings may be found elsewhere")

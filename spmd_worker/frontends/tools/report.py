@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
-from spmd_worker.base.files import write_file
+from spmd_worker.base.files import describe_os_error, write_file
 from spmd_worker.base.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.base.metrics.timeline import TIMELINE_NAME, write_timeline
+from spmd_worker.base.remote_names import shown_name
 from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_metrics import values
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
@@ -39,8 +40,8 @@ from spmd_worker.frontends.tools.pools import check_pool_report, is_pool, open_p
 from spmd_worker.frontends.tools.program import (
     add_run_dir_or_pool,
     ends_with_its_reader,
+    local_output_name,
     make_parser,
-    output_name,
     print_error,
 )
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
@@ -53,7 +54,9 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
     add_run_dir_or_pool(parser)
-    parser.add_argument("--output", type=output_name, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
+    parser.add_argument(
+        "--output", type=local_output_name, metavar="FILE", help="the page, instead of RUN_DIR/report.html"
+    )
     options = parser.parse_args(arguments)
     output = None if options.output is None else Path(options.output)
     try:
@@ -99,9 +102,12 @@ def report_pool(name: str, page_path: Path | None) -> None:
     """
     page_path = check_pool_report(name, page_path, REPORT_NAME)
     store = open_pool(name)
-    progress, history = make_progress(read_pool(store)), read_history(store)
+    try:
+        progress, history = make_progress(read_pool(store, ())), read_history(store)
+    except OSError as error:
+        raise PoolError(f"cannot read the pool: {describe_os_error(error)}") from None
     has_charts = can_draw()
-    title = os.fsencode(name.rstrip("/").rpartition("/")[2]).decode("utf-8", "replace")
+    title = os.fsencode(shown_name(name).rstrip("/").rpartition("/")[2]).decode("utf-8", "replace")
     write_file(page_path, pool_page(title, progress, history, has_charts=has_charts).encode("utf-8"), is_durable=False)
     if not has_charts:
         print(NO_CHARTS, file=sys.stderr)

@@ -85,6 +85,8 @@ def compare_files(first: FilePath, other: FilePath, *, tokens_only: bool, totals
             difference = compare_rows(row.value, theirs.value, tokens_only=tokens_only, totals=totals)
         except VerifyError as error:
             raise VerifyError(f"{row.name} of {first} or {other}: {error}") from None
+        except RecursionError:
+            raise VerifyError(f"{row.name} of {first} or {other}: nested too deeply to be compared") from None
         if difference is not None:
             return f"{row.name}, {difference}"
         totals.rows += 1
@@ -290,8 +292,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bytes", action="store_true", help="compare the files byte by byte")
     options = parser.parse_args(arguments)
     totals = Totals()
-    if options.images is None and options.second is None:
+    if (options.second is None) == (options.images is None) or (options.images is not None and options.first):
         parser.error("give two files of output rows, or --images RUN_DIR")
+    if options.tokens_only and options.bytes:
+        parser.error("--bytes compares all of the files: leave out --tokens-only")
     try:
         if options.images is not None:
             if is_remote(options.images):

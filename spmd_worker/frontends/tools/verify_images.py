@@ -38,7 +38,7 @@ def compare_images(run_dir: Path) -> str | None:
         manifest = read_manifest(run_dir / MANIFEST_NAME)
     except (OSError, JsonError, ConfigError) as error:
         raise ImagesError(f"{run_dir} is not the run directory of an ended job: {error}") from None
-    if manifest is None or not isinstance(manifest["input"], list):
+    if manifest is None or not isinstance(manifest.get("input"), list):
         raise ImagesError(f"{run_dir}: the job read a stream, which cannot be read again")
     if not manifest["has_ended"] and any(provenance.get(key) != manifest.get(key) for key in ("run", "starts")):
         raise ImagesError(f"{run_dir}: {PROVENANCE_NAME} is of an earlier job, and this one has not ended: let it end")

@@ -111,7 +111,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             names = checkpoint.names()
             return {name: checkpoint.read(name, full_rectangle(checkpoint.shape(name))) for name in names}
     except (CheckpointError, OSError) as error:
-        raise AdapterError(f"{folder}: {error}") from None
+        raise AdapterError(str(error)) from None
 
 
 def _weights_file(folder: Path) -> Path:

@@ -69,7 +69,7 @@ class Checkpoint:
         assert sys.byteorder == "little", "safetensors data is little-endian and is not swapped here"
         weight_map = read_weight_map(folder)
         headers = {path.name: read_header(path) for path in weight_files(folder, weight_map)}
-        _check_index(weight_map, headers)
+        _check_index(folder, weight_map, headers)
         file_of = {name: file for file, header in headers.items() for name in header.tensors}
         return cls(folder, headers, 0, staging, file_of)
 
@@ -130,7 +130,7 @@ class Checkpoint:
         kind = self.kind(name)
         if kind not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name!r} has dtype {kind}: weights must be one of "
+                f"{self._path(name)}: tensor {name!r} has dtype {kind}: weights must be one of "
                 f"{', '.join(WEIGHT_DTYPES)}, unless quantization_config in config.json says that they are quantised"
             )
         return WEIGHT_DTYPES[kind]
@@ -139,7 +139,7 @@ class Checkpoint:
         """Dtype of a weight or of a part of a quantised one. Raises CheckpointError for other data."""
         kind = self.kind(name)
         if kind not in STORED_DTYPES:
-            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r} has the unsupported dtype {kind}")
+            raise CheckpointError(f"{self._path(name)}: tensor {name!r} has the unsupported dtype {kind}")
         return STORED_DTYPES[kind]
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
@@ -184,6 +184,10 @@ class Checkpoint:
         del name
         return False
 
+    def _path(self, name: str) -> Path:
+        """File of a tensor."""
+        return self.folder / self._file_of[name]
+
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
@@ -196,7 +200,7 @@ class Checkpoint:
             num_bytes = os.preadv(descriptor, [target], offset)
             if num_bytes == 0:
                 raise CheckpointError(
-                    f"{self._file_of[name]}: tensor {name!r}: the file ends at {offset}, before the tensor does"
+                    f"{self._path(name)}: tensor {name!r}: the file ends at {offset}, before the tensor does"
                 )
             with self._lock:
                 self.num_bytes_read += num_bytes
@@ -205,13 +209,12 @@ class Checkpoint:
     def _descriptor(self, file_name: str) -> int:
         with self._lock:
             if file_name not in self._descriptors:
-                descriptor = os.open(self.folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
+                path = self.folder / file_name
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._descriptors[file_name] = descriptor
                 size, expected = os.fstat(descriptor).st_size, self.headers[file_name].file_bytes
                 if size != expected:
-                    raise CheckpointError(
-                        f"{file_name}: has {size} bytes now, but had {expected} when its header was read"
-                    )
+                    raise CheckpointError(f"{path}: has {size} bytes now, but had {expected} when its header was read")
             return self._descriptors[file_name]
 
 
@@ -223,14 +226,18 @@ def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
     )
 
 
-def _check_index(weight_map: Mapping[str, str] | None, headers: Mapping[str, SafetensorsHeader]) -> None:
+def _check_index(folder: Path, weight_map: Mapping[str, str] | None, headers: Mapping[str, SafetensorsHeader]) -> None:
     if weight_map is None:
         return
     for name, file_name in weight_map.items():
         if name not in headers[file_name].tensors:
-            raise CheckpointError(f"{INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index says it is")
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: tensor {name!r} is not in {file_name}, where the index says it is"
+            )
     for file_name, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file_name:
                 listed = weight_map.get(name, "nothing")
-                raise CheckpointError(f"{file_name}: tensor {name!r} is in this file, but the index says {listed}")
+                raise CheckpointError(
+                    f"{folder / file_name}: tensor {name!r} is in this file, but the index says {listed}"
+                )

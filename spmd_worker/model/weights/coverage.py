@@ -4,6 +4,7 @@ Works on names, shapes and rectangles. Problems are lines, which `raise_problems
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, is_inside, volume
@@ -66,10 +67,10 @@ def _listed(title: str, lines: Sequence[str]) -> list[str]:
     return [f"{len(lines)} {title}:", *shown, *([f"  and {num_more} more"] if num_more else [])]
 
 
-def raise_problems(problems: Sequence[str]) -> None:
-    """Raise all problems as one CheckpointError, if there are any."""
+def raise_problems(folder: Path, problems: Sequence[str]) -> None:
+    """Raise all problems of a folder's files as one CheckpointError, if there are any."""
     if problems:
-        raise CheckpointError("checkpoint and model do not match\n" + "\n".join(problems))
+        raise CheckpointError(f"{folder}: checkpoint and model do not match\n" + "\n".join(problems))
 
 
 def _parameter_fault(destinations: Sequence[Rectangle], shape: tuple[int, ...]) -> str | None:

@@ -59,16 +59,16 @@ def read_header(path: Path) -> SafetensorsHeader:
     """Read and validate the header of one file. Raises CheckpointError, also for anything but a regular file."""
     # Checked before open(), which would block forever on a FIFO.
     if not path.is_file():
-        raise CheckpointError(f"{path.name}: is not a regular file")
+        raise CheckpointError(f"{path}: is not a regular file")
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path.name}: is not a regular file")
-        num_header_bytes = _header_length(file.read(_LENGTH_BYTES), status.st_size, path.name)
+            raise CheckpointError(f"{path}: is not a regular file")
+        num_header_bytes = _header_length(file.read(_LENGTH_BYTES), status.st_size, str(path))
         text = file.read(num_header_bytes)
     if len(text) != num_header_bytes:
-        raise CheckpointError(f"{path.name}: truncated while its header was read")
-    return parse_header(text, status.st_size, path.name)
+        raise CheckpointError(f"{path}: truncated while its header was read")
+    return parse_header(text, status.st_size, str(path))
 
 
 def parse_header(text: bytes, file_bytes: int, file_name: str) -> SafetensorsHeader:

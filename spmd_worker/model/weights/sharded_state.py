@@ -282,7 +282,8 @@ def _checked_headers(
     headers = {each.name: _header(folder, each) for each in files}
     found = {name: entry for header in headers.values() for name, entry in header.tensors.items()}
     expected = {name: each.shape for name, each in parameters.items()}
-    raise_problems(checkpoint_problems(expected, {name: each.shape for name, each in found.items()}, ignorable=_none))
+    shapes = {name: each.shape for name, each in found.items()}
+    raise_problems(folder, checkpoint_problems(expected, shapes, ignorable=_none))
     for name, entry in found.items():
         dtype = parameters[name].to_write.dtype
         if WEIGHT_DTYPES.get(entry.dtype) != dtype:

@@ -395,7 +395,7 @@ class WeightStore:
         problems = checkpoint_problems(
             self.shapes, found, ignorable=lambda name: self.names.is_derived(name) or source.is_unused(name)
         )
-        raise_problems([*problems, *other_problems])
+        raise_problems(source.folder, [*problems, *other_problems])
         for name in self.tensors:
             source.dtype(name)
             if (stored := self._stored_format(name)) is not None:

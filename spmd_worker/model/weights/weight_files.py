@@ -39,7 +39,7 @@ def weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[Pat
     paths = [folder / name for name in sorted(dict.fromkeys(weight_map.values()))]
     for path in paths:
         if not path.is_file():
-            raise CheckpointError(f"{INDEX_FILE}: names {path.name}, which is not in {folder}: download it again")
+            raise CheckpointError(f"{folder / INDEX_FILE}: names {path.name}, which is not there: download it again")
     return paths
 
 
@@ -47,19 +47,19 @@ def _read_index(path: Path) -> Mapping[str, str]:
     try:
         text = read_regular_file(path, MAX_HEADER_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read: {error}") from None
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     try:
         weight_map = parse_json_object(text).get("weight_map")
     except JsonError as error:
-        raise CheckpointError(f"{path.name}: the index {error}") from None
+        raise CheckpointError(f"{path}: the index {error}") from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path.name}: weight_map must be an object that maps tensor names to file names")
+        raise CheckpointError(f"{path}: weight_map must be an object that maps tensor names to file names")
     for name, file_name in weight_map.items():
         # A plain name is of a file directly in the folder, which may be a symlink, as in the HF cache.
         is_plain = isinstance(file_name, str) and is_plain_name(file_name) and not file_name.startswith(".")
         if not is_plain or not file_name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path.name}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file next to it"
+                f"{path}: tensor {name!r}: {file_name!r} must be the plain name of a .safetensors file next to it"
             )
     return weight_map
 

@@ -159,7 +159,9 @@ class MediaStore:
 
     def behind_step(self, scheduled: Sequence[ScheduledSequence]) -> StepMedia | None:
         """The rows of the tokens that follow those of a step in their sequences, in the places of the latter. Rows that
-        are not made yet are left out: those of an image that begins behind the step.
+        are not made yet are left out: those of an image that begins behind the step, of whose first row a head then has
+        the placeholder. That costs acceptance at one position, and no answer. To make them a step earlier, plans of
+        every replica, their step log and its replay would have to know which runs have such a head.
         """
         return self._rows_of(scheduled, 1)
 

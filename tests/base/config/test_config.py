@@ -414,6 +414,20 @@ def test_config_error_names_the_bad_file(tmp_path: Path, text: str, message: str
     assert "bad.yaml" in said or "gone" in said
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"path: \xff\n", "a named set of {folder} cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (b"- 1\n", "model/bad.yaml must be keys and values, as in KEY: VALUE (Merge error: list is not"),
+    ],
+)
+def test_config_file_of_another_kind_is_an_error(tmp_path: Path, content: bytes, message: str):
+    """The first was a traceback, the second a sentence of OmegaConf with its records."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "bad.yaml").write_bytes(content)
+    assert error_result("model=bad", extra_dir=tmp_path).startswith(message.format(folder=tmp_path))
+
+
 def test_limits_reject_bad_values_and_larger_defaults():
     assert error_result("limits.max_n=0") == "limits.max_n=0 must be from 1 to 1024"
     assert error_result("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"

@@ -49,6 +49,12 @@ def test_shared_facts_are_logged_by_rank_0_only(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("uses float32") == 1
 
 
+def test_lines_have_urls_without_credentials(capsys: pytest.CaptureFixture[str]):
+    configure_logging(0, 1)
+    logging.getLogger(f"{LOGGER_NAME}.worker").info("job.pool=%s has ended", "s3://me:planted@b/x?planted")
+    assert capsys.readouterr().err == "INFO job.pool=s3://b/x?... has ended\n"
+
+
 def test_logging_configured_twice_prints_lines_once(capsys: pytest.CaptureFixture[str]):
     configure_logging(0, 1)
     assert len(say_all(0, 1, capsys)) == 3

@@ -88,6 +88,18 @@ def test_input_without_a_file_is_rejected(tmp_path):
         RowReader.of(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.csv", "b.TAR", "c.Zip", "d.jsonl.GZ", "e.Parquet"])
+def test_other_formats_are_rejected_by_suffix(tmp_path, name):
+    """Each of their lines was an error row."""
+    (tmp_path / name).write_bytes(CONTENT)
+    words = (
+        "is not known: write" if name[0] in "de" else "is not supported: give JSONL, also as .gz or .zst, or .parquet"
+    )
+    for given in (name, "*"):
+        with pytest.raises(ConfigError, match=rf"^job\.input={tmp_path}/{name}: \.\w+ {words}"):
+            RowReader.of(str(tmp_path / given))
+
+
 def test_unreadable_input_is_rejected_by_its_key(tmp_path, monkeypatch):
     """It was found when the model was loaded, as an error that did not name the key. `access` allows root all."""
     (tmp_path / "rows.jsonl").write_text("{}\n")

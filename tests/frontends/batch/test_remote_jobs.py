@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import itertools
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from ranks import REPOSITORY
 from s3_server import KEY, SECRET
 from waiting import wait_until
 
+import launch
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, read_remote, replace_remote
 from spmd_worker.base.remote_names import file_path
 from spmd_worker.base.remote_store import RemoteError
 from spmd_worker.base.remote_upload import remove_leftovers, write_remote
+from spmd_worker.engine.startup import read_run
 from spmd_worker.frontends.batch import open_job, output_parts
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
@@ -33,6 +36,7 @@ from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.output_parts import CommittedParts, Part, claim_folder
 from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
+from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
 from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -143,6 +147,23 @@ def test_signed_name_is_shown_without_its_query(tmp_path, monkeypatch):
     assert "job.input=http://127.0.0.1:9/rows.jsonl?..." in str(caught.value)
     assert "planted" not in str(caught.value)
     assert "planted" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_configuration_is_shown_and_recorded_without_credentials(tmp_path, monkeypatch, capsys):
+    """`--cfg job` printed names as they were given, and a manifest had the options of a connector."""
+    name = "https://me:planted@host/rows.jsonl?X-Amz-Signature=planted"
+    assert launch.main(["--cfg", "job", f"job.input={name}"]) == 0
+    shown = capsys.readouterr().out
+    assert "input: https://host/rows.jsonl?..." in shown
+    assert launch.main(["--help", f"job.input={name}"]) == 0
+    assert "planted" not in shown + capsys.readouterr().out
+    options = {"url": "redis://me:planted@host/0", "name": "a"}
+    cache = CacheConfig(connector="kv_cache.connectors.files:connect", connector_options=options)
+    config = replace(config_of(input=name, output="s3://me:planted@b/x"), cache=cache)
+    resolved = replace(read_run(config_of()), config=config)
+    manifest = make_manifest(resolved, {}, None, None, {})
+    assert manifest["config"]["cache"]["connector_options"] == {"url": "redis://host/0", "name": "a"}
+    assert "planted" not in json.dumps(manifest)
 
 
 @pytest.mark.guarantee("Committed parts are not written again")
@@ -456,15 +477,40 @@ REJECTED = {
     "a star in a folder": ({"output": "a*/b.jsonl"}, "parts have one"),
     "a scheme that is only read": ({"output": "https://host/b.jsonl"}, "https:// is only read"),
     "an unknown scheme": ({"output": "ftp://host/b.jsonl"}, "ftp:// is not supported"),
-    "a remote run directory": ({"output": "b.jsonl", "run_dir": "s3://b/run"}, "the run directory must be local"),
+    "a remote run directory": ({"output": "b.jsonl", "run_dir": "s3://b/run"}, "job.run_dir=s3://b/run must be local"),
+    "a remote index": ({"output": "b.jsonl", "input_index": "s3://b/x?planted"}, "job.input_index=.* must be local"),
+    "a remote file of metrics": ({"output": "b.jsonl", "prometheus_file": "s3://b/x"}, "job.prometheus_file=.* local"),
+    "another format": (
+        {"output": "b.jsonl.xz"},
+        r"job.output=b.jsonl.xz: .xz is not supported: give JSONL, also as .gz",
+    ),
+    "parts in capitals": (
+        {"output": "s3://b/a-*.jsonl.GZ"},
+        r"job.output=s3://b/a-\*.jsonl.GZ: .GZ is not known: write .gz",
+    ),
+    # They were accepted, and gone when the job ended.
+    "an output in memory": (
+        {"output": "memory://b.jsonl"},
+        "job.output=memory://b.jsonl is in memory, and would be lo",
+    ),
+    "parts in memory": ({"output": "Memory://a/b-*.jsonl"}, "would be lost when this process ends: give a path, or "),
+    "a pool in memory": (
+        {"output": "b.jsonl", "pool": "memory://p"},
+        "job.pool=memory://p is in memory, and no other ",
+    ),
+    "a pool and a shard": (
+        {"output": "b.jsonl", "pool": "s3://me:planted@b/x", "shard": "0/2"},
+        "job.pool=s3://b/x: a pool divides the rows by itself",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REJECTED)
 def test_unusable_names_are_rejected(case):
     job, words = REJECTED[case]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         check_job(JobConfig(input="rows.jsonl", **job))
+    assert "planted" not in str(caught.value)
 
 
 def test_run_directory_is_local_and_named_by_the_output():

@@ -145,6 +145,14 @@ def test_unreadable_files_exit_with_2_and_one_line(tmp_path: Path, run_script):
         assert len(errors.splitlines()) == 1
 
 
+def test_moved_model_is_named_with_its_option(tmp_path: Path, run_script):
+    write_log(tmp_path / "log")
+    for more, key in ((("--model", tmp_path / "none"), "--model"), (("--with-model",), "model.path")):
+        code, _, errors = run_script(tmp_path / "log", *more)
+        assert code == 2
+        assert re.search(f"{key}=/.* is not a folder here: give --model the one that has the run's model now", errors)
+
+
 @pytest.mark.parametrize("arguments", [(), ("a", "--diff", "b", "c"), ("a", "--with-model", "--until", "3")])
 def test_conflicting_arguments_are_rejected(run_script, arguments):
     with pytest.raises(SystemExit):

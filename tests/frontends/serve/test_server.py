@@ -539,7 +539,9 @@ ALONE = [
     (["--host", "0.0.0.0"], "serve.host=0.0.0.0 is reachable from other machines"),
     (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org is reachable from other machines"),
     (["--port", "70000"], "serve.port=70000 must be from 0 to 65535"),
-    (["job.input=rows.jsonl"], "plan, job.input and job.output are for launch.py"),
+    (["job.input=rows.jsonl"], "job.input: for launch.py alone, a server has no rows and makes no files"),
+    # It was accepted, and no file came.
+    (["job.prometheus_file=a.prom", "job.pool=p"], "job.pool and job.prometheus_file: for launch.py alone"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--api-key", ""], "SPMD_WORKER_API_KEY or --api-key is empty: give a key, or neither of them"),
     (["model.path="], "model.path is not set: give a Hugging Face model folder"),

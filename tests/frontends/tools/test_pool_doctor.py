@@ -118,10 +118,19 @@ def test_pool_that_has_not_begun_cannot_be_read(doctor, tmp_path: Path):
     assert "there is no pool: no job.json" in err
 
 
+def test_store_out_of_reach_is_soon_reported(doctor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("spmd_worker.base.remote_store._MAX_TRIES", 1)
+    monkeypatch.setattr("spmd_worker.frontends.batch.pool.driver.time", None)
+    code, out, err = doctor("http://me:planted@127.0.0.1:9/pool?planted")
+    assert (code, out) == (2, "")
+    assert "http://127.0.0.1:9/pool?...: ClientConnectorError after" in err
+    assert "planted" not in err
+
+
 def test_watch_repeats_until_the_pool_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     moments = [make_pool(800, [World("one-1", 0, 100)], until_s) for until_s in (24.0, 26.0, float("inf"))]
     states = iter(moments)
-    monkeypatch.setattr(pool_status, "read_pool", lambda store: read_pool(next(states)))
+    monkeypatch.setattr(pool_status, "read_pool", lambda *_: read_pool(next(states)))
     pauses: list[float] = []
     # Of this module alone: a thread that another test has left may sleep, too.
     monkeypatch.setattr(pool_status, "time", SimpleNamespace(sleep=pauses.append))

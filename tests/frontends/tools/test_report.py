@@ -152,3 +152,20 @@ def test_unwritable_page_is_reported_with_reason(report, run_dir: Path):
     code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
     assert code == 2
     assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"
+
+
+def test_pool_that_cannot_be_read_is_not_called_unwritable(report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It was "cannot write" and the name of the pool."""
+    monkeypatch.setattr("spmd_worker.base.remote_store._MAX_TRIES", 1)
+    # A report waited ten minutes for the store, as worlds do.
+    monkeypatch.setattr("spmd_worker.frontends.batch.pool.driver.time", None)
+    code, out, err = report("http://me:planted@127.0.0.1:9/pool?planted", "--output", tmp_path / "a.html")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{PROGRAM}: cannot read the pool: http://127.0.0.1:9/pool")
+    assert "planted" not in err
+
+
+def test_page_is_not_written_to_a_remote_name(report, run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        report(run_dir, "--output", "s3://me:planted@bucket/a.html")
+    assert "argument --output: s3://bucket/a.html is remote: give a local file" in capsys.readouterr().err

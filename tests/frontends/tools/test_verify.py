@@ -400,6 +400,17 @@ def test_damaged_rows_are_neither_same_nor_different(verify, answer: dict[str, A
 
 
 @pytest.mark.finding(number="D11")
+def test_options_that_exclude_each_other_are_rejected(verify, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The second was ignored, as were the files beside --images."""
+    for options, words in (
+        (["--bytes", "--tokens-only"], "--bytes compares all"),
+        (["--images", "x"], "give two files"),
+    ):
+        with pytest.raises(SystemExit):
+            verify([], [], *options)
+        assert words in capsys.readouterr().err
+
+
 def test_lone_surrogate_is_shown_by_its_number(tmp_path: Path):
     """A terminal cannot print it."""
     for name, text in (("a.jsonl", "x\ud800"), ("b.jsonl", "y")):

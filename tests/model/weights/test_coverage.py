@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from spmd_worker.base.errors import CheckpointError
@@ -19,7 +21,7 @@ CHECKPOINT = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "embed": (5, 4)}
 def check(slices=SLICES, paddings=PADDINGS, parameters=PARAMETERS, checkpoint=CHECKPOINT, ignorable=lambda name: False):
     expected = {piece.checkpoint_name: piece.checkpoint_shape for piece in slices}
     problems = checkpoint_problems(expected, checkpoint, ignorable=ignorable)
-    raise_problems([*problems, *parameter_problems(slices, paddings, parameters)])
+    raise_problems(Path("/model"), [*problems, *parameter_problems(slices, paddings, parameters)])
 
 
 def test_merged_slices_and_padding_cover_their_parameters():
@@ -101,7 +103,7 @@ def test_one_error_lists_all_mismatches():
     with pytest.raises(CheckpointError) as error_result:
         check(paddings=[], checkpoint={"q": (3, 3), "k": (2, 4), "x": (1,), "embed": (5, 4)})
     assert str(error_result.value) == (
-        "checkpoint and model do not match\n"
+        "/model: checkpoint and model do not match\n"
         "1 missing from the checkpoint:\n  v\n"
         "1 in the checkpoint but not in the model:\n  x\n"
         "1 of another shape than the model's:\n  q: checkpoint [3, 3], model [4, 4]\n"

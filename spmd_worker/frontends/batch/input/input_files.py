@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 STANDARD_INPUT: Final = "-"
 _STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
 PARQUET_SUFFIX: Final = ".parquet"
+_FOREIGN: Final = (
+    *(".bz2", ".xz", ".lzma", ".lz4", ".br", ".7z", ".zip", ".tar", ".tgz"),
+    *(".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".orc", ".avro"),
+)
+"""Suffixes of other formats, whose lines would all be error rows."""
 _ZSTD_PIECE_BYTES: Final = 1024
 """Compressed bytes per read: their decompressed data, up to 32,768 times as much, is held in memory."""
 _BUFFER_BYTES: Final = 1 << 18
@@ -102,6 +107,8 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
         if not os.access(path, os.R_OK):
             raise ConfigError(f"job.input={path} cannot be read (permission denied): change its mode, or give another")
     others = tuple(path for path in paths if not is_own(path))
+    for path in others:
+        check_format("job.input", path)
     if not others:
         raise ConfigError(
             f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
@@ -119,7 +126,18 @@ def _find_remote(name: str) -> tuple[FilePath, ...]:
         raise ConfigError(f"job.input={shown_name(name)} cannot be read: {error.strerror or error}{way_out}") from None
     if not paths:
         raise ConfigError(f"job.input={shown_name(name)} is no file, and matches none: give one of rows, or a pattern")
+    for path in paths:
+        check_format("job.input", path)
     return tuple(paths)
+
+
+def check_format(key: str, path: FilePath) -> None:
+    """Raise ConfigError for a file of rows whose suffix is that of a format that is neither read nor written."""
+    suffix = path.suffix
+    if suffix.lower() in _FOREIGN:
+        raise ConfigError(f"{key}={path}: {suffix} is not supported: give JSONL, also as .gz or .zst, or .parquet")
+    if suffix != suffix.lower() and suffix.lower() in (*_COMPRESSED, PARQUET_SUFFIX):
+        raise ConfigError(f"{key}={path}: {suffix} is not known: write {suffix.lower()}")
 
 
 def open_bytes(path: FilePath) -> BinaryIO:

@@ -1,11 +1,11 @@
 """State of a pool for people: its workers, open ranges, rows done. Reads only, but for the server's clock."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.pool.driver import new_worker, run
+from spmd_worker.frontends.batch.pool.driver import PAUSES_S, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.members import live_of, read_existing
 from spmd_worker.frontends.batch.pool.records import (
@@ -76,15 +76,17 @@ class PoolState:
     now_s: float
 
 
-def read_pool(store: PoolStore) -> PoolState:
-    """The state of a pool. Raises ConfigError if there is none, PoolError, OSError."""
+def read_pool(store: PoolStore, pauses_s: Sequence[float] = PAUSES_S) -> PoolState:
+    """The state of a pool; a store that fails is asked again after `pauses_s`. Raises ConfigError if there is none,
+    PoolError, OSError.
+    """
     try:
         clock = f"{CLOCK}/{new_worker()}"
         now_s: float | None = run(store, _clock(clock), pauses_s=())
     except OSError:
         # No permission to write: the newest heartbeat is the best known time.
         now_s = None
-    return run(store, pool_state(now_s))
+    return run(store, pool_state(now_s), pauses_s)
 
 
 def _clock(name: str) -> Steps[float]:

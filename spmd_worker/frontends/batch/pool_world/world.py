@@ -13,7 +13,7 @@ from typing import Any, Final
 from spmd_worker.base.config.schema import JobConfig, RowLimits
 from spmd_worker.base.errors import ConfigError, PoolError
 from spmd_worker.base.metrics.prometheus import PrometheusFile
-from spmd_worker.base.remote_names import absolute_name, file_path
+from spmd_worker.base.remote_names import absolute_name, file_path, shown_name
 from spmd_worker.frontends.batch.input.input_index import RangeReader
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
@@ -188,7 +188,8 @@ class World:
         return log.merged
 
     def _written(self, merged: Merged) -> WrittenOutput:
-        logger.info("job.pool=%s has ended: %s has %d rows", self._job.pool, self._job.output, merged.lines)
+        pool, output = shown_name(self._job.pool or ""), shown_name(self._job.output or "")
+        logger.info("job.pool=%s has ended: %s has %d rows", pool, output, merged.lines)
         record = read_free_record(self._store.read(PROVENANCE))
         return WrittenOutput(asdict(merged), record.get("images"), sum(record.get("error_codes", {}).values()))
 

@@ -15,9 +15,17 @@ from typing import Any, Final, TextIO
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
-from spmd_worker.base.remote_names import FilePath, RemotePath, check_writable, file_path, is_remote, shown_name
+from spmd_worker.base.remote_names import (
+    FilePath,
+    RemotePath,
+    check_outlasting,
+    check_writable,
+    file_path,
+    is_remote,
+    shown_name,
+)
 from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
-from spmd_worker.frontends.batch.input.input_files import STANDARD_INPUT, find_inputs, is_stream
+from spmd_worker.frontends.batch.input.input_files import STANDARD_INPUT, check_format, find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, claim_folder, earlier_parts, is_parts
@@ -75,18 +83,22 @@ def check_job(job: JobConfig) -> None:
 
 
 def check_names(job: JobConfig) -> None:
-    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
-    output = output_of(job)
-    check_output_name(output)
-    if is_remote(job.run_dir or ""):
-        shown = shown_name(job.run_dir or "")
-        raise ConfigError(f"job.run_dir={shown}: the run directory must be local: give a folder")
+    """Raise ConfigError for an output that cannot be written, and for remote names of what must be local."""
+    check_output_name(output_of(job))
+    for key, what in (("run_dir", "folder"), ("input_index", "file"), ("prometheus_file", "file")):
+        name = getattr(job, key) or ""
+        if is_remote(name):
+            raise ConfigError(f"job.{key}={shown_name(name)} must be local: give a {what}")
 
 
 def check_output_name(output: FilePath, key: str = "job.output") -> None:
-    """Raise ConfigError for a remote name that cannot be written, or parts that cannot be named."""
+    """Raise ConfigError for a remote name that cannot be written, or would be lost, another format, and parts
+    that cannot be named.
+    """
     if isinstance(output, RemotePath):
         check_writable(key, output.raw)
+        check_outlasting(key, output.raw, "would be lost when this process ends")
+    check_format(key, output)
     if str(output).count("*") > is_parts(output):
         raise ConfigError(
             f"{key}={output}: parts have one * in their file's name, for the number: give such as answers/part-*.jsonl"

@@ -21,6 +21,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.numerical_policy import NumericalPolicy
 from spmd_worker.base.remote_names import FilePath, absolute_name, shown_name
+from spmd_worker.base.urls import all_without_credentials
 from spmd_worker.base.version import code_fingerprint, version
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
@@ -69,9 +70,9 @@ def make_manifest(
     """
     config = resolved.config
     settings = asdict(config)
-    for group, key in (("job", "input"), ("job", "output"), ("job", "pool"), ("model", "path")):
-        # A name may hold a password or a signature.
-        settings[group][key] = settings[group][key] and shown_name(settings[group][key])
+    # Names may hold a password or a signature; answers depend on none of these.
+    settings |= {group: all_without_credentials(settings[group]) for group in ("job", "cache", "speculative_config")}
+    settings["model"]["path"] = shown_name(config.model.path or "") or None
     answers: dict[str, Any] = {key: reduce(getitem, key.split("."), settings) for key in _ANSWER_KEYS}
     answers |= {f"{group}.{key}": value for group in ("sampling", "limits") for key, value in settings[group].items()}
     answers["device"] = resolved.device_type
@@ -96,7 +97,7 @@ def make_manifest(
         "num_rows": None,
         "shard": _shard_record(config.job),
         "version": version(),
-        "input": config.job.input if inputs is None else list(map(absolute_name, inputs)),
+        "input": settings["job"]["input"] if inputs is None else list(map(absolute_name, inputs)),
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
         "model_name": resolved.location.name,

@@ -11,7 +11,7 @@ from typing import Final
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.process import node_name, start_time_of
-from spmd_worker.base.remote_names import RemotePath, is_remote
+from spmd_worker.base.remote_names import RemotePath, check_outlasting, is_remote
 from spmd_worker.frontends.batch.pool.records import WORLDS
 
 _MOST_CHARACTERS: Final = 84
@@ -22,6 +22,8 @@ def check_pool(job: JobConfig) -> None:
     """Raise ConfigError for keys that contradict a pool; the result is the same on every rank."""
     if job.pool is None:
         return
+    if is_remote(job.pool):
+        check_outlasting("job.pool", job.pool, "no other job could share it")
     if job.shard is not None:
         raise ConfigError(
             f"job.shard={job.shard} and job.pool={job.pool}: a pool divides the rows by itself: leave out one of them"
