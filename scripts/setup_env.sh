@@ -71,8 +71,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 pip_major=$("$venv/bin/python" -c 'import pip; print(pip.__version__.split(".")[0])')
 [ "$pip_major" -ge 23 ] || run_quietly "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=23'
 
-project=$root
-[ "$extras" = run ] || project="$root[$extras]"
+project=$root compile=--compile
+# Of all that tests need they import a part: Python compiles it then, and half of the time here was for the rest.
+[ "$extras" = run ] || project="$root[$extras]" compile=--no-compile
 # One call: torch comes in the version that constraints.txt pins, never in a newer one that is replaced afterwards.
-run_quietly "$venv/bin/python" -m pip install --quiet --editable "$project" --constraint "$root/constraints.txt"
+run_quietly "$venv/bin/python" -m pip install --quiet "$compile" --editable "$project" --constraint "$root/constraints.txt"
 printf '%s\n' "$root" "$checksum" "$extras" >"$stamp"
