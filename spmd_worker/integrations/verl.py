@@ -32,7 +32,8 @@ except ModuleNotFoundError as error:
     if error.name == "verl":
         raise ImportError(f"verl is not installed: pip install --no-deps 'verl=={RELEASE}.*'") from None
     raise ImportError(
-        f"verl cannot be imported ({error}): install that package too, as pip install --no-deps leaves out what verl needs"
+        f"verl cannot be imported ({error}): install that package too, as pip install --no-deps leaves out what "
+        f"verl needs"
     ) from error
 
 _COPIED: Final = (
