@@ -7,7 +7,8 @@ exact.
 verl's `ActorRolloutRefWorker` has the actor (FSDP2) and makes this package's rollout; the loop around it is the one of
 verl's trainer, without Ray: `generate_sequences`, `compute_log_prob`, GRPO's advantages, `update_actor`, and
 `update_weights`, before which the rollout's memory is released. verl knows no CPUs: this script gives it a platform.
-It needs `pip install --no-deps verl==0.9.1` and what that imports (ray, tensordict, codetiming, fastapi).
+It needs `pip install --no-deps verl==0.9.1` and what that imports (ray, tensordict, codetiming, fastapi, orjson,
+uvicorn, pillow, accelerate, datasets, pandas, peft).
 
 After each step it prints the mean and the largest difference between the rollout's log-probabilities of what it sampled
 and those of the actor's forward pass. With `--skip-sync` the rollout keeps its first weights.

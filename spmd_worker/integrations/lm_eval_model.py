@@ -8,8 +8,11 @@ Under torchrun every rank runs the harness with all requests and gets all result
 the ranks and checks that their requests are equal. Knows nothing about ranks or steps.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import torch
 
 from spmd_worker.base.config.extras import package_error
 
@@ -36,6 +39,22 @@ _DEFAULT_MAX_GEN_TOKS: Final = 256
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
 _IGNORED_KEYS: Final = ("do_sample", "num_beams", "use_cache")
 """Ignored generation arguments: `do_sample` has become a temperature, and there is always one beam."""
+
+logger = logging.getLogger(__name__)
+
+
+def _device_of(given: str | None) -> str:
+    """`LLM`'s device for one of the harness, such as cpu and cuda:0.
+
+    The harness's command says cuda:0 unless it is told otherwise; where torch has no CUDA device its own models run on
+    the CPU then, and so does this one.
+    """
+    device = str(given or "auto").split(":")[0]
+    if device == "cuda" and not torch.cuda.is_available():
+        logger.warning("device=%s of the harness, but torch finds no CUDA device here: the CPU is used", given)
+        return "cpu"
+    return device
+
 
 _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """(texts of context and continuation, their token ids)."""
@@ -66,8 +85,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         **options: Any,
     ) -> None:
         super().__init__()
-        # The harness passes its own devices, such as cpu and cuda:0.
-        options["device"] = str(options.get("device") or "auto").split(":")[0]
+        options["device"] = _device_of(options.get("device"))
         if lora_local_path is not None:
             options.setdefault("enable_lora", True)
         self.llm = LLM(pretrained, **options)

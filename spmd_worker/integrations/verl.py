@@ -24,9 +24,17 @@ RELEASE: Final = "0.9"
 NAME: Final = "spmd_worker"
 """`actor_rollout_ref.rollout.name`, and the key of further keywords of `LLM` in `rollout.engine_kwargs`."""
 
-_verl: Any = import_module("verl")
-check_release("verl", str(getattr(_verl, "__version__", "of no version")), RELEASE)
-_base: Any = import_module("verl.workers.rollout.base")
+try:
+    _verl: Any = import_module("verl")
+    check_release("verl", str(getattr(_verl, "__version__", "of no version")), RELEASE)
+    _base: Any = import_module("verl.workers.rollout.base")
+except ModuleNotFoundError as error:
+    if error.name == "verl":
+        raise ImportError(f"verl is not installed: pip install --no-deps 'verl=={RELEASE}.*'") from None
+    raise ImportError(
+        f"verl cannot be imported ({error}): install that package too, as pip install --no-deps leaves out what "
+        f"verl needs"
+    ) from error
 
 _COPIED: Final = (
     *("dtype", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "seed"),

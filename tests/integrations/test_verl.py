@@ -125,6 +125,26 @@ def test_another_release_registers_nothing(verl: Any):
     assert len(verl._ROLLOUT_REGISTRY) == 1
 
 
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        ("verl", r"^verl is not installed: pip install --no-deps 'verl==0\.9\.\*'$"),
+        ("orjson", r"^verl cannot be imported \(No module named 'orjson'\): install that package too"),
+    ],
+)
+def test_missing_package_is_named_with_its_remedy(verl: Any, monkeypatch: pytest.MonkeyPatch, absent: str, said: str):
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name.split(".")[0] == "verl":
+            raise ModuleNotFoundError(f"No module named {absent!r}", name=absent)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    with pytest.raises(ImportError, match=said):
+        importlib.import_module(MODULE)
+    assert len(verl._ROLLOUT_REGISTRY) == 1
+
+
 def test_batch_has_responses_of_synced_weights(rollout: Any):
     rows = [[5, 6, 7, 8, 9], [40, 41], [5, 6, 7, 8, 9]]
     before = rollout.generate_sequences(prompts(rows, do_sample=False)).batch["responses"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ranks
+import torch
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 
@@ -96,8 +97,15 @@ def test_scored_row_may_fill_max_model_len(model: Path):
         assert str(refused.value).endswith("\nleave them out")
         with pytest.raises(ValueError, match=r"^2 completions for 1 prompts"):
             llm.score_tokens([PROMPTS[0]], [[1], [2]])
-        with pytest.raises(ValueError, match=r"completion .*no tokens"):
-            llm.score_tokens([PROMPTS[0]], [[]])
+        with pytest.raises(ValueError, match=r"^completions\[1\] has no tokens"):
+            llm.score_tokens([PROMPTS[0]] * 2, [[1], []])
+        for wrong, said in (
+            ("text", " is a str"),
+            (torch.tensor([1]), " is a Tensor"),
+            ([1.0], r"\[0\]=1.0 is a float"),
+        ):
+            with pytest.raises(TypeError, match=rf"^completions\[1\]{said}: give a "):
+                llm.score_tokens([PROMPTS[0]] * 2, [[1], wrong])
         assert len(llm.score_tokens(PROMPTS[0], [[1, 2]])[0]) == 2
 
 

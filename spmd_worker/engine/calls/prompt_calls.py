@@ -228,9 +228,10 @@ class PromptCalls:
             joined: list[Encoded] = []
             all_encoded = self._encoder.encode(listed)
             for encoded, completion, sampling, adapter in zip(all_encoded, completions, given, adapters, strict=True):
-                tokens = as_token_ids(completion)
+                name = f"completions[{len(joined)}]"
+                tokens = as_token_ids(completion, name)
                 if not tokens:
-                    raise ValueError("a completion has no tokens: there is nothing to score")
+                    raise ValueError(f"{name} has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
                 both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)

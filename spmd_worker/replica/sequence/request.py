@@ -110,15 +110,15 @@ def whole_number(name: str, value: Any) -> int:
     return number
 
 
-def as_token_ids(values: Any) -> tuple[int, ...]:
-    """A prompt's token ids, from a sequence of integers. Raises TypeError or ValueError as `whole_number` does."""
+def as_token_ids(values: Any, name: str = "prompt_token_ids") -> tuple[int, ...]:
+    """Token ids, from a sequence of integers. Raises TypeError or ValueError as `whole_number` does, with `name`."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
-        raise TypeError(f"prompt_token_ids is a {type(values).__name__}: give a list of whole numbers")
+        raise TypeError(f"{name} is a {type(values).__name__}: give a list of whole numbers")
     # Fast path: long prompts need no call per token.
     is_plain = list(map(type, values)).count(int) == len(values)
     if is_plain and (not values or -(2**63) <= min(values) <= max(values) < 2**63):
         return tuple(values)
-    return tuple([whole_number(f"prompt_token_ids[{index}]", value) for index, value in enumerate(values)])
+    return tuple([whole_number(f"{name}[{index}]", value) for index, value in enumerate(values)])
 
 
 def check_sampling(sampling: Any) -> None:
