@@ -6,7 +6,7 @@ Faults of this package itself are no `SpmdError`s: their traceback is wanted.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 from spmd_worker.base.urls import without_credentials
 
@@ -196,20 +196,14 @@ class StepMismatchError(SpmdError, RuntimeError):
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 
-    def __init__(self, names: Sequence[str], num_weights: int, reason: Literal["", "dropped", "torn"] = "") -> None:
-        """`reason` why none can stay as it is: a sleep of level 2 "dropped" the weights, an exception in an update has
-        "torn" them; "" if they can.
-        """
+    def __init__(self, names: Sequence[str], num_weights: int, *, were_dropped: bool = False) -> None:
+        """`were_dropped`: a sleep of level 2 dropped the weights, so none can stay as it is."""
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
-        since = {
-            "": "the last commit",
-            "dropped": "sleep(level=2) dropped them",
-            "torn": "the last commit, and an exception has ended an update meanwhile",
-        }[reason]
+        since = "sleep(level=2) dropped them" if were_dropped else "the last commit"
         way_out = (
             "load them too"
-            if reason
+            if were_dropped
             else "load them too, or keep them as they are: llm.start_weight_update(partial=True), then "
             "llm.finish_weight_update()"
         )

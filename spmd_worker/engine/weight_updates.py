@@ -26,7 +26,7 @@ class WeightUpdates:
     """
 
     def __init__(self, executor: Executor, rank: int, num_in_flight: Callable[[], int]) -> None:
-        self.is_held = self._is_partial = self._is_torn = False
+        self.is_held = self._is_partial = False
         self.uncompared: dict[str, str] = {}
         """Digests of committed weights not yet compared in the exchange of a call, by checkpoint name."""
         self._executor, self._rank, self._num_in_flight = executor, rank, num_in_flight
@@ -50,10 +50,6 @@ class WeightUpdates:
         self.is_held = False
         return self._is_partial
 
-    def tear(self) -> None:
-        """An exception ended the update: what was loaded in it is part of a whole that nobody gave."""
-        self._is_torn = True
-
     @property
     def has_missing(self) -> bool:
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
@@ -66,14 +62,13 @@ class WeightUpdates:
     def commit(self, *, is_partial: bool) -> CommitWeights | None:
         """Commit the open update, if any; returns the event for the replicas.
 
-        Raises MissingWeightsError for missing weights, unless `is_partial`, none was dropped and no exception ended an
-        update since the last commit; CheckpointError for a head that differs from the embedding it is tied to, and
-        RanksDisagreeError if the workers of this executor were given different weights. The update stays open. The
-        ranks compare rejected changes, too: if all have rejected them, nothing was changed.
+        Raises MissingWeightsError for missing weights, unless `is_partial` and none was dropped, CheckpointError for a
+        head that differs from the embedding it is tied to, and RanksDisagreeError if the workers of this executor were
+        given different weights; the update stays open. The ranks compare rejected changes, too: if all have rejected
+        them, nothing was changed.
         """
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
-            self._is_torn = False
             return None
         digests, missing, must_be_complete, rejected_calls, has_all, head_fault = updates[0]
         is_open = bool(digests or missing)
@@ -84,14 +79,12 @@ class WeightUpdates:
             )
         if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
             raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
-        if missing and (must_be_complete or self._is_torn or not is_partial):
-            reason = "dropped" if must_be_complete else "torn" if self._is_torn else ""
-            raise MissingWeightsError(missing, len(digests) + len(missing), reason)
+        if missing and (must_be_complete or not is_partial):
+            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
         if head_fault:
             self._executor.collective_rpc("reject_weight_update")
             raise CheckpointError(head_fault)
         self._executor.end_weight_update()
-        self._is_torn = False
         # Buffers may be left out: their earlier digests are kept then.
         is_complete = is_open and has_all
         self._digests = _merged({} if is_complete else self._digests, digests, rejected_calls)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from spmd_worker.base.errors import CheckpointError, MissingWeightsError, RanksDisagreeError, WeightMismatchError
+from spmd_worker.base.errors import CheckpointError, WeightMismatchError
 from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.weight_transfer import check_init, is_request, read_request
 from spmd_worker.engine.calls.check_calls import CheckCalls
@@ -155,18 +155,10 @@ class WeightCalls:
         except BaseException as error:
             if updates.is_held:
                 updates.release()
-                updates.tear()
                 if not isinstance(error, GeneratorExit):
                     fail_call(self._engine, "finish_weight_update", error)
             raise
-        try:
-            self.finish_weight_update()
-        except (MissingWeightsError, CheckpointError, RanksDisagreeError):
-            raise
-        except BaseException:
-            # Of another rank's block.
-            updates.tear()
-            raise
+        self.finish_weight_update()
 
     def load_weights(
         self,
