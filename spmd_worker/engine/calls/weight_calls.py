@@ -145,7 +145,7 @@ class WeightCalls:
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
         """`with llm.weight_update() as load: load(name, tensor)`: `start_weight_update`, `update_weights` tensor by
         tensor, and `finish_weight_update`. After an exception in the block, which the other ranks raise at the end of
-        theirs, all weights must be loaded before anything is computed.
+        theirs, what was loaded is open until the block runs again on every rank or all weights are loaded.
         """
         updates = self._engine.changes.weights
         updates.check_not_held()
