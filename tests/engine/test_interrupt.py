@@ -422,7 +422,7 @@ ON_RANKS = """
     """
 
 
-@pytest.mark.gate("tp")
+@pytest.mark.gate("tp", "dp")
 @pytest.mark.guarantee("Ctrl-C in a call: the next one works")
 @pytest.mark.parametrize(
     ("sizes", "points", "point_in_turns"),

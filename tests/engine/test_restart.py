@@ -86,7 +86,6 @@ UNEVENLY = """
     """
 
 
-@pytest.mark.stress
 @pytest.mark.finding(number="B6")
 def test_uneven_replicas_divided_anew_answer_on():
     """The ranks of two replicas had numbered their own requests, and went on with two numbers for one."""

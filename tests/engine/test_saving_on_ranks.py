@@ -132,7 +132,6 @@ def test_ranks_save_one_checkpoint_and_own_states(tmp_path: Path):
         assert second[f"{name} afterwards"].startswith("MissingWeightsError")
 
 
-@pytest.mark.stress
 @pytest.mark.matrix
 def test_other_layouts_save_one_checkpoint(tmp_path: Path):
     check(["fused heads", "transposed", "tied in stages", "padded head", "stacked experts", "replicas"], tmp_path)

@@ -309,7 +309,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
         assert [float.fromhex(each) for each in logprobs] == pytest.approx(values, rel=0.0, abs=tolerance)
 
 
-@pytest.mark.gate("{'tensor_parallel_size': 2}", "{'pipeline_parallel_size': 2}")
+@pytest.mark.gate("{'tensor_parallel_size': 2}", "{'data_parallel_size': 2}")
 @pytest.mark.guarantee("Weight updates are whole or refused")
 @pytest.mark.guarantee("While ranks load new weights nothing is exchanged")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)

@@ -189,7 +189,6 @@ def test_rank_names_its_own_changed_byte():
             llm.generate(prompts, greedy, use_tqdm=False)
 
 
-@pytest.mark.stress
 @pytest.mark.matrix
 def test_job_writes_the_same_rows(tmp_path: Path):
     written = []

@@ -43,7 +43,6 @@ def furthest(first: list[list[float]], second: list[list[float]]) -> float:
     return max(abs(one - other) for one, other in pairs)
 
 
-@pytest.mark.stress
 @pytest.mark.matrix
 def test_fp8_on_two_ranks_is_near_that_of_one(tmp_path: Path):
     folder = checkpoint_folder("llama_biased")

@@ -143,7 +143,6 @@ def test_failed_start_leaves_no_group(whose: str, place: str):
     )
 
 
-@pytest.mark.stress
 def test_early_ranks_find_next_world_without_agent_store():
     """Rank 0's store ended with the first engine; a rank that had come before had counted itself in the old one."""
     check(

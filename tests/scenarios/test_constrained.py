@@ -132,7 +132,7 @@ def test_nothing_is_kept_of_rows_that_ended(llm: LLM):
     assert len(worker.model_runner._grammars) == 0
 
 
-@pytest.mark.gate("tensor_parallel_size")
+@pytest.mark.gate("tensor_parallel_size", "pipeline_parallel_size")
 @pytest.mark.parametrize(
     "layout",
     [

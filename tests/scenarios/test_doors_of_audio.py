@@ -199,7 +199,6 @@ def test_manifest_and_verification_know_audio(job: tuple[Path, dict[str, Any]], 
         (root / "short.wav").write_bytes(SHORT)
 
 
-@pytest.mark.stress
 def test_server_answers_the_client_of_openai(job: tuple[Path, dict[str, Any]], root: Path) -> None:
     answers = job[1]
     with ServedHere(model=speech_folder(), max_num_seqs=2, max_queued=0) as server:

@@ -81,7 +81,7 @@ def test_killed_rank_is_named_by_us_and_torchrun(tmp_path: Path):
 @pytest.mark.guarantee("A rank fails: all end, the culprit is named")
 @pytest.mark.parametrize(("fault", "victim"), ALL)
 def test_fault_of_one_rank_ends_both_with_name(tmp_path: Path, fault: str, victim: int):
-    break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False, silence_s=2.0)
+    break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False, silence_s=3.0)
 
 
 @pytest.mark.guarantee("Ranks end with torchrun")

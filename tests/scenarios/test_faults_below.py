@@ -1,7 +1,7 @@
 """File system faults under a job: a full disk, device errors, partial writes, no lock, no descriptor.
 
 A preloaded library fails the n-th call on a file of the job, for each kind of call, each n and each error: the stress
-tier tests every n and prints the figures, the gate every ninetieth.
+tier tests every n and prints the figures, the gate every forty-fifth.
 """
 
 import json
@@ -55,10 +55,10 @@ def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, lis
 
 @pytest.fixture(scope="module")
 def right_and_planted(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
-    """Every 90th fault, then each of renaming under a planted mistake: one process imports all once."""
+    """Every 45th fault, then each of renaming under a planted mistake: one process imports all once."""
     folder = tmp_path_factory.mktemp("right_and_planted")
     (folder / "script.py").write_text(textwrap.dedent(RIGHT_AND_PLANTED))
-    return run(library, folder / "script.py", folder, 90)
+    return run(library, folder / "script.py", folder, 45)
 
 
 def check_found(found: dict[str, object], every: int) -> None:
@@ -71,7 +71,7 @@ def check_found(found: dict[str, object], every: int) -> None:
 def test_any_fault_gives_one_error_and_resumes_exactly(right_and_planted: tuple[int, list[dict], str]):
     code, (found, _), output = right_and_planted
     assert code >= 10, output
-    check_found(found, 90)
+    check_found(found, 45)
 
 
 @pytest.mark.stress

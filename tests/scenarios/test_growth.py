@@ -108,7 +108,7 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
     return done.returncode, lines, done.output
 
 
-@pytest.mark.gate("jobs-1")
+@pytest.mark.gate("engines-2", "jobs-1")
 @pytest.mark.guarantee("close() gives back what was taken")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("what", "size"), [("calls", 2), ("cycles", 2), ("engines", 2), ("jobs", 1)])

@@ -7,6 +7,7 @@ of tests waited for 3,600 of them, a tenth of their time.
 import os
 import stat
 from collections.abc import Callable
+from typing import IO, Any
 
 _REAL = {"fsync": os.fsync, "fdatasync": os.fdatasync}
 
@@ -17,11 +18,12 @@ def make_quick() -> None:
         setattr(os, name, _quick(name))
 
 
-def _quick(name: str) -> Callable[[int], None]:
+def _quick(name: str) -> Callable[[int | IO[Any]], None]:
     real = _REAL[name]
 
-    def sync(descriptor: int) -> None:
+    def sync(file: int | IO[Any]) -> None:
         """Errors of descriptors that are no files or folders are the real one's."""
+        descriptor = file if isinstance(file, int) else file.fileno()
         mode = os.fstat(descriptor).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             real(descriptor)

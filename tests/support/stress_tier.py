@@ -52,7 +52,7 @@ def place_of(path: Path, tests: Path) -> int:
 def share(items: list[pytest.Item], *, is_complete: bool) -> None:
     """Of a test that is marked `gate("CASE", ...)` the named cases stay where they are and the others are stress tests.
 
-    `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay, if the items are
+    `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay in the gate, if the items are
     `is_complete`: all of their files.
     """
     kept: dict[str, bool] = {}
@@ -62,7 +62,7 @@ def share(items: list[pytest.Item], *, is_complete: bool) -> None:
             continue
         test, _, case = item.nodeid.partition("[")
         stays = any(_stands_for(name, case.removesuffix("]")) for name in mark.args)
-        kept[test] = kept.get(test, False) or stays
+        kept[test] = kept.get(test, False) or (stays and not item.get_closest_marker("stress"))
         if not stays:
             item.add_marker(pytest.mark.stress)
     if is_complete and (empty := [test for test, has_cases in kept.items() if not has_cases]):

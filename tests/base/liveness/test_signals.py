@@ -221,7 +221,7 @@ def test_signalled_process_reports_rows_it_cannot_keep(monkeypatch, capsys, erro
     assert f"error: finished rows could not be kept: {error}\n" in capsys.readouterr().err
 
 
-@pytest.mark.gate("SIGTERM")
+@pytest.mark.gate("SIGTERM", "Ctrl-C")
 @pytest.mark.guarantee("SIGTERM, SIGUSR1, Ctrl-C keep what is finished")
 @pytest.mark.matrix
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ def test_second_output_of_a_folder_is_rejected(s3, tmp_path, monkeypatch, where)
     assert sorted(parts_in(folder)) == ["a-00000.jsonl", "manifest.json"]
 
 
-@pytest.mark.gate("job")
+@pytest.mark.gate("job", "pool")
 @pytest.mark.guarantee("A remote output in parts is written by one job")
 @pytest.mark.parametrize("kind", ["job", "pool"])
 def test_second_job_of_a_remote_output_is_rejected(s3, answers, tmp_path, kind):

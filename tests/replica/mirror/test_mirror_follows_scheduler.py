@@ -19,7 +19,6 @@ each_number = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.stress
 @each_number
 def test_mirror_equals_scheduler_in_random_histories(num_histories: int):
     seen = seen_in_histories(num_histories, nums_of_ids=(1,))
@@ -28,7 +27,6 @@ def test_mirror_equals_scheduler_in_random_histories(num_histories: int):
     assert min(seen.values()) > num_histories * 3 // 10, seen
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     ("num_histories", "num_least"),
     [pytest.param(24, 2, marks=pytest.mark.matrix), pytest.param(96, 11, marks=pytest.mark.stress)],
