@@ -52,8 +52,8 @@ def place_of(path: Path, tests: Path) -> int:
 def share(items: list[pytest.Item], *, is_complete: bool) -> None:
     """Of a test that is marked `gate("CASE", ...)` the named cases stay where they are and the others are stress tests.
 
-    `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay in the gate, if the items are
-    `is_complete`: all of their files.
+    `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay in the gate, if the
+    items are `is_complete`: all of their files.
     """
     kept: dict[str, bool] = {}
     for item in items:
