@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 import zstandard
 from cut_jobs import Ended, end_after
 from forked_child import in_child
@@ -157,6 +158,9 @@ def test_configuration_is_shown_and_recorded_without_credentials(tmp_path, monke
     assert "input: https://host/rows.jsonl?..." in shown
     assert launch.main(["--help", f"job.input={name}"]) == 0
     assert "planted" not in shown + capsys.readouterr().out
+    # A text that is no name stays as it is.
+    assert launch.main(["--cfg", "job", "sampling.stop=['https://x/?q','b']"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sampling"]["stop"] == ["https://x/?q", "b"]
     options = {"url": "redis://me:planted@host/0", "name": "a"}
     cache = CacheConfig(connector="kv_cache.connectors.files:connect", connector_options=options)
     config = replace(config_of(input=name, output="s3://me:planted@b/x"), cache=cache)
