@@ -62,7 +62,9 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         settings = read_evaluation_settings(find_model(config).folder)
         self._prompts = dict(settings.prompts if prompts is None else prompts)
         self._default = settings.default_prompt_name
-        self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
+        self.llm = LLM(
+            os.fspath(model_name), revision=revision, device=own, runner="pooling", default_prompt_name="", **options
+        )
         self.model_prompts = self.validate_task_to_prompt_name(self._prompts, raise_for_invalid_keys=False)[0]
         similarity = ScoringFunction(settings.similarity)
         about = {"name": f"spmd_worker/{Path(model_name).name}", "revision": revision, "similarity_fn_name": similarity}

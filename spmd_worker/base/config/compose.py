@@ -87,7 +87,9 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        reason = "a set includes itself" if isinstance(error, RecursionError) else str(error)
+        reason = (
+            "a set includes itself, or has values nested too deep" if isinstance(error, RecursionError) else str(error)
+        )
         raise ConfigError(
             f"defaults of a named set cannot be used ({reason}): give a list of sets, as in [{{override /model: demo}}]"
         ) from None

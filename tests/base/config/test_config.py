@@ -435,7 +435,7 @@ def test_config_file_of_another_kind_is_an_error(tmp_path: Path, content: bytes,
         ("3", "defaults of a named set cannot be used (Invalid defaults list in 'experiment/bad', defaults must be"),
         ("[{a: 1, b: 2}]", "defaults of a named set cannot be used (In experiment/bad: Too many keys in default item"),
         ("[{override /model: 3}]", "defaults of a named set cannot be used (Unsupported item value in defaults : int"),
-        ("[{/experiment: bad}]", "defaults of a named set cannot be used (a set includes itself): give a list of sets"),
+        ("[{/experiment: bad}]", "defaults of a named set cannot be used (a set includes itself, or has values nested"),
         # Its cause was lost.
         ("[{override /model: demo}, {override /modelx: demo}]", "In 'experiment/bad': Could not override 'model"),
     ],

@@ -543,7 +543,7 @@ ALONE = [
     # It was accepted, and no file came.
     (
         ["job.prometheus_file=a.prom", "job.pool=p"],
-        "job.pool and job.prometheus_file: for launch.py alone, a server has no rows and makes no files: leave them out",
+        "job.pool and job.prometheus_file: for launch.py alone, a server has no rows and makes no files: leave them",
     ),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--api-key", ""], "SPMD_WORKER_API_KEY or --api-key is empty: give a key, or neither of them"),
