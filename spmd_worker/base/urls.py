@@ -12,7 +12,7 @@ _USER: Final = re.compile(rf"({_SCHEME})[^/\s]*@", re.IGNORECASE)
 # Up to a blank, or to the quote that was opened before it: a quote within a word is part of it.
 _CLOSED: Final = r"(?:(?!(?P=quote)(?:[\s,;:.)\]}]|\Z))\S)*+"
 _URL: Final = re.compile(rf"(?P<quote>['\"])?(?P<scheme>{_SCHEME})(?P<rest>(?(quote){_CLOSED}|\S*+))", re.IGNORECASE)
-_AFTER: Final = ",;:.'\")]}>\\"
+_AFTER: Final = ",;:.'`\")]}>\\"
 """Punctuation after a URL."""
 _UNKNOWN: Final = "=@"
 """In place of a text's end that was cut away: what it continued is a user, or a query."""

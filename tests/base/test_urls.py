@@ -25,6 +25,7 @@ from spmd_worker.base.urls import all_without_credentials, shortened, without_cr
         # Punctuation after it is the text's.
         ("url=https://h/v1?a=1: use X", "url=https://h/v1?...: use X"),
         ("(s3://b/x?a=1), then; see https://h?b=2.", "(s3://b/x?...), then; see https://h?...."),
+        ("as in `https://h/x?a=1`", "as in `https://h/x?...`"),
         ("['https://h/a?b','c?d']", "['https://h/a?...','c?d']"),
         # A pattern of a store.
         ("job.input=s3://b/part-?.jsonl: no file", "job.input=s3://b/part-?.jsonl: no file"),

@@ -482,7 +482,7 @@ REJECTED = {
     "a scheme that is only read": ({"output": "https://host/b.jsonl"}, "https:// is only read"),
     "an unknown scheme": ({"output": "ftp://host/b.jsonl"}, "ftp:// is not supported"),
     "a remote run directory": ({"output": "b.jsonl", "run_dir": "s3://b/run"}, "job.run_dir=s3://b/run must be local"),
-    "a remote index": ({"output": "b.jsonl", "input_index": "s3://b/x?sig=planted"}, "job.input_index=.* must be local"),
+    "a remote index": ({"output": "b.jsonl", "input_index": "s3://b/x?a=planted"}, "job.input_index=.* must be local"),
     "a remote file of metrics": ({"output": "b.jsonl", "prometheus_file": "s3://b/x"}, "job.prometheus_file=.* local"),
     "another format": (
         {"output": "b.jsonl.xz"},
