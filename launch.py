@@ -29,10 +29,11 @@ if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
         # Until `main` handles Ctrl-C: nothing has begun that it could interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from spmd_worker.base.config.compose import as_yaml, compose_run
+from spmd_worker.base.config.compose import as_yaml, compose_run, shown_values
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
 from spmd_worker.base.metrics.log import configure_logging
+from spmd_worker.base.urls import without_credentials
 from spmd_worker.base.version import version
 from spmd_worker.frontends.rank_program import (
     CONF,
@@ -114,7 +115,7 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
         shows_all = command.help == "all"
         return write_report(lambda: describe_keys(_usage(), config, command.config_dir, shows_all), environment)
     if command.cfg:
-        return write_report(lambda: as_yaml(config).rstrip(), environment)
+        return write_report(lambda: as_yaml(shown_values(config)).rstrip(), environment)
     return _plan(config, environment) if config.plan else _run(config, environment)
 
 
@@ -135,7 +136,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.worker.memory.plan_text import describe_plan, fold_plan, make_plan
 
     plan = make_plan(resolve_run(config, "cpu" if config.device == "auto" else config.device))
-    write_report(lambda: fold_plan(describe_plan(plan)), environment)
+    write_report(lambda: without_credentials(fold_plan(describe_plan(plan))), environment)
     return 1 if plan.error_result else 0
 
 

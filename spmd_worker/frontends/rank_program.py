@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from spmd_worker.base.config.compose import named_sets
+from spmd_worker.base.config.compose import named_sets, shown_values
 from spmd_worker.base.config.options import command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
@@ -75,10 +75,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
-    """Print it on rank 0, without users and queries of URLs. Returns the exit code."""
+    """Print it on rank 0. Returns the exit code."""
     if environment.is_leader:
         try:
-            print(without_credentials(text()), flush=True)
+            print(text(), flush=True)
         except BrokenPipeError:
             # The reader has closed the pipe, as in `spmd-worker --help | head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,12 +86,14 @@ def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
 
 
 def describe_keys(usage: str, config: RunConfig, config_dir: Path | None, shows_all: bool) -> str:
-    """`usage`, the named sets, and the keys with the values of `config`: common or changed keys only, or all."""
+    """`usage`, the named sets, and the keys with the values of `config`, names without users and queries: common or
+    changed keys only, or all.
+    """
     sets = named_sets([CONF, *([config_dir] if config_dir else [])])
     named = [f"{group}={', '.join(names)}" for group, names in sets.items() if names]
     lines = [usage, "", "named sets of values (GROUP=NAME)", *_wrapped("; ".join(named), 2)]
     lines += ["", "keys, with the values of this command line"]
-    keys, groups = keys_of(RunConfig), groups_of(RunConfig)
+    keys, groups, shown = keys_of(RunConfig), groups_of(RunConfig), shown_values(config)
     num_shown, shown_group = 0, None
     for key in keys.values():
         value = getattr(getattr(config, key.group) if key.group else config, key.field)
@@ -101,7 +103,8 @@ def describe_keys(usage: str, config: RunConfig, config_dir: Path | None, shows_
             shown_group = key.group
             heading = inspect.getdoc(groups[key.group]) if key.group else None
             lines += _wrapped((heading or "The device, and the seed of all rows.").removesuffix("."), 0)
-        lines += _beside(f"  {key.name}={command_text(value)}", key.option.meaning)
+        text = command_text(shown[key.group][key.field] if key.group else value)
+        lines += _beside(f"  {key.name}={text}", key.option.meaning)
         num_shown += 1
     rest = "" if num_shown == len(keys) else ": --help=all prints every key"
     return "\n".join([*lines, "", f"{num_shown} of {len(keys)} keys{rest}"])

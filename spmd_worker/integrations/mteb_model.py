@@ -6,6 +6,8 @@ Prompts and the similarity are those of the folder's config_sentence_transformer
 sentence-transformers choose them.
 """
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,11 +24,13 @@ except ImportError as error:
 
 from numpy.typing import NDArray
 
+from spmd_worker.base.config.schema import PlanConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.engine_args import run_config
 from spmd_worker.llm import LLM
-from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.sentence_folder import read_evaluation_settings
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.resolved import find_model
 
 _NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names of prompts by kind of text, in sentence-transformers, if the task has no prompt of its own."""
@@ -40,7 +44,7 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
 
     def __init__(
         self,
-        model_name: str,
+        model_name: str | os.PathLike[str],
         revision: str | None = None,
         device: str | None = None,
         *,
@@ -53,12 +57,14 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         self._lora_request = lora_request
         if lora_request is not None:
             options.setdefault("enable_lora", True)
-        # Before the weights are loaded.
-        folder = locate_model(model_name, revision, needs_weights=False).folder
-        settings = read_evaluation_settings(folder)
+        # Before the weights are loaded; of the folder that LLM finds.
+        config = replace(run_config({"model": model_name, "revision": revision}), plan=PlanConfig(enabled=True))
+        settings = read_evaluation_settings(find_model(config).folder)
         self._prompts = dict(settings.prompts if prompts is None else prompts)
         self._default = settings.default_prompt_name
-        self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", default_prompt_name="", **options)
+        self.llm = LLM(
+            os.fspath(model_name), revision=revision, device=own, runner="pooling", default_prompt_name="", **options
+        )
         self.model_prompts = self.validate_task_to_prompt_name(self._prompts, raise_for_invalid_keys=False)[0]
         similarity = ScoringFunction(settings.similarity)
         about = {"name": f"spmd_worker/{Path(model_name).name}", "revision": revision, "similarity_fn_name": similarity}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Union
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from spmd_worker.base.urls import without_credentials
+from spmd_worker.base.urls import shortened
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import Pixels
 
@@ -38,7 +38,7 @@ class Medium(NamedTuple):
 IMAGE: Final = Medium("image", "images", "images are not downloaded")
 AUDIO: Final = Medium("audio", "audio", "audio is not downloaded")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
-_MAX_SHOWN: Final = 100
+_MAX_SHOWN: Final = 103
 _MAX_CHARACTERS_PER_BYTE: Final = 4
 
 
@@ -75,8 +75,7 @@ def _too_large(size: str, max_bytes: int, medium: Medium) -> MediaError:
 
 
 def _shown(text: str) -> str:
-    text = without_credentials(text)
-    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")
+    return repr(shortened(text, _MAX_SHOWN))
 
 
 # Data URLs (RFC 2397).

@@ -55,12 +55,17 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     encoder_class = importlib.import_module(MODULE).SpmdWorkerEncoder
     made = []
 
-    def make_encoder(settings: dict[str, Any] | None = None, source: Path | None = None, **options: Any) -> Any:
+    def make_encoder(
+        settings: dict[str, Any] | None = None,
+        source: Path | None = None,
+        name: Callable[[Path], Any] = str,
+        **options: Any,
+    ) -> Any:
         folder = tmp_path / f"model{len(made)}"
         shutil.copytree(source or encoder_folder("bert_mean"), folder)
         if settings is not None:
             (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
-        made.append(encoder_class(str(folder), device="cpu", **OPTIONS, **options))
+        made.append(encoder_class(name(folder), device="cpu", **OPTIONS, **options))
         return made[-1]
 
     yield make_encoder
@@ -70,6 +75,18 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 
 
 BATCHES = [{"text": ["hello world", "the cache"]}, {"text": ["a text about the scheduler " * 40]}]
+
+
+@pytest.mark.parametrize("name", [lambda folder: folder, lambda folder: f"~/{folder.name}"])
+def test_prompts_are_those_of_any_path(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Callable[[Path], Any]
+):
+    """Regression: a path of pathlib was refused, and below ~ there were no prompts."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    encoder = make({"prompts": PROMPTS, "similarity_fn_name": "dot"}, name=name)
+    assert encoder.model_prompts == {"query": "to find: ", "STS": "like: "}
+    assert encoder.mteb_model_meta.similarity_fn_name == "dot"
+    assert encoder.mteb_model_meta.name == "spmd_worker/model0"
 
 
 def encoded(encoder: Any, kind: str, prompt_type: str | None, **options: Any) -> Any:

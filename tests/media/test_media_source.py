@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "source", ["https://me:planted@host/a.png?sig=planted", Path("s3://me:planted@b/a.png?planted")]
+    "source", ["https://me:planted@host/a.png?sig=planted", Path("s3://me:planted@b/a.png?sig=planted")]
 )
 def test_url_is_shown_without_its_credentials(source: str | Path, root: Path):
     with pytest.raises(MediaError) as caught:

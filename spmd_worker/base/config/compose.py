@@ -25,6 +25,7 @@ from yaml import YAMLError
 from spmd_worker.base.config.options import groups_of, keys_of, type_words
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.urls import all_without_credentials
 
 SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"
@@ -36,6 +37,7 @@ _SHORT_PLAN: Final = re.compile(r"\Aplan=")
 _GROUPS: Final = groups_of(RunConfig)
 _KEYS: Final = keys_of(RunConfig)
 PATH_KEYS: Final = tuple(name for name, key in _KEYS.items() if key.option.is_path)
+_NAMING_GROUPS: Final = ("model", "job", "cache", "speculative_config")
 _READ_KEYS: Final = ("model.path", "job.input")
 
 
@@ -65,14 +67,32 @@ def compose_run(
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
             # A mapping's names are its own: Hydra adds keys only with a plus.
-            composed = compose("config", [*(f"+{each}" if "={" in each else each for each in plain), *folders])
+            composed = _composed([*(f"+{each}" if "={" in each else each for each in plain), *folders])
             config = to_run_config(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a named set of {extra_dir or config_dir} cannot be read: {error}: write YAML") from None
+        # Hydra's OSErrors about contents have no number.
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        way_out = "change that, or give another" if is_of_system else "write YAML"
+        raise ConfigError(f"a named set of {extra_dir or config_dir} cannot be read: {error}: {way_out}") from None
     config = _with_paths(config, literal | dict(paths or {}))
     return _with_files_of_checkout(config, last | dict(paths or {}), config_dir.resolve())
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition. Raises ConfigError where Hydra raises built-in errors, and what Hydra raises else."""
+    try:
+        return compose("config", list(overrides))
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = (
+            "a set includes itself, or has values nested too deep" if isinstance(error, RecursionError) else str(error)
+        )
+        raise ConfigError(
+            f"defaults of a named set cannot be used ({reason}): give a list of sets, as in [{{override /model: demo}}]"
+        ) from None
 
 
 def _with_files_of_checkout(config: RunConfig, given: Mapping[str, str], config_dir: Path) -> RunConfig:
@@ -137,6 +157,12 @@ def to_run_config(composed: DictConfig) -> RunConfig:
 def as_plain(config: RunConfig) -> dict[str, Any]:
     """Nested dictionaries of plain values."""
     return dataclasses.asdict(config)
+
+
+def shown_values(config: RunConfig) -> dict[str, Any]:
+    """`as_plain` without users and queries of names, of files, models and connectors: other texts are no names."""
+    values = as_plain(config)
+    return values | {group: all_without_credentials(values[group]) for group in _NAMING_GROUPS}
 
 
 def as_yaml(values: Any) -> str:
@@ -249,7 +275,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(f"{group}={name} is not one of {', '.join(error.options or ['(none)'])}")
     text = "\n".join(str(each) for each in (error, error.__cause__) if each is not None)
     found, file = re.search(r"full_key: (\S+)", text), re.search(r"In '([^']+)'", text)
-    if found is None and file is not None:
+    if found is None and file is not None and re.search("Merge error|Cannot merge", text):
         return ConfigError(f"{file[1]}.yaml must be keys and values, as in KEY: VALUE ({_reason(text)})")
     if found is None:
         return ConfigError(" ".join(text.split()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_names import is_remote, shown_name
-from spmd_worker.base.urls import without_credentials
+from spmd_worker.base.urls import shortened
 
 _MAX_SHOWN = 80
 
@@ -101,10 +101,10 @@ def asks(value: Any) -> bool:
 def shown(value: Any, most: int = _MAX_SHOWN) -> str:
     """A value in a message, cut to `most` characters, without users and queries of URLs."""
     try:
-        text = without_credentials(repr(value))
+        text = repr(value)
     except Exception:  # foreign code, and numbers with thousands of digits
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return shortened(text, most)
 
 
 def _is_of_truth_values(value: Any) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from spmd_worker.base.config.compose import as_yaml, compose_run
+from spmd_worker.base.config.compose import as_yaml, compose_run, shown_values
 from spmd_worker.base.config.options import Key, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
@@ -95,21 +95,24 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
         shows_all = command.help == "all"
         return write_report(lambda: describe_keys(_USAGE, config, command.config_dir, shows_all), environment)
     if command.cfg:
-        return write_report(lambda: as_yaml(config).rstrip(), environment)
+        return write_report(lambda: as_yaml(shown_values(config)).rstrip(), environment)
     return _run(config, environment, variables.get(KEY_VARIABLE) if command.api_key is None else command.api_key)
 
 
 def _of_jobs() -> list[Key]:
-    """Keys of `job` of which a server makes no use: it knows prompts with images and audio."""
+    """Keys of `job` that name files, which a server neither reads nor writes; it knows prompts with images and audio.
+    Other keys of jobs are ignored, so that a set of values may be a job's and a server's.
+    """
     keys = [key for key in keys_of(RunConfig).values() if key.group == "job"]
-    return [key for key in keys if not key.field.startswith("media_")]
+    return [key for key in keys if key.option.is_path and not key.field.startswith("media_")]
 
 
 def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
     unused = [key.name for key in _of_jobs() if getattr(config.job, key.field) != key.default]
     if config.plan or unused:
-        keys = " and ".join([*(["plan"] if config.plan else []), *unused])
-        raise ConfigError(f"{keys}: for launch.py alone, a server has no rows and makes no files: leave out")
+        names = [*(["plan"] if config.plan else []), *unused]
+        keys, them = " and ".join(names), "it" if len(names) == 1 else "them"
+        raise ConfigError(f"{keys}: for launch.py alone, a server has no rows and makes no files: leave {them} out")
     require_server()
     host, port = config.serve.host, config.serve.port
     if api_key == "":

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from spmd_worker.frontends.batch.pool.driver import PAUSES_S
 from spmd_worker.frontends.batch.pool.pool_history import Holding, read_history
 from spmd_worker.frontends.batch.pool.pool_progress import PoolProgress, WorkerProgress, make_progress
 from spmd_worker.frontends.batch.pool.store import PoolStore
@@ -32,7 +31,7 @@ def watch_pool(store: PoolStore, every_s: float | None) -> bool:
     with suppress(KeyboardInterrupt):
         while True:
             # One report is not worth ten minutes of waiting.
-            progress = make_progress(read_pool(store, () if every_s is None else PAUSES_S))
+            progress = make_progress(read_pool(store, is_patient=every_s is not None))
             has_deaths = bool(progress.with_status("dead", "failed"))
             holdings = read_history(store).holdings if has_deaths else ()
             print(clear + "\n".join(pool_lines(progress, holdings, columns)), flush=True)

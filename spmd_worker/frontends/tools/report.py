@@ -103,7 +103,7 @@ def report_pool(name: str, page_path: Path | None) -> None:
     page_path = check_pool_report(name, page_path, REPORT_NAME)
     store = open_pool(name)
     try:
-        progress, history = make_progress(read_pool(store, ())), read_history(store)
+        progress, history = make_progress(read_pool(store, is_patient=False)), read_history(store)
     except OSError as error:
         raise PoolError(f"cannot read the pool: {describe_os_error(error)}") from None
     has_charts = can_draw()

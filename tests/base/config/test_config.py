@@ -1,6 +1,7 @@
 """Every file of conf/ composes; every bad value and every typo is one sentence with a way out."""
 
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
 
@@ -426,6 +427,35 @@ def test_config_file_of_another_kind_is_an_error(tmp_path: Path, content: bytes,
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "bad.yaml").write_bytes(content)
     assert error_result("model=bad", extra_dir=tmp_path).startswith(message.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ("3", "defaults of a named set cannot be used (Invalid defaults list in 'experiment/bad', defaults must be"),
+        ("[{a: 1, b: 2}]", "defaults of a named set cannot be used (In experiment/bad: Too many keys in default item"),
+        ("[{override /model: 3}]", "defaults of a named set cannot be used (Unsupported item value in defaults : int"),
+        ("[{/experiment: bad}]", "defaults of a named set cannot be used (a set includes itself, or has values nested"),
+        # Its cause was lost.
+        ("[{override /model: demo}, {override /modelx: demo}]", "In 'experiment/bad': Could not override 'model"),
+    ],
+)
+def test_wrong_defaults_of_a_set_are_named(tmp_path: Path, defaults: str, message: str):
+    """They were ValueErrors without a remedy, and a RecursionError."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\ndefaults: {defaults}\n")
+    assert error_result("experiment=bad", extra_dir=tmp_path).startswith(message)
+
+
+def test_set_that_cannot_be_opened_needs_no_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*given: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "mine.yaml")
+
+    monkeypatch.setattr("spmd_worker.base.config.compose.compose", refuse)
+    assert error_result("seed=1", extra_dir=tmp_path) == (
+        f"a named set of {tmp_path} cannot be read: [Errno 13] Permission denied: 'mine.yaml': change that, or give "
+        f"another"
+    )
 
 
 def test_limits_reject_bad_values_and_larger_defaults():

@@ -13,7 +13,9 @@ import zstandard
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.remote_names import RemotePath
 from spmd_worker.frontends.batch.input import input_files, row_reader
+from spmd_worker.frontends.batch.input.input_files import check_format
 from spmd_worker.frontends.batch.input.input_index import index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.openai.row import RowError
@@ -86,6 +88,25 @@ def test_input_without_a_file_is_rejected(tmp_path):
         RowReader.of(str(tmp_path / "*.jsonl"))
     with pytest.raises(ConfigError, match="is not a file"):
         RowReader.of(str(tmp_path))
+
+
+def test_pattern_that_matches_other_formats_is_named(tmp_path):
+    for name in ("a.jsonl", "notes.csv"):
+        (tmp_path / name).write_bytes(CONTENT)
+    with pytest.raises(ConfigError) as caught:
+        RowReader.of(f"{tmp_path}/*")
+    assert str(caught.value) == (
+        f"job.input={tmp_path}/notes.csv: .csv is not supported: give JSONL, also as .gz or .zst, or .parquet: "
+        f"{tmp_path}/* matches it, {tmp_path}/*.jsonl would not"
+    )
+
+
+def test_query_of_a_url_may_choose_the_format():
+    """Regression: an export was refused for its name's suffix."""
+    check_format("job.input", RemotePath("https://h/export.csv?format=jsonl"))
+    for name in ("https://h/export.csv", "s3://b/export.csv?versionId=1"):
+        with pytest.raises(ConfigError, match=r"\.csv is not supported: give"):
+            check_format("job.input", RemotePath(name))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.xz", "a.csv", "b.TAR", "c.Zip", "d.jsonl.GZ", "e.Parquet"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 import zstandard
 from cut_jobs import Ended, end_after
 from forked_child import in_child
@@ -157,6 +158,9 @@ def test_configuration_is_shown_and_recorded_without_credentials(tmp_path, monke
     assert "input: https://host/rows.jsonl?..." in shown
     assert launch.main(["--help", f"job.input={name}"]) == 0
     assert "planted" not in shown + capsys.readouterr().out
+    # A text that is no name stays as it is.
+    assert launch.main(["--cfg", "job", "sampling.stop=['https://x/?q','b']"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sampling"]["stop"] == ["https://x/?q", "b"]
     options = {"url": "redis://me:planted@host/0", "name": "a"}
     cache = CacheConfig(connector="kv_cache.connectors.files:connect", connector_options=options)
     config = replace(config_of(input=name, output="s3://me:planted@b/x"), cache=cache)
@@ -478,7 +482,7 @@ REJECTED = {
     "a scheme that is only read": ({"output": "https://host/b.jsonl"}, "https:// is only read"),
     "an unknown scheme": ({"output": "ftp://host/b.jsonl"}, "ftp:// is not supported"),
     "a remote run directory": ({"output": "b.jsonl", "run_dir": "s3://b/run"}, "job.run_dir=s3://b/run must be local"),
-    "a remote index": ({"output": "b.jsonl", "input_index": "s3://b/x?planted"}, "job.input_index=.* must be local"),
+    "a remote index": ({"output": "b.jsonl", "input_index": "s3://b/x?a=planted"}, "job.input_index=.* must be local"),
     "a remote file of metrics": ({"output": "b.jsonl", "prometheus_file": "s3://b/x"}, "job.prometheus_file=.* local"),
     "another format": (
         {"output": "b.jsonl.xz"},

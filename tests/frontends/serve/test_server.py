@@ -539,9 +539,12 @@ ALONE = [
     (["--host", "0.0.0.0"], "serve.host=0.0.0.0 is reachable from other machines"),
     (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org is reachable from other machines"),
     (["--port", "70000"], "serve.port=70000 must be from 0 to 65535"),
-    (["job.input=rows.jsonl"], "job.input: for launch.py alone, a server has no rows and makes no files"),
+    (["job.input=rows.jsonl"], "job.input: for launch.py alone, a server has no rows and makes no files: leave it out"),
     # It was accepted, and no file came.
-    (["job.prometheus_file=a.prom", "job.pool=p"], "job.pool and job.prometheus_file: for launch.py alone"),
+    (
+        ["job.prometheus_file=a.prom", "job.pool=p"],
+        "job.pool and job.prometheus_file: for launch.py alone, a server has no rows and makes no files: leave them",
+    ),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--api-key", ""], "SPMD_WORKER_API_KEY or --api-key is empty: give a key, or neither of them"),
     (["model.path="], "model.path is not set: give a Hugging Face model folder"),
@@ -556,6 +559,12 @@ def test_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], argu
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_other_keys_of_jobs_are_ignored(capsys: pytest.CaptureFixture[str]):
+    """Regression: a set of values for jobs and servers was refused."""
+    assert command.main(["job.window_rows=16", "job.commit_rows=3", "--api-key", ""], {}) == 1
+    assert capsys.readouterr().err.startswith("error: SPMD_WORKER_API_KEY or --api-key is empty")
 
 
 def test_empty_key_of_the_environment_is_refused(capsys: pytest.CaptureFixture[str]):

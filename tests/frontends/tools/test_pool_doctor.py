@@ -1,17 +1,22 @@
 """The doctor of a pool reports its workers, what is left, who died, and what became of their ranges."""
 
+import errno
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from timed_pools import STARTED_S, TimedStore, World, crowd, make_pool
 from tools_main import tool
 
+from spmd_worker.frontends.batch.pool import driver
 from spmd_worker.frontends.batch.pool.object_store import ObjectStore
 from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
+from spmd_worker.frontends.batch.pool.store import Delete, Now, perform
 from spmd_worker.frontends.batch.pool.view import read_pool
 from spmd_worker.frontends.tools import pool_status
 from spmd_worker.frontends.tools.pool_status import pool_lines
@@ -127,10 +132,30 @@ def test_store_out_of_reach_is_soon_reported(doctor, monkeypatch: pytest.MonkeyP
     assert "planted" not in err
 
 
+def test_transient_error_of_a_store_ends_no_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Regression: one failed request ended doctor and report; each request fails twice here."""
+    store = make_pool(800, [World("one-1", 0, 100), World("two-2", 0, 100)], 24.0)
+    failures: Counter[object] = Counter()
+    pauses: list[float] = []
+
+    def failing(given: Any, operation: Any) -> Any:
+        failures[repr(operation)] += 1
+        if failures[repr(operation)] <= 2 and not isinstance(operation, Now | Delete):
+            raise OSError(errno.EIO, "a fault")
+        return perform(given, operation)
+
+    monkeypatch.setattr(driver, "perform", failing)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(sleep=pauses.append))
+    assert not pool_status.watch_pool(store, None)
+    assert "The pool is running" in capsys.readouterr().out
+    assert set(pauses) == {0.1, 0.3}
+    assert read_history(store).holdings
+
+
 def test_watch_repeats_until_the_pool_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     moments = [make_pool(800, [World("one-1", 0, 100)], until_s) for until_s in (24.0, 26.0, float("inf"))]
     states = iter(moments)
-    monkeypatch.setattr(pool_status, "read_pool", lambda *_: read_pool(next(states)))
+    monkeypatch.setattr(pool_status, "read_pool", lambda *_, **__: read_pool(next(states)))
     pauses: list[float] = []
     # Of this module alone: a thread that another test has left may sleep, too.
     monkeypatch.setattr(pool_status, "time", SimpleNamespace(sleep=pauses.append))

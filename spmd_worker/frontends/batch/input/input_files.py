@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Final
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, open_remote
-from spmd_worker.base.remote_names import FilePath, RemotePath, is_remote, shown_name
+from spmd_worker.base.remote_names import FilePath, RemotePath, is_remote, scheme_of, shown_name
 from spmd_worker.frontends.openai.row_parser import ROW_KEYS
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
             raise ConfigError(f"job.input={path} cannot be read (permission denied): change its mode, or give another")
     others = tuple(path for path in paths if not is_own(path))
     for path in others:
-        check_format("job.input", path)
+        check_format("job.input", path, name)
     if not others:
         raise ConfigError(
             f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
@@ -127,15 +127,23 @@ def _find_remote(name: str) -> tuple[FilePath, ...]:
     if not paths:
         raise ConfigError(f"job.input={shown_name(name)} is no file, and matches none: give one of rows, or a pattern")
     for path in paths:
-        check_format("job.input", path)
+        check_format("job.input", path, name)
     return tuple(paths)
 
 
-def check_format(key: str, path: FilePath) -> None:
-    """Raise ConfigError for a file of rows whose suffix is that of a format that is neither read nor written."""
+def check_format(key: str, path: FilePath, pattern: str = "") -> None:
+    """Raise ConfigError for a file of rows whose suffix is that of a format that is neither read nor written; `pattern`
+    is the name that matched it, if another. Of `https://host/export.csv?format=jsonl` the query may choose the format.
+    """
     suffix = path.suffix
+    if isinstance(path, RemotePath) and scheme_of(path.raw) in ("http", "https") and "?" in path.raw:
+        return
     if suffix.lower() in _FOREIGN:
-        raise ConfigError(f"{key}={path}: {suffix} is not supported: give JSONL, also as .gz or .zst, or .parquet")
+        message = f"{key}={path}: {suffix} is not supported: give JSONL, also as .gz or .zst, or .parquet"
+        if glob.has_magic(pattern) and pattern != (path.raw if isinstance(path, RemotePath) else str(path)):
+            narrower = f"{shown_name(pattern[: pattern.rfind('/') + 1])}*.jsonl"
+            message += f": {shown_name(pattern)} matches it, {narrower} would not"
+        raise ConfigError(message)
     if suffix != suffix.lower() and suffix.lower() in (*_COMPRESSED, PARQUET_SUFFIX):
         raise ConfigError(f"{key}={path}: {suffix} is not known: write {suffix.lower()}")
 

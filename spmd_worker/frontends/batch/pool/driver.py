@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from spmd_worker.base.errors import PoolError
+from spmd_worker.base.remote_store import RemoteError
 from spmd_worker.frontends.batch.pool.members import Lease, Member, check_member, heartbeat
 from spmd_worker.frontends.batch.pool.protocol import read_done, remove_garbage
 from spmd_worker.frontends.batch.pool.records import BLOCK_RANGES, DoneRecord, worker_of
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S: Final = (0.1, 0.3, 1.0, 3.0, *(10.0,) * 60)
 """Pauses before an operation is repeated; after the last one, in ten minutes, its error is raised."""
+_SHORT_PAUSES_S: Final = (0.1, 0.3, 1.0)
+"""Pauses of a tool that reports once."""
 _MUCH_S: Final = 1.0
 """A pause that is reported."""
 _HEARTBEATS_A_LEASE: Final = 4
@@ -32,29 +35,46 @@ _PERMANENT: Final = frozenset(
 _Value = TypeVar("_Value")
 
 
-def run(store: PoolStore, steps: Steps[_Value], pauses_s: Iterable[float] = PAUSES_S) -> _Value:
-    """Run a protocol function. Raises what it raises, and OSError when an operation failed for good."""
+def run(
+    store: PoolStore, steps: Steps[_Value], pauses_s: Iterable[float] = PAUSES_S, *, is_patient: bool = True
+) -> _Value:
+    """Run a protocol function. Raises what it raises, and OSError when an operation failed for good. Without
+    `is_patient` as `perform_soon`.
+    """
     try:
         operation = next(steps)
         while True:
-            operation = steps.send(_perform(store, operation, pauses_s))
+            answer = _perform(store, operation, pauses_s) if is_patient else perform_soon(store, operation)
+            operation = steps.send(answer)
     except StopIteration as end:
         value: _Value = end.value
         return value
 
 
-def _perform(store: PoolStore, operation: Operation, pauses_s: Iterable[float]) -> Any:
+def perform_soon(store: PoolStore, operation: Operation) -> Any:
+    """The answer to an operation that is repeated for a second or two; not one on a remote store that is out of reach,
+    which has been tried for half a minute then. Raises OSError.
+    """
+    return _perform(store, operation, _SHORT_PAUSES_S, repeats_remote=False)
+
+
+def _perform(store: PoolStore, operation: Operation, pauses_s: Iterable[float], *, repeats_remote: bool = True) -> Any:
     """Any operation may be repeated: the protocol recognises an object that an earlier try created."""
     for pause_s in pauses_s:
         try:
             return perform(store, operation)
         except OSError as error:
-            if error.errno in _PERMANENT:
+            if error.errno in _PERMANENT or (is_out_of_reach(error) and not repeats_remote):
                 raise
             log = logger.warning if pause_s >= _MUCH_S else logger.info
             log("The pool's store failed (%s), and is asked again in %.1f s", error, pause_s)
             time.sleep(pause_s)
     return perform(store, operation)
+
+
+def is_out_of_reach(error: OSError) -> bool:
+    """Whether a remote store failed in all tries of a request, of which it has many."""
+    return isinstance(error, RemoteError) and error.is_transient
 
 
 def new_worker() -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from spmd_worker.base.errors import PoolError
+from spmd_worker.frontends.batch.pool.driver import perform_soon
 from spmd_worker.frontends.batch.pool.records import RANGES, Entry, RangeRecord, number_and_entry, range_name
-from spmd_worker.frontends.batch.pool.store import Listed, PoolStore
+from spmd_worker.frontends.batch.pool.store import List, Listed, PoolStore, Read
 
 MAX_RANGES: Final = 20_000
 """Most ranges of a history: the last ones."""
@@ -42,15 +43,21 @@ class PoolHistory:
 
 
 def read_history(store: PoolStore, max_ranges: int = MAX_RANGES) -> PoolHistory:
-    """Read the logs of the last ranges. Raises PoolError, OSError."""
+    """Read the logs of the last ranges; a store that fails is asked again for seconds. Raises PoolError, OSError."""
     entries: defaultdict[int, list[Listed]] = defaultdict(list)
-    for each in store.list(f"{RANGES}/"):
+    listed: list[Listed] = perform_soon(store, List(f"{RANGES}/"))
+    for each in listed:
         found = number_and_entry(each.name)
         if found is not None:
             entries[found[0]].append(each)
     numbers = sorted(entries)[-max_ranges:]
+
+    def read(name: str) -> bytes | None:
+        data: bytes | None = perform_soon(store, Read(name))
+        return data
+
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        logs = threads.map(lambda number: _read_log(store.read, number, entries[number]), numbers)
+        logs = threads.map(lambda number: _read_log(read, number, entries[number]), numbers)
         return PoolHistory(tuple(each for log in logs for each in log), len(entries) - len(numbers))
 
 

@@ -1,11 +1,11 @@
 """State of a pool for people: its workers, open ranges, rows done. Reads only, but for the server's clock."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.pool.driver import PAUSES_S, new_worker, run
+from spmd_worker.frontends.batch.pool.driver import is_out_of_reach, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.members import live_of, read_existing
 from spmd_worker.frontends.batch.pool.records import (
@@ -76,17 +76,20 @@ class PoolState:
     now_s: float
 
 
-def read_pool(store: PoolStore, pauses_s: Sequence[float] = PAUSES_S) -> PoolState:
-    """The state of a pool; a store that fails is asked again after `pauses_s`. Raises ConfigError if there is none,
-    PoolError, OSError.
+def read_pool(store: PoolStore, *, is_patient: bool = True) -> PoolState:
+    """The state of a pool; a store that fails is asked again, for ten minutes or, without `is_patient`, for seconds.
+    Raises ConfigError if there is none, PoolError, OSError.
     """
     try:
         clock = f"{CLOCK}/{new_worker()}"
         now_s: float | None = run(store, _clock(clock), pauses_s=())
-    except OSError:
+    except OSError as error:
+        if is_out_of_reach(error) and not is_patient:
+            # Reading would take as long.
+            raise
         # No permission to write: the newest heartbeat is the best known time.
         now_s = None
-    return run(store, pool_state(now_s), pauses_s)
+    return run(store, pool_state(now_s), is_patient=is_patient)
 
 
 def _clock(name: str) -> Steps[float]:
