@@ -137,7 +137,9 @@ def mpo() -> bytes:
 
 
 def animated(kind: str) -> bytes:
-    return saved(FRAMES[0], kind, save_all=True, append_images=FRAMES[1:])
+    # Copies: an image that was saved as JPEG keeps settings that the encoder of TIFF cannot read.
+    first, *others = (each.copy() for each in FRAMES)
+    return saved(first, kind, save_all=True, append_images=others)
 
 
 def icc(content: bytes) -> bytes:
