@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from cut_jobs import Ended, end_after
 from every_way import (
     KINDS,
     PREEMPTIONS,
@@ -30,7 +31,6 @@ from kv_cache.state_engine import StateEngine
 from spmd_worker import LLM
 from spmd_worker.base.config.compose import compose_run
 from spmd_worker.frontends.batch.job import run_job
-from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import CHECK_VARIABLE
 
@@ -202,10 +202,6 @@ def assert_near(found: list[Any], expected: list[Any]) -> None:
             assert logprobs == pytest.approx(their_logprobs, abs=1e-4)
 
 
-class Ended(BaseException):
-    """Ends the job like a kill: no handler catches it."""
-
-
 @each_dtype
 @each_kind
 def test_resumed_job_writes_the_same_bytes(kind: str, dtype: str, tmp_path: Path) -> None:
@@ -236,15 +232,8 @@ def test_resumed_job_writes_the_same_bytes(kind: str, dtype: str, tmp_path: Path
     whole = run("whole.jsonl")
     assert whole.count(b"\n") == len(rows)
     assert b"error" not in whole.replace(b'"error": null', b"")
-    append = RowJournal.append
-
-    def ending(journal: RowJournal, key: int, answer: object) -> None:
-        append(journal, key, answer)
-        if journal.num_rows >= NUM_DONE:
-            raise Ended
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(RowJournal, "append", ending)
+        end_after(monkeypatch, NUM_DONE)
         with pytest.raises(Ended):
             run("resumed.jsonl")
     assert run("resumed.jsonl") == whole
