@@ -70,6 +70,7 @@ def check_kept(llm: LLM, kept: Kept, way: str) -> None:
     assert unlike == [], way
 
 
+@pytest.mark.guarantee("A row's answer depends on the row alone")
 @each_dtype
 @each_kind
 def test_row_and_its_cache_ignore_the_way(kind: str, dtype: str) -> None:
@@ -239,6 +240,7 @@ def test_resumed_job_writes_the_same_bytes(kind: str, dtype: str, tmp_path: Path
     assert run("resumed.jsonl") == whole
 
 
+@pytest.mark.control("A row's answer depends on the row alone")
 @pytest.mark.parametrize("engine", [CacheEngine, StateEngine])
 def test_changed_byte_of_the_cache_is_seen(engine: type) -> None:
     """The negative control of what is kept: the last byte of one block, or of one snapshot, is another."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from cut_jobs import Ended, end_after
 from expert_checkpoints import CASES as EXPERT_CASES
 from expert_checkpoints import expert_folder, open_experts
 from family_checkpoints import ALL_CASES, family_folder, family_reference
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 
 from spmd_worker.base.config.compose import compose_run
 from spmd_worker.frontends.batch.job import run_job
-from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 from spmd_worker.ranks.environment import RankEnvironment
 
 PROMPTS = [[token % 96 for token in random_prompt(length, seed=11)] for length in (2, 19, 40)]
@@ -113,10 +113,6 @@ IN_MATRIX = "glm4_moe"
 """Experts, partial ropes, norms of heads. The others run in the stress tier."""
 
 
-class Ended(BaseException):
-    """Ends the job like a kill: no handler catches it."""
-
-
 def job(folder: Path, name: str, output: str) -> list[str]:
     """Drawn rows of several lengths, with the log-probabilities of what was drawn: so hot that no token is sure."""
     rows = [
@@ -144,18 +140,6 @@ def job(folder: Path, name: str, output: str) -> list[str]:
 
 def run_here(words: list[str]) -> None:
     run_job(compose_run(ranks.REPOSITORY / "conf", words), RankEnvironment())
-
-
-def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    """The job ends when so many rows are in the journal."""
-    append = RowJournal.append
-
-    def counted(journal: RowJournal, key: int, answer: object) -> None:
-        append(journal, key, answer)
-        if journal.num_rows >= num_rows:
-            raise Ended
-
-    monkeypatch.setattr(RowJournal, "append", counted)
 
 
 @pytest.mark.stress
