@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +31,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # Read by the C library. torch asks for the name of every address that it connects to, 127.0.0.1 too, and where a name
 # server does not answer each connection waits 5 to 10 s. No test needs a name that /etc/hosts does not have.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+# A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 drop_settings(os.environ)
 quick_sync.make_quick()

@@ -231,6 +231,10 @@ def serve(connection: socket.socket) -> dict[str, Any]:
 
     import quick_sync
 
+    # It is started by the first test that wants a fork, perhaps while the engine there defers Ctrl-C, or in a shell's
+    # background job, which ignores it: all that it forks would.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     quick_sync.make_quick()
     import spmd_worker.worker.memory.garbage
 
