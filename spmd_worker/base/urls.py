@@ -15,7 +15,7 @@ _URL: Final = re.compile(rf"(?P<quote>['\"])?(?P<scheme>{_SCHEME})(?P<rest>(?(qu
 _AFTER: Final = ",;:.'`\")]}>\\"
 """Punctuation after a URL."""
 _UNKNOWN: Final = "=@"
-"""In place of a text's end that was cut away: what it continued is a user, or a query."""
+"""Characters that stand for a text's end that was cut away: what it continued is a user, or a query."""
 _READ_CHARACTERS: Final = 4096
 """Characters of a long text that are read."""
 

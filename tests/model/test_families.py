@@ -62,7 +62,7 @@ SECOND_CASES = (
     *("gemma2_head_size", "gemma_older_word", "gpt2_inner", "smollm3_layers", "olmo3_stretched", "gpt_neox_serial"),
     *("falcon_newer_one_norm", "phi_norms", "stablelm_parallel", "exaone4_full", "mistral3_ministral"),
 )
-"""Of families whose first case has the same layers: their logits are in the stress tier."""
+"""Cases of families whose first case has the same layers: their logits are in the stress tier."""
 
 
 def quick(*names: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:

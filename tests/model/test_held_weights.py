@@ -99,11 +99,7 @@ def are_same(one: DecoderForCausalLM, other: DecoderForCausalLM) -> bool:
     )
 
 
-def group_of(size: int, rank: int) -> GroupHandle:
-    return GroupHandle(tuple(range(size)), rank, None)
-
-
-@pytest.mark.gate(
+of_each_kind = pytest.mark.gate(
     "plain-*",
     "wide heads-bfloat16-panels",
     "no panels-float32-reference",
@@ -112,6 +108,13 @@ def group_of(size: int, rank: int) -> GroupHandle:
     "biased-float32-reference",
     "biased-bfloat16-native",
 )
+
+
+def group_of(size: int, rank: int) -> GroupHandle:
+    return GroupHandle(tuple(range(size)), rank, None)
+
+
+@of_each_kind
 @pytest.mark.matrix
 @each_kernels
 @each_dtype
@@ -128,15 +131,7 @@ def test_view_shows_filled_values_on_every_rank(kernels: Kernels, dtype: torch.d
                 assert are_same(model, new_model(model_config, kernels, dtype, group_of(size, rank))[0]), "unchanged"
 
 
-@pytest.mark.gate(
-    "plain-*",
-    "wide heads-bfloat16-panels",
-    "no panels-float32-reference",
-    "windows-bfloat16-reference",
-    "many leaves-bfloat16-onednn",
-    "biased-float32-reference",
-    "biased-bfloat16-native",
-)
+@of_each_kind
 @pytest.mark.matrix
 @each_kernels
 @each_dtype

@@ -164,7 +164,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 REFUSED = {"pipeline": "its layers read keys of other layers", "tensor": "row-parallel sums have 1 leaf"}
-"""Of what a model cannot have: stages of one whose layers share keys, leaves of a feed-forward of fewer columns."""
+"""Words of errors about layouts that a model cannot have: stages if layers share keys, leaves of few columns."""
 
 
 @each_dtype

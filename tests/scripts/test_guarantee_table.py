@@ -21,7 +21,7 @@ def guarantee_table() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def found(guarantee_table: ModuleType) -> dict[str, Any]:
-    """What all tests say: reading them takes seconds."""
+    """Guarantees that all tests name, read once: that takes seconds."""
     return guarantee_table.guarantees(TESTS)
 
 

@@ -50,7 +50,7 @@ def place_of(path: Path, tests: Path) -> int:
 
 
 def share(items: list[pytest.Item], *, is_complete: bool) -> None:
-    """Of a test that is marked `gate("CASE", ...)` the named cases stay where they are and the others are stress tests.
+    """Make stress tests of all cases of a test that its mark `gate("CASE", ...)` does not name.
 
     `*` in a name stands for any text. Raises pytest.UsageError where no case of a test would stay in the gate, if the
     items are `is_complete`: all of their files.

@@ -59,7 +59,7 @@ _TIME_UNITS: Final = (
 
 
 def can_draw() -> bool:
-    """Whether matplotlib can be imported."""
+    """True if matplotlib can be imported."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

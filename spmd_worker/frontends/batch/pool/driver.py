@@ -73,7 +73,7 @@ def _perform(store: PoolStore, operation: Operation, pauses_s: Iterable[float], 
 
 
 def is_out_of_reach(error: OSError) -> bool:
-    """Whether a remote store failed in all tries of a request, of which it has many."""
+    """True if a remote store failed in all tries of a request, of which it has many."""
     return isinstance(error, RemoteError) and error.is_transient
 
 
