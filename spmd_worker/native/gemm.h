@@ -51,7 +51,8 @@ struct Block {
   int64_t row, pair;
   int num_rows, num_panels;
   bool is_first_part, is_last_part;  // of the chain
-  int64_t leaf;                      // of the part, if a part has inputs of one leaf
+  int64_t leaf;                      // the part's first
+  float* kept = nullptr;             // sums of the chains between two parts, for micro-kernels that take them there
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
 

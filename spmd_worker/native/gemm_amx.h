@@ -79,7 +79,7 @@ class ByTiles {
   // Sums between two parts of the inputs; allocated by the first GEMM of several parts.
   static Sum* kept_sums(int64_t index) {
     struct alignas(64) Kept {
-      Sum sums[kKeptPairs * kKeptBlocks][kAmxRows * 32];
+      Sum sums[Micro::kKeptPairs * Micro::kKeptBlocks][kAmxRows * 32];
     };
     static thread_local const std::unique_ptr<Kept> kept(new Kept);
     return kept->sums[index];
@@ -88,7 +88,7 @@ class ByTiles {
   // The levels of a block's tree over leaves. What is not written takes no memory.
   static Sum* kept_levels(int64_t index) {
     struct alignas(64) Kept {
-      Sum sums[kKeptPairs * kKeptBlocks][kMaxLevels * kAmxRows * 32];
+      Sum sums[Micro::kKeptPairs * Micro::kKeptBlocks][kMaxLevels * kAmxRows * 32];
     };
     static thread_local const std::unique_ptr<Kept> kept(new Kept);
     return kept->sums[index];
@@ -135,7 +135,8 @@ struct OfTiles {
   using Sum = SumOf;
   static constexpr int kRows = kAmxRows;
   static constexpr bool kIsEven = false;  // another number of rows needs another tile configuration
-  static constexpr bool kWidens = false;
+  static constexpr bool kWidens = false, kSpreads = false, kSplits = false;
+  static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;
   static constexpr int64_t kMaxProducts = 1 << 29;
   static constexpr bool kLeavesAreParts = true;
   template <class Epilogue>

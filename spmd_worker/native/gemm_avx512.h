@@ -58,11 +58,23 @@ SPMD_INLINE void take_rows(const Block<Element>& block, const Sums (&totals)[kRo
   }
 }
 
+// Calls `each` with every vector of sums and its place in memory.
+template <class Vector, int kRows, int kPanels, int kVectors, class Each>
+SPMD_INLINE void each_vector(Vector (&totals)[kRows][kPanels][kVectors], const Each& each) {
+#pragma GCC unroll 14
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) each(totals[row][panel][v], ((row * 2 + panel) * kVectors + v) * kLanes);
+}
+
 // One step: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. The sums of kRowsOf rows by
 // a pair of panels fill the registers.
 template <class Step, class Element, class Sum, int kRowsOf, int kInputs, int kVectors>
 struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
   static constexpr bool kHasRegisters = true;
+  static constexpr bool kSplits = std::is_same_v<Sum, float>;
 
   template <int kRows, int kPanels, class Epilogue>
   static void multiply(const Block<Element>& block, const Epilogue& epilogue) {
@@ -79,6 +91,9 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) totals[row][panel][v] = start;
     }
+    if constexpr (InRegisters::kSplits)
+      if (block.kept != nullptr && !block.is_first_part)
+        each_vector(totals, [&](Vector& total, int at) { total = load<Vector>(block.kept + at); });
     RowAddresses<Element, kRows> x(block.x, block.x_stride);
     for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= kInputs) {
       Vector right[kPanels][kVectors];
@@ -102,6 +117,9 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       }
       x.advance(kInputs);
     }
+    if constexpr (InRegisters::kSplits)
+      if (block.kept != nullptr && !block.is_last_part)
+        return each_vector(totals, [&](const Vector& total, int at) { store(block.kept + at, total); });
     take_rows<Step>(block, totals, epilogue);
   }
 };
@@ -128,14 +146,16 @@ struct Avx512Bf16 : InRegisters<Avx512Bf16, uint16_t, float, 14, 2, 1> {
   SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
 };
 #else
-// Rows are floats already (`WidenedRows`); of the panels' pairs the first inputs are widened, and then the second.
+// Rows are floats already (`OwnRows`); of the panels' pairs the first inputs are widened, and then the second.
 struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
-  static constexpr bool kHasRegisters = true, kWidens = true;
+  static constexpr bool kHasRegisters = true, kWidens = true, kSplits = true;
   static constexpr int64_t kRowsBytes = 256 << 10;  // twice as many of floats
 
   template <int kRows, int kPanels, class Epilogue>
   static void multiply(const Block<uint16_t>& block, const Epilogue& epilogue) {
-    Floats totals[kRows][kPanels] = {};
+    Floats totals[kRows][kPanels][1] = {};
+    if (block.kept != nullptr && !block.is_first_part)
+      each_vector(totals, [&](Floats& total, int at) { total = load<Floats>(block.kept + at); });
     const uint16_t *panels = block.panels, *ahead = block.to_prefetch();
     const int64_t panel_size = block.panel_size;
     RowAddresses<float, kRows> x(reinterpret_cast<const float*>(block.x), block.x_stride / 2);
@@ -156,19 +176,21 @@ struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
       panels += 2 * kPanel, ahead += 2 * kPanel;
       x.advance(2);
     }
+    if (block.kept != nullptr && !block.is_last_part)
+      return each_vector(totals, [&](const Floats& total, int at) { store(block.kept + at, total); });
     take_rows<Avx512Widened>(block, totals, epilogue);
   }
-  SPMD_INLINE Floats joined(const Floats& sum) { return sum; }
+  SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
 
  private:
   template <int kInput, int kRows, int kPanels>
   SPMD_INLINE void add(
-      Floats (&totals)[kRows][kPanels], const RowAddresses<float, kRows>& x, const Floats (&right)[kPanels]) {
+      Floats (&totals)[kRows][kPanels][1], const RowAddresses<float, kRows>& x, const Floats (&right)[kPanels]) {
 #pragma GCC unroll 14
     for (int row = 0; row < kRows; ++row) {
       const Floats left = (Floats)_mm512_set1_ps(x.row(row)[kInput]);
 #pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel) totals[row][panel] = fused(left, right[panel], totals[row][panel]);
+      for (int panel = 0; panel < kPanels; ++panel) totals[row][panel][0] = fused(left, right[panel], totals[row][panel][0]);
     }
   }
 };

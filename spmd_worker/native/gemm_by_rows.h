@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <utility>
 
 #include "gemm_epilogues.h"
@@ -39,12 +40,14 @@ class ByRows {
  public:
   explicit ByRows(Epilogue& epilogue) : epilogue_(epilogue) {}
 
-  void multiply(const Block<typename Micro::Element>& block) {
+  void multiply(Block<typename Micro::Element>& block) {
+    if constexpr (Micro::kSplits) block.kept = block.is_first_part && block.is_last_part ? nullptr : kept_sums(block.index);
     if constexpr (Micro::kHasRegisters && Epilogue::kTakesRegisters) {
       run(block, epilogue_);
     } else {
       alignas(64) typename Micro::Sum sums[Micro::kRows * 32];
       run(block, InMemory<typename Micro::Sum>{block.row, sums});
+      if (!block.is_last_part) return;
       for (int row = 0; row < block.num_rows; ++row)
         take_row(epilogue_, block.row + row, block.pair, block.num_panels, sums + row * 32);
     }
@@ -57,6 +60,15 @@ class ByRows {
   }
 
  private:
+  // Of the block of this number in the thread's item: as many as it has registers for.
+  static float* kept_sums(int64_t index) {
+    struct Kept {
+      alignas(64) float sums[Micro::kKeptPairs * Micro::kKeptBlocks][Micro::kRows * 64];
+    };
+    static thread_local const std::unique_ptr<Kept> kept(new Kept);
+    return kept->sums[index];
+  }
+
   template <class Direct>
   using Function = void (*)(const Block<typename Micro::Element>&, const Direct&);
 
@@ -81,11 +93,13 @@ class LeavesByRows {
 
   // `block` is changed and restored: a copy would cost one per cent.
   void multiply(BlockOf& block) {
-    alignas(64) float levels[kMaxLevels * kLevelSize], starts[2][32];
+    alignas(64) float own[kMaxLevels * kLevelSize], starts[2][32];
     set_starts(block, starts);
     const Leaves& leaves = epilogue_.gemm.leaves;
     const int64_t num_inputs = block.num_inputs;
-    for (int64_t leaf = 0; leaf < leaves.count; ++leaf) {
+    float* levels = own;
+    if constexpr (Micro::kSplits) levels = block.is_first_part && block.is_last_part ? own : kept_levels(block.index);
+    for (int64_t leaf = block.leaf, left = num_inputs; left > 0; ++leaf, left -= block.num_inputs) {
       float* sums = levels + Epilogue::level(leaf) * kLevelSize;
       int num_additions = Epilogue::num_additions(leaf);
       block.num_inputs = leaves.ends[leaf] - leaves.first_input(leaf);
@@ -110,6 +124,15 @@ class LeavesByRows {
 
  private:
   static constexpr int64_t kLevelSize = Micro::kRows * 32;
+
+  // Of the block of this number in the thread's item, from part to part.
+  static float* kept_levels(int64_t index) {
+    struct Kept {
+      alignas(64) float levels[Micro::kKeptPairs * Micro::kKeptBlocks][kMaxLevels * kLevelSize];
+    };
+    static thread_local const std::unique_ptr<Kept> kept(new Kept);
+    return kept->levels[index];
+  }
 
   // One pointer after another: compilers would read two as a vector, and it waits for all earlier stores if they were
   // stored one by one.
@@ -177,9 +200,17 @@ struct OfVectors {
   static constexpr bool kIsInt8 = sizeof(Element) == 1;
   static constexpr int kRows = kRowsOf, kStep = 32;
   static constexpr bool kIsEven = true, kPacks = false, kWidens = false;
+  static constexpr bool kSpreads = kRows > 8;  // places of a set of the first-level cache
   static constexpr int64_t kRowsBytes = 512 << 10, kFewProducts = kIsInt8 ? 1 << 19 : 1 << 18;
   static constexpr int64_t kMaxProducts = kIsInt8 ? 1 << 27 : 1 << 26;
-  static constexpr int64_t num_parts(int64_t, int64_t) { return 1; }
+  static constexpr bool kSplits = false;
+  static constexpr int64_t kKeptBlocks = 16, kKeptPairs = 4;
+  static constexpr int64_t num_parts(int64_t num_rows, int64_t num_steps) {
+    if (!Micro::kSplits || num_rows <= kRows) return 1;
+    constexpr int64_t kMaxSteps = Micro::kPanelsBytes / int64_t(2 * kPanel * kStep * sizeof(Element));
+    return (num_steps + kMaxSteps - 1) / kMaxSteps;
+  }
+  static constexpr int64_t kPanelsBytes = 128 << 10;
   static constexpr bool kLeavesAreParts = false;
   template <class Epilogue>
   using Kernel = ByRows<Micro, Epilogue>;

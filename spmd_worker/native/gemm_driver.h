@@ -3,15 +3,17 @@
 // Tiling. Rows are divided into blocks of as many rows as a micro-kernel has registers or tiles for, outputs into pairs of
 // panels. A block by a pair is a tile. Neighbouring blocks form a group that fits into the second-level cache while panels
 // stream through; tiles are numbered group by group, within a group pair by pair, and within a pair block by block. If a
-// pair of panels is too long for the first-level cache and the micro-kernel asks for it, the K loop is split into parts.
+// pair of panels is too long for a cache and the micro-kernel asks for it, the K loop is split into parts: in vector
+// registers, a pair and the next one, which is prefetched, take a quarter of the second-level cache beside the rows.
 //
 // Items. An item is a range of tiles that one thread computes. Items get shorter towards the end (`ShrinkingItems`), and
 // long ones consist of complete pairs. If sums are kept between two parts, or operands are repacked, an item is a group by
 // up to 16 pairs. A thread claims its next item before the last pair of the current one, so that it prefetches exactly
 // what it computes next.
 //
-// Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread, and rows that are
-// widened to float (`kWidens`), once for all pairs of a group.
+// Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread, and once for all
+// pairs of a group rows that are widened to float (`kWidens`), or put further apart (`kSpreads`). Rows of 2,048 bfloat16
+// begin in the same set of a first-level cache, which has 8 or 12 places: 14 rows then throw one another out at every step.
 //
 // Epilogues (gemm_epilogues.h) consume sums. Each thread has a copy. `take(row, pair, num_panels, sums)` gets the sums of
 // a row by a pair, [panel][16] as vectors; for one row, pairs come in ascending order. Epilogues that read the registers of
@@ -22,13 +24,14 @@
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item:
 //   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, kWidens (rows of a
-//   block are floats, `x` and `x_stride` count halves of them, and there is one part), num_parts(rows, steps),
+//   block are floats, `x` and `x_stride` count halves of them, and there is one part), kSpreads, num_parts(rows, steps),
 //   Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and
-//   kLeavesAreParts.
+//   kLeavesAreParts; kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item
+//   that keeps sums between two parts).
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
-// a block has all its leaves one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a leaf is
-// one part of the inputs or several; at its end the epilogue is told by `begin(leaf, row, levels, level_size)`.
+// a block has the leaves of a part one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a
+// leaf is one part of the inputs or several; at its end the epilogue is told by `begin(leaf, row, levels, level_size)`.
 //
 // Bits. A chain is a sequence of steps over inputs in ascending order, fixed by the micro-kernel; a chain that continues
 // in another part is the same chain. A result is one chain over all inputs. In leaves it is a chain for each of them, from
@@ -46,8 +49,6 @@
 
 namespace {
 
-constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;  // of an item that keeps sums between two parts
-
 template <class Epilogue>
 constexpr bool kHasLeaves = false;
 
@@ -63,6 +64,8 @@ class Tiling {
       : num_pairs_(gemm.num_pairs()) {
     if constexpr (kCutsLeaves) {
       cut_leaves(gemm);
+    } else if (gemm.leaves.count > 0 && Micro::kSplits) {
+      join_leaves(gemm);
     } else {
       const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
       first_inputs_ = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
@@ -72,8 +75,12 @@ class Tiling {
     first_rows_ = shares(Micro::kIsEven ? gemm.num_rows : num_blocks * Micro::kRows, num_blocks);
     first_rows_.back() = gemm.num_rows;
     const bool keeps_sums = num_parts() > 1 || Micro::kPacks;
-    const int64_t block_bytes = gemm.num_inputs * int64_t(sizeof(typename Micro::Element)) * Micro::kRows;
-    const int64_t blocks_each = keeps_sums ? kKeptBlocks : std::max<int64_t>(Micro::kRowsBytes / block_bytes, 1);
+    int64_t blocks_each = Micro::kKeptBlocks;
+    if (Micro::kSplits || !keeps_sums) {
+      const int64_t block_bytes = most_inputs() * int64_t(sizeof(typename Micro::Element)) * Micro::kRows;
+      const int64_t that_fit = std::max<int64_t>(Micro::kRowsBytes / block_bytes, 1);
+      blocks_each = keeps_sums ? std::min(that_fit, blocks_each) : that_fit;
+    }
     const int64_t num_groups = (num_blocks + blocks_each - 1) / blocks_each;
     first_blocks_ = shares(num_blocks, num_groups);
     if (!keeps_sums) {
@@ -83,7 +90,7 @@ class Tiling {
       starts_ = ShrinkingItems(num_pairs_ * num_blocks, num_threads, most, together).starts();
       return;
     }
-    const int64_t pairs_each = std::min((num_pairs_ + num_threads - 1) / num_threads, kKeptPairs);
+    const int64_t pairs_each = std::min((num_pairs_ + num_threads - 1) / num_threads, Micro::kKeptPairs);
     for (int64_t group = 0; group < num_groups; ++group)
       for (int64_t pair = 0; pair < num_pairs_; pair += pairs_each)
         starts_.push_back(first_block(group) * num_pairs_ + pair * (first_block(group + 1) - first_block(group)));
@@ -98,7 +105,7 @@ class Tiling {
   int64_t first_input(int64_t part) const { return first_inputs_[size_t(part)]; }
   int64_t first_block(int64_t group) const { return first_blocks_[size_t(group)]; }
   int64_t first_row(int64_t block) const { return first_rows_[size_t(block)]; }
-  int64_t leaf(int64_t part) const { return leaves_[size_t(part)]; }
+  int64_t leaf(int64_t part) const { return leaves_.empty() ? 0 : leaves_[size_t(part)]; }
 
   Tile tile(int64_t number) const {
     int64_t group = 0;
@@ -126,43 +133,83 @@ class Tiling {
     }
   }
 
+  // A part has as many complete leaves as the micro-kernel takes at once, or one that is longer.
+  void join_leaves(const Gemm<typename Micro::Element>& gemm) {
+    const int64_t most = gemm.num_inputs / Micro::num_parts(gemm.num_rows, gemm.num_inputs / Micro::kStep);
+    first_inputs_ = {0}, leaves_ = {0};
+    for (int64_t leaf = 1; leaf < gemm.leaves.count; ++leaf)
+      if (gemm.leaves.ends[leaf] - first_inputs_.back() > most)
+        first_inputs_.push_back(gemm.leaves.first_input(leaf)), leaves_.push_back(leaf);
+    first_inputs_.push_back(gemm.num_inputs);
+  }
+
+  int64_t most_inputs() const {
+    int64_t most = 0;
+    for (int64_t part = 0; part < num_parts(); ++part) most = std::max(most, first_input(part + 1) - first_input(part));
+    return most;
+  }
+
   int64_t num_pairs_;
-  std::vector<int64_t> leaves_;  // of the parts
+  std::vector<int64_t> leaves_;  // the parts' first
   std::vector<int64_t> first_inputs_, first_blocks_, first_rows_;  // tables: a division takes the time of ten steps
   std::vector<int64_t> starts_;                                    // of the items, in tiles, and the end of the last
 };
 
-// The rows of one group as floats [block][kRows][inputs], each block's from when it is asked for the first time.
-template <int kRows>
-class WidenedRows {
+// The rows of one group in memory of the thread, [block][kRows][stride], each block's from when it is asked for the first
+// time: as floats if `Micro` widens them, else as they are.
+template <class Micro>
+class OwnRows {
  public:
-  const float* of_block(const Gemm<uint16_t>& gemm, int64_t group, int64_t num_blocks, int64_t number, int64_t row, int num_rows) {
-    const int64_t size = gemm.num_inputs, block_size = kRows * size;
+  using Element = typename Micro::Element;
+  using Number = std::conditional_t<Micro::kWidens, float, Element>;
+
+  // Rows that are a multiple of this apart share so few sets of the first-level cache that a block's do not fit in them.
+  static constexpr int64_t kSharedSets = 4096;
+
+  static bool is_used(const Gemm<Element>& gemm) {
+    constexpr int64_t kFewRows = 6, kFewPairs = 8;  // they fit; the copy takes longer than it saves
+    return Micro::kWidens || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs &&
+                              gemm.x_stride * int64_t(sizeof(Element)) % kSharedSets == 0);
+  }
+
+  // One cache line more where the rows would share sets.
+  static int64_t stride(int64_t num_inputs) {
+    const bool shares = num_inputs * int64_t(sizeof(Number)) % kSharedSets == 0;
+    return num_inputs + (shares ? 64 / int64_t(sizeof(Number)) : 0);
+  }
+
+  const Number* of_block(
+      const Gemm<Element>& gemm, int64_t group, int64_t num_blocks, int64_t number, int64_t row, int num_rows) {
+    const int64_t distance = stride(gemm.num_inputs), block_size = Micro::kRows * distance;
     if (group_ != group) {
       group_ = group, is_here_.assign(size_t(num_blocks), false);
       rows_ = memory(num_blocks * block_size);
     }
-    float* const block = rows_ + number * block_size;
+    Number* const block = rows_ + number * block_size;
     if (is_here_[size_t(number)]) return block;
     is_here_[size_t(number)] = true;
     for (int each = 0; each < num_rows; ++each) {
-      const uint16_t* const from = gemm.x + (row + each) * gemm.x_stride;
-      for (int64_t input = 0; input < size; input += kLanes)
-        store(block + each * size + input, load_floats(from + input));
+      const Element* const from = gemm.x + (row + each) * gemm.x_stride;
+      Number* const to = block + each * distance;
+      if constexpr (Micro::kWidens) {
+        for (int64_t input = 0; input < gemm.num_inputs; input += kLanes) store(to + input, load_floats(from + input));
+      } else {
+        std::copy_n(from, gemm.num_inputs, to);
+      }
     }
     return block;
   }
 
  private:
-  static float* memory(int64_t count) {
-    static thread_local std::vector<float> kept;
+  static Number* memory(int64_t count) {
+    static thread_local std::vector<Number> kept;
     if (int64_t(kept.size()) < count) kept.resize(size_t(count));
     return kept.data();
   }
 
   int64_t group_ = -1;
   std::vector<bool> is_here_;
-  float* rows_ = nullptr;
+  Number* rows_ = nullptr;
 };
 
 // One thread's part of a GEMM: all tiles of the items that it claims.
@@ -176,9 +223,13 @@ class GemmThread {
   using Kernel = typename std::conditional_t<
       kHasLeaves<Epilogue>, typename Micro::template LeafKernel<Epilogue>, typename Micro::template Kernel<Epilogue>>;
 
+  // Widened rows count as twice as many elements.
+  static constexpr int64_t kElementsEach = sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
+
   GemmThread(const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items)
-      : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue) {
-    block_.x_stride = Micro::kWidens ? 2 * gemm.num_inputs : gemm.x_stride, block_.panel_size = gemm.panel_size();
+      : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue), has_own_rows_(OwnRows<Micro>::is_used(gemm)) {
+    block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * kElementsEach : gemm.x_stride;
+    block_.panel_size = gemm.panel_size();
   }
 
   void run() {
@@ -197,8 +248,8 @@ class GemmThread {
     const int64_t input = tiling_.first_input(part);
     block_.num_inputs = tiling_.first_input(part + 1) - input;
     block_.is_first_part = part == 0, block_.is_last_part = part + 1 == tiling_.num_parts();
+    const int64_t leaf = block_.leaf = tiling_.leaf(part);
     if constexpr (kCutsLeaves) {
-      const int64_t leaf = block_.leaf = tiling_.leaf(part);
       block_.is_first_part = block_.is_first_part || tiling_.leaf(part - 1) != leaf;
       block_.is_last_part = block_.is_last_part || tiling_.leaf(part + 1) != leaf;
     }
@@ -215,10 +266,8 @@ class GemmThread {
       for (block_.number = 0; number < last; ++number, ++block_.number) {
         block_.row = row, row = tiling_.first_row(tile.block + 1);
         block_.num_rows = int(row - block_.row);
-        if constexpr (Micro::kWidens)
-          block_.x = widened_rows(tile, end_block);
-        else
-          block_.x = gemm_.x + block_.row * gemm_.x_stride + input;
+        block_.x = has_own_rows_ ? own_rows(tile, end_block) : gemm_.x + block_.row * gemm_.x_stride;
+        block_.x += input * kElementsEach;
         ++tile.block;
         block_.index = number - start;
         kernel_.multiply(block_);
@@ -243,9 +292,9 @@ class GemmThread {
     return has_next && gemm_.num_panels_of(pair) >= block_.num_panels ? panels_of(pair, part) : block_.panels;
   }
 
-  const Element* widened_rows(const Tile& tile, int64_t end_block) {
+  const Element* own_rows(const Tile& tile, int64_t end_block) {
     const int64_t first = tiling_.first_block(tile.group);
-    return reinterpret_cast<const Element*>(widened_.of_block(
+    return reinterpret_cast<const Element*>(own_rows_.of_block(
         gemm_, tile.group, end_block - first, tile.block - first, block_.row, block_.num_rows));
   }
 
@@ -257,7 +306,8 @@ class GemmThread {
   const TilingOf& tiling_;
   Items& items_;
   Kernel kernel_;
-  WidenedRows<Micro::kRows> widened_;
+  OwnRows<Micro> own_rows_;
+  const bool has_own_rows_;
   Block<Element> block_;
   int64_t next_item_ = -1;
   Tile next_first_;

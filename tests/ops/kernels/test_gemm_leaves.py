@@ -20,8 +20,9 @@ from spmd_worker.ranks.leaves import leaf_bounds, tree_sum
 FEW_ROWS = (1, 2, 6, 7, 14, 15, 31, 33, 70, 140)
 MANY_ROWS = (*range(1, 71), 140, 300)
 NUM_OUTPUTS = 80  # a last panel is alone
-# Inputs and leaves. 44 granules: 6, 6, 6, 6, 5, 5, 5, 5. In tiles, leaves of 704 inputs are two parts.
-SHAPES = [(64, 1), (128, 2), (352, 4), (44 * 32, 8), (44 * 32, 2), (512, 16), (2048, 64)]
+# Inputs and leaves. 44 granules: 6, 6, 6, 6, 5, 5, 5, 5. In tiles, leaves of 704 inputs are two parts; in vectors, a part
+# of the last has three leaves.
+SHAPES = [(64, 1), (128, 2), (352, 4), (44 * 32, 8), (44 * 32, 2), (512, 16), (2048, 64), (5120, 8)]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
