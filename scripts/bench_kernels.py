@@ -6,8 +6,8 @@ Decode: one query token of each of 64 sequences, 32 query heads on 8 key-value h
 new layer's cache at every call so that it comes from memory. The floor is the cache's bytes at the speed of reading
 memory, measured here. Shared: the same where the first three quarters of the keys lie in the same blocks for all
 sequences, beside where each has its own. Prefill: whole prompts, in useful (causal) operations. Products: packed
-against plain. The last line is one JSON object. Figures are medians; a busy machine spoils them, so the fastest call is
-shown beside.
+against plain; the larger two are down projections of models of 1.7B and 8B parameters. The last line is one JSON
+object. Figures are medians; a busy machine spoils them, so the fastest call is shown beside.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 NUM_SEQUENCES, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 64, 32, 8, 16
 MIN_CACHE_BYTES = 1 << 29
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GEMMS = ((1536, 1536), (2048, 6144), (4096, 14336))
+"""Outputs and inputs."""
 
 
 def main() -> None:
@@ -187,15 +189,18 @@ def _prefill(
 
 
 def _gemm_table(kernels: Kernels, seconds: float) -> list[dict[str, object]]:
-    print("products 1536 x 1536, ms   rows   packed   plain   plain/packed")
+    print("products, GFLOP/s   outputs  inputs   rows   packed  plain   packed/plain")
     table = []
-    for dtype_name, num_rows in itertools.product(DTYPES, (1, 16, 64, 512)):
-        weight = torch.randn(1536, 1536).to(DTYPES[dtype_name])
-        x, packed = torch.randn(num_rows, 1536).to(weight.dtype), kernels.pack(weight)
+    for dtype_name, (num_outputs, num_inputs), num_rows in itertools.product(DTYPES, GEMMS, (1, 16, 64, 512)):
+        weight = torch.randn(num_outputs, num_inputs).to(DTYPES[dtype_name])
+        x, packed = torch.randn(num_rows, num_inputs).to(weight.dtype), kernels.pack(weight)
         ours, _ = _time(lambda: kernels.linear(x, packed, None), seconds / 4)  # noqa: B023
         plain, _ = _time(lambda: F.linear(x, weight), seconds / 4)  # noqa: B023
-        print(f"{dtype_name:22} {num_rows:8} {ours:8.3f} {plain:7.3f} {plain / ours:14.2f}")
-        table.append({"dtype": dtype_name, "rows": num_rows, "packed_ms": ours, "plain_ms": plain})
+        shape = {"dtype": dtype_name, "outputs": num_outputs, "inputs": num_inputs, "rows": num_rows}
+        speeds = [2e-6 * num_rows * num_outputs * num_inputs / ms for ms in (ours, plain)]
+        sizes = f"{num_outputs:8} {num_inputs:7} {num_rows:6}"
+        print(f"{dtype_name:18} {sizes} {speeds[0]:8.0f} {speeds[1]:6.0f} {plain / ours:14.2f}")
+        table.append({**shape, "packed_ms": ours, "plain_ms": plain})
     print()
     return table
 
