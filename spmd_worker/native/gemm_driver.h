@@ -91,9 +91,15 @@ class Tiling {
       return;
     }
     const int64_t pairs_each = std::min((num_pairs_ + num_threads - 1) / num_threads, Micro::kKeptPairs);
+    int64_t num_ranges = (num_pairs_ + pairs_each - 1) / pairs_each;
+    // As many for each thread: they are few, and of equal size.
+    if (Micro::kSplits) num_ranges = std::min((num_ranges + num_threads - 1) / num_threads * num_threads, num_pairs_);
+    const std::vector<int64_t> first_pairs = shares(num_pairs_, num_ranges);
     for (int64_t group = 0; group < num_groups; ++group)
-      for (int64_t pair = 0; pair < num_pairs_; pair += pairs_each)
-        starts_.push_back(first_block(group) * num_pairs_ + pair * (first_block(group + 1) - first_block(group)));
+      for (int64_t range = 0; range < num_ranges; ++range)
+        starts_.push_back(
+            first_block(group) * num_pairs_ +
+            first_pairs[size_t(range)] * (first_block(group + 1) - first_block(group)));
     starts_.push_back(num_pairs_ * num_blocks);
   }
 
