@@ -60,7 +60,7 @@ class ByRows {
   }
 
  private:
-  // Of the block of this number in the thread's item: as many as it has registers for.
+  // Of the block of this number in the thread's item: room for two vectors of each panel of 16 floats.
   static float* kept_sums(int64_t index) {
     struct Kept {
       alignas(64) float sums[Micro::kKeptPairs * Micro::kKeptBlocks][Micro::kRows * 64];
@@ -82,7 +82,7 @@ class ByRows {
   Epilogue& epilogue_;
 };
 
-// The same in leaves. The sums of each go from registers to their level of the tree, which is in the first-level cache; where
+// The same in leaves. The sums of each go from registers to their level of the tree, in the first-level cache if one part; where
 // there are registers, they are added to the left subtree on their way.
 template <class Micro, class Epilogue>
 class LeavesByRows {

@@ -8,12 +8,13 @@
 //
 // Items. An item is a range of tiles that one thread computes. Items get shorter towards the end (`ShrinkingItems`), and
 // long ones consist of complete pairs. If sums are kept between two parts, or operands are repacked, an item is a group by
-// up to 16 pairs. A thread claims its next item before the last pair of the current one, so that it prefetches exactly
+// some pairs (`kKeptPairs` at most), and all are about equal. A thread claims its next item before the last pair of the current one, so that it prefetches exactly
 // what it computes next.
 //
 // Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread, and once for all
-// pairs of a group rows that are widened to float (`kWidens`), or put further apart (`kSpreads`). Rows of 2,048 bfloat16
-// begin in the same set of a first-level cache, which has 8 or 12 places: 14 rows then throw one another out at every step.
+// pairs of a group rows that are widened to float (`kWidens`), or put further apart (`kSpreads`): all their inputs, which is
+// 4 MB for 14,336. Rows of 2,048 bfloat16 begin in the same set of a first-level cache, which has 8 or 12 places: 14 rows
+// then throw one another out at every step.
 //
 // Epilogues (gemm_epilogues.h) consume sums. Each thread has a copy. `take(row, pair, num_panels, sums)` gets the sums of
 // a row by a pair, [panel][16] as vectors; for one row, pairs come in ascending order. Epilogues that read the registers of
@@ -22,15 +23,16 @@
 //
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
-//   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item:
-//   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, kWidens (rows of a
-//   block are floats, `x` and `x_stride` count halves of them, and there is one part), kSpreads, num_parts(rows, steps),
-//   Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and
+//   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item
+//   that keeps no sums: half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks,
+//   kWidens (rows of a block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the
+//   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and
 //   kLeavesAreParts; kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item
 //   that keeps sums between two parts).
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
-// a block has the leaves of a part one after another, and their sums in the first-level cache (`LeavesByRows`). In tiles, a
+// a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
+// of the thread (`LeavesByRows`). In tiles, a
 // leaf is one part of the inputs or several; at its end the epilogue is told by `begin(leaf, row, levels, level_size)`.
 //
 // Bits. A chain is a sequence of steps over inputs in ascending order, fixed by the micro-kernel; a chain that continues
@@ -90,7 +92,7 @@ class Tiling {
       starts_ = ShrinkingItems(num_pairs_ * num_blocks, num_threads, most, together).starts();
       return;
     }
-    const int64_t pairs_each = std::min((num_pairs_ + num_threads - 1) / num_threads, Micro::kKeptPairs);
+    const int64_t pairs_each = std::clamp<int64_t>((num_pairs_ + num_threads - 1) / num_threads, 1, Micro::kKeptPairs);
     int64_t num_ranges = (num_pairs_ + pairs_each - 1) / pairs_each;
     // As many for each thread: they are few, and of equal size.
     if (Micro::kSplits) num_ranges = std::min((num_ranges + num_threads - 1) / num_threads * num_threads, num_pairs_);
@@ -172,9 +174,10 @@ class OwnRows {
   // Rows that are a multiple of this apart share so few sets of the first-level cache that a block's do not fit in them.
   static constexpr int64_t kSharedSets = 4096;
 
-  static bool is_used(const Gemm<Element>& gemm) {
-    constexpr int64_t kFewRows = 6, kFewPairs = 8;  // they fit; the copy takes longer than it saves
-    return Micro::kWidens || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs &&
+  static bool is_used(const Gemm<Element>& gemm, int64_t num_threads) {
+    // They fit; of a thread, for which the copy takes longer than it saves.
+    constexpr int64_t kFewRows = 6, kFewPairs = 4;
+    return Micro::kWidens || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs * num_threads &&
                               gemm.x_stride * int64_t(sizeof(Element)) % kSharedSets == 0);
   }
 
@@ -232,8 +235,10 @@ class GemmThread {
   // Widened rows count as twice as many elements.
   static constexpr int64_t kElementsEach = sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
 
-  GemmThread(const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items)
-      : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue), has_own_rows_(OwnRows<Micro>::is_used(gemm)) {
+  GemmThread(
+      const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items, int64_t num_threads)
+      : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue),
+        has_own_rows_(OwnRows<Micro>::is_used(gemm, num_threads)) {
     block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * kElementsEach : gemm.x_stride;
     block_.panel_size = gemm.panel_size();
   }
@@ -326,7 +331,7 @@ void run_gemm(const Gemm<typename Micro::Element>& gemm, const Epilogue& epilogu
   std::mutex finishing;
   run_items(tiling.num_items(), num_threads, [&](Items& items) {
     Epilogue own = epilogue;
-    GemmThread<Micro, Epilogue>(gemm, tiling, own, items).run();
+    GemmThread<Micro, Epilogue>(gemm, tiling, own, items, num_threads).run();
     const std::lock_guard<std::mutex> alone(finishing);
     own.finish();
   });

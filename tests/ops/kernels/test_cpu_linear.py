@@ -129,8 +129,10 @@ def many_rows_for(kernels, num_inputs):
 
 
 # Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
-# panel that is alone.
-CUTS = tiers([(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400)], stress=[(1536, 576), (896, 2080)])
+# panel that is alone; rows that share sets of a cache.
+CUTS = tiers(
+    [(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400), (4096, 272)], stress=[(1536, 576), (896, 2080)]
+)
 MANY_ROWS = 520
 # Gates are cut as plain products are: narrow ones show it, the others are in the stress tier.
 GATED_CUTS = ((576, 960),)

@@ -17,8 +17,8 @@ from torch import Tensor
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 
-# (inputs, outputs, rows): a last panel that is alone, several parts of the inputs, of the rows and of the panels; rows that
-# share sets of a cache.
+# (inputs, outputs, rows): a last panel that is alone, several parts of the inputs, of the rows and of the panels; rows
+# that share sets of a cache.
 SHAPES = [(64, 80, 5), (96, 96, 1), (320, 608, 33), (704, 560, 150), (1312, 96, 300), (4096, 288, 40)]
 
 

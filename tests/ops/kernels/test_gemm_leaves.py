@@ -20,9 +20,11 @@ from spmd_worker.ranks.leaves import leaf_bounds, tree_sum
 FEW_ROWS = (1, 2, 6, 7, 14, 15, 31, 33, 70, 140)
 MANY_ROWS = (*range(1, 71), 140, 300)
 NUM_OUTPUTS = 80  # a last panel is alone
-# Inputs and leaves. 44 granules: 6, 6, 6, 6, 5, 5, 5, 5. In tiles, leaves of 704 inputs are two parts; in vectors, a part
-# of the last has three leaves.
-SHAPES = [(64, 1), (128, 2), (352, 4), (44 * 32, 8), (44 * 32, 2), (512, 16), (2048, 64), (5120, 8)]
+# Inputs whose rows share sets of a cache, and outputs for which rows are copied therefore.
+SHARING_INPUTS, MANY_OUTPUTS = 4096, 272
+# Inputs and leaves. 44 granules: 6, 6, 6, 6, 5, 5, 5, 5. In tiles, leaves of 704 inputs are two parts; in vectors, a
+# part of the last has four leaves or, of float32, two.
+SHAPES = [(64, 1), (128, 2), (352, 4), (44 * 32, 8), (44 * 32, 2), (512, 16), (2048, 64), (SHARING_INPUTS, 8)]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -35,8 +37,9 @@ class Product:
 
     def __init__(self, kernels: CpuKernels, num_inputs: int, count: int, dtype: torch.dtype) -> None:
         self.kernels, self.bounds = kernels, leaf_bounds(num_inputs, count)
-        self.weight = numbers(NUM_OUTPUTS, num_inputs, dtype=dtype, seed=1)
-        self.bias = numbers(NUM_OUTPUTS, dtype=dtype, seed=2)
+        num_outputs = MANY_OUTPUTS if num_inputs == SHARING_INPUTS else NUM_OUTPUTS
+        self.weight = numbers(num_outputs, num_inputs, dtype=dtype, seed=1)
+        self.bias = numbers(num_outputs, dtype=dtype, seed=2)
         self.x = numbers(MANY_ROWS[-1], num_inputs, dtype=dtype, seed=3)
         self.packed = kernels.pack_leaves(self.weight)
         assert are_panels(self.packed)
