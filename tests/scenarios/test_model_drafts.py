@@ -96,12 +96,13 @@ def test_drafts_change_no_bit(method: str, settings: dict[str, Any]):
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_drafts_behind_prefix_hits_change_no_bit(method: str):
+def test_drafts_behind_prefix_hits_change_no_bit(method: str, dtype: str):
     """Prompts of the second turn are those of the first with their answers. They are long enough for a kept state."""
     prompts, found = [[*each, *each] for each in PROMPTS], []
     for given in ({}, {"speculative_config": speculation(method)}):
-        with LLM(str(target_of(method)), dtype="float32", max_model_len=128, num_blocks=200, **given) as llm:
+        with LLM(str(target_of(method)), dtype=dtype, max_model_len=128, num_blocks=200, **given) as llm:
             first = llm.generate([{"prompt_token_ids": each} for each in prompts], PARAMS, use_tqdm=False)
             turns = [[*prompts[index], *each.outputs[0].token_ids, 7, 8] for index, each in enumerate(first)]
             later = llm.generate([{"prompt_token_ids": each} for each in turns], PARAMS, use_tqdm=False)
@@ -290,10 +291,11 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str
     assert completed.returncode == 0, completed
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     for method in methods:
-        for answered, num_drafted, *plain in (own[method] for own in found):
+        for answered, _, *plain in (own[method] for own in found):
             expected = plain[0] if plain else json.loads(json.dumps(plain_answers(target_of(method))))
             assert answered == expected, method
-            assert num_drafted > 20
+        # A replica may be so late that the other one takes all rows.
+        assert sum(own[method][1] for own in found) > 40
 
 
 @pytest.mark.stress
