@@ -3,16 +3,24 @@
 The engine counts the work for masks; the masks at drafts that turn out wrong are made by a state of their own.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from constrained_rows import answers, open_model, run, write_model
+import torch
+from constrained_rows import EOS, VOCAB_SIZE, answers, check, open_model, rows, run, write_model
+from draft_checkpoints import eagle_folder, small_draft_folder
 from planted_drafts import planted
+from reference_models import edit_config
 from run_folder import made_once
+from safetensors.torch import load_file, save_file
+from test_model_drafts import METHODS, speculation, target_of
 from test_speculation import DRAFTS, right
+from tokenizer_folders import write_byte_level
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.grammar import compiler
@@ -51,6 +59,49 @@ def test_forms_have_their_answers_with_drafts(plain: list[Any], kind: str, optio
         assert answers(run(llm)) == plain
         groups = llm.llm_engine.counters
         assert groups.num_drafted_tokens > 50
+
+
+def write_with_text(folder: Path, source: Path) -> None:
+    """A copy of a checkpoint with the tokenizer and the length of the other tests: new ids have what others have,
+    backwards.
+    """
+    shutil.copytree(source, folder)
+    own_size = 0
+
+    def enlarge(config: dict[str, Any]) -> None:
+        nonlocal own_size
+        text = config.get("text_config", config)
+        own_size = text["vocab_size"]
+        for each in (text, config):
+            each |= {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "max_position_embeddings": 512}
+
+    edit_config(folder, enlarge)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, each in tensors.items():
+        if name.endswith(("embed_tokens.weight", "head.weight")) and len(each) == own_size:
+            tensors[name] = torch.cat((each, *[each.flip(1)] * 3))[:VOCAB_SIZE].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_byte_level(folder)
+
+
+@pytest.mark.gate("draft_model")
+@pytest.mark.parametrize("method", METHODS)
+def test_forms_have_their_answers_with_drafts_of_models(method: str, tmp_path: Path):
+    write_with_text(tmp_path / "target", target_of(method))
+    config = speculation(method) | {"max_step_tokens": 100}
+    if method in ("draft_model", "eagle3"):
+        config["model"] = str(tmp_path / "draft")
+        write_with_text(tmp_path / "draft", small_draft_folder() if method == "draft_model" else eagle_folder())
+    found = []
+    for given in ({}, {"speculative_config": config}):
+        with open_model(tmp_path / "target", load_format="auto", dtype="float32", **given) as llm:
+            outputs = run(llm)
+            check(outputs, rows()[2])
+            found.append(answers(outputs))
+            counters = llm.llm_engine.counters
+    assert found[0] == found[1]
+    assert counters.num_drafted_tokens > 50, counters
 
 
 def ends_of_limited_rows(llm: LLM) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from cut_jobs import Ended, end_after
 from draft_checkpoints import (
     EAGLE_TARGET,
     add_qwen_head,
@@ -25,8 +26,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
+from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 
+METHODS = ("draft_model", "mtp", "qwen mtp", "eagle3")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 KINDS = [
     GREEDY,
@@ -75,7 +81,7 @@ def plain_answers(folder: Path) -> Answers:
 
 
 @pytest.mark.gate("plenty-qwen mtp", "plenty-eagle3", "preempted in chunks-draft_model", "preempted in chunks-mtp")
-@pytest.mark.parametrize("method", ["draft_model", "mtp", "qwen mtp", "eagle3"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"num_blocks": 9, "max_num_batched_tokens": 48, "preemption_mode": "recompute"}],
@@ -87,6 +93,52 @@ def test_drafts_change_no_bit(method: str, settings: dict[str, Any]):
     assert found == plain_answers(folder)
     assert counters.num_drafted_tokens > 20, counters
     assert bool(counters.num_preemptions) == bool(settings), counters
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_behind_prefix_hits_change_no_bit(method: str, dtype: str):
+    """Prompts of the second turn are those of the first with their answers. They are long enough for a kept state."""
+    prompts, found = [[*each, *each] for each in PROMPTS], []
+    for given in ({}, {"speculative_config": speculation(method)}):
+        with LLM(str(target_of(method)), dtype=dtype, max_model_len=128, num_blocks=200, **given) as llm:
+            first = llm.generate([{"prompt_token_ids": each} for each in prompts], PARAMS, use_tqdm=False)
+            turns = [[*prompts[index], *each.outputs[0].token_ids, 7, 8] for index, each in enumerate(first)]
+            later = llm.generate([{"prompt_token_ids": each} for each in turns], PARAMS, use_tqdm=False)
+            found.append([without_times(each) for each in (*first, *later)])
+            counters = llm.llm_engine.counters
+    assert found[0] == found[1]
+    assert sum(each["num_cached_tokens"] for each in found[1][len(PROMPTS) :]) > 0
+    assert counters.num_drafted_tokens > 40, counters
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("drafts_first", [True, False], ids=["drafts first", "drafts last"])
+@pytest.mark.parametrize("method", METHODS)
+def test_job_resumes_with_and_without_drafts_of_models(method: str, drafts_first: bool, tmp_path: Path):
+    """The bytes of an unbroken job without drafts."""
+    rows = [
+        {"prompt_token_ids": each, "max_tokens": 10 + index, "temperature": index % 2, "ignore_eos": True}
+        for index, each in enumerate(PROMPTS)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(name: str, *, has_drafts: bool) -> bytes:
+        drafts = {"speculative_config": SpeculativeConfig(**speculation(method))} if has_drafts else {}
+        model = ModelOptions(path=str(target_of(method)), dtype="float32", max_model_len=128)
+        job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / name), commit_rows=1)
+        run_job(RunConfig(model, job=job, device="cpu", **drafts), RankEnvironment())
+        return (tmp_path / name).read_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        end_after(patch, 2)
+        with pytest.raises(Ended):
+            run("resumed.jsonl", has_drafts=drafts_first)
+    assert run("resumed.jsonl", has_drafts=not drafts_first) == run("whole.jsonl", has_drafts=False)
+    metrics = json.loads((tmp_path / "resumed.jsonl.run" / "metrics.json").read_text())
+    assert metrics["resumed_rows"] == 2
+    assert drafts_first or metrics["speculation"]["drafted_tokens"] > 10
 
 
 def test_draft_equal_to_its_target_is_always_accepted():
@@ -231,6 +283,7 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
         pytest.param(
             {"pipeline_parallel_size": 2}, ["draft_model", "qwen mtp"], id="pipeline-others", marks=pytest.mark.stress
         ),
+        pytest.param({"data_parallel_size": 2}, list(METHODS), id="data", marks=pytest.mark.stress),
     ],
 )
 def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str], tmp_path: Path):
@@ -238,10 +291,11 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str
     assert completed.returncode == 0, completed
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     for method in methods:
-        for answered, num_drafted, *plain in (own[method] for own in found):
+        for answered, _, *plain in (own[method] for own in found):
             expected = plain[0] if plain else json.loads(json.dumps(plain_answers(target_of(method))))
             assert answered == expected, method
-            assert num_drafted > 20
+        # A replica may be so late that the other one takes all rows.
+        assert sum(own[method][1] for own in found) > 40
 
 
 @pytest.mark.stress

@@ -217,8 +217,10 @@ def test_ranks_agree_on_drafts(expected: list[Any], layout: str, kind: str, tmp_
     assert done.returncode == 0, done
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [each["answers"] for each in found] == [expected] * 2
-    assert all((each["num_accepted"] == 0) == (kind == "wrong") for each in found)
-    assert min(each["num_drafted"] for each in found) > 20
+    # A replica may be so late that the other one takes most rows.
+    num_drafted, num_accepted = (sum(each[name] for each in found) for name in ("num_drafted", "num_accepted"))
+    assert (num_accepted == 0) == (kind == "wrong")
+    assert num_drafted > 40
 
 
 def test_job_resumes_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet
 
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.ranks.environment import RankEnvironment
 
@@ -29,6 +30,7 @@ def answers_of_job(
     step_log: bool = False,
     options: Mapping[str, Any] | None = None,
     media_root: Path | None = None,
+    speculation: SpeculativeConfig | None = None,
 ) -> list[dict[str, Any]]:
     """The job's output in `folder`, in the rows' order; `output` is a name that ends with .jsonl or .parquet;
     `options` are further keys of `model`; images are below `media_root`."""
@@ -37,6 +39,7 @@ def answers_of_job(
         model=ModelOptions(path=str(model), dtype=dtype, **(options or {})),
         cache=CacheConfig(num_blocks=num_blocks),
         scheduler=scheduler or SchedulerConfig(),
+        speculative_config=speculation or SpeculativeConfig(),
         job=JobConfig(
             input=str(folder / "rows.jsonl"),
             output=str(folder / output),

@@ -64,7 +64,8 @@ class StepRow:
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens at positions [start, stop), with those just sampled."""
-        known = self.sequence.token_ids(start, max(min(stop, self.num_tokens), start)) if start < stop else []
+        num_known = min(stop, self.num_tokens)
+        known = self.sequence.token_ids(start, num_known) if start < num_known else []
         first = max(start - self.num_tokens, 0)
         return [*known, *self.sampled_ids[first : max(stop - self.num_tokens, 0)]]
 

@@ -20,6 +20,7 @@ from tokenizer_folders import write_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
@@ -225,14 +226,17 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("job")
-    rows = [
+    return {answer["custom_id"]: answer for answer in answers_of_job(folder, chat_folder, job_rows())}
+
+
+def job_rows() -> list[dict[str, Any]]:
+    return [
         openai_row(
             f"{name} {seed}", "/v1/chat/completions", {"messages": USER, "max_tokens": 150, "seed": seed, **body}
         )
         for name, body in BODIES.items()
         for seed in range(4)
     ]
-    return {answer["custom_id"]: answer for answer in answers_of_job(folder, chat_folder, rows)}
 
 
 def choices(answers: dict[str, Any], name: str) -> Iterator[Any]:
@@ -298,6 +302,23 @@ def test_model_makes_no_call_or_json_without_grammar(answers: dict[str, Any]):
             assert choice.message.tool_calls is None
             with pytest.raises(ValueError):
                 json.loads(choice.message.content)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_accepted"),
+    [("suffix", 20), pytest.param("ngram", 20, marks=pytest.mark.stress), ("draft_model", 1)],
+)
+def test_drafts_change_no_call(
+    method: str, num_accepted: int, answers: dict[str, Any], chat_folder: Path, tmp_path: Path
+):
+    """The draft model is the model itself, and knows no grammar. Where one forced two ids that it had drafted, the job
+    ended with an AssertionError.
+    """
+    model = {"model": str(chat_folder)} if method == "draft_model" else {}
+    speculation = SpeculativeConfig(method, 4, max_step_tokens=200, **model)
+    assert answers_of_job(tmp_path, chat_folder, job_rows(), speculation=speculation) == list(answers.values())
+    counts = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["speculation"]
+    assert counts["drafted_tokens"] > counts["accepted_tokens"] >= num_accepted
 
 
 def test_unanswerable_request_is_error_row_with_reason(answers: dict[str, Any]):

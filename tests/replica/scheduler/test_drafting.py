@@ -196,6 +196,18 @@ def test_workers_drafts_are_taken_once():
     assert run.tokens(0) == [[7] * 12]
 
 
+@pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": 60}], ids=["max_tokens", "max_model_len"])
+def test_workers_drafts_past_the_end_of_a_row_are_cut(limits: dict[str, int]):
+    run = Run(drafts=3, lookahead=3, max_model_len=9)
+    run.worker_drafts = lambda key, position: (7, 7, 7)
+    run.admit(4, **limits)
+    run.step(7)
+    assert run.step(7) == [Row(0, 0, 4, 1, 1)]
+    # Three tokens are left: the last comes without a draft.
+    assert run.step(7) == [Row(0, 0, 5, 3, 1)]
+    assert run.tokens(0) == [[7] * 5]
+
+
 def test_proposer_forgets_rows_that_end():
     run = drafted_run("right")
     first = run.admit(4, n=2, max_tokens=3)
