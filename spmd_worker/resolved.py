@@ -319,7 +319,6 @@ def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts
         resolved.model_config,
         resolved.location,
         resolved.max_model_len,
-        config.parallel.pipeline_parallel_size,
         needs_weights=not config.plan and config.model.load_format != "dummy",
         new_layout=partial(_draft_layout, config, device_type=resolved.device_type),
     )

@@ -79,7 +79,6 @@ class Target:
     model_config: ModelConfig
     location: ModelLocation
     max_model_len: int
-    pipeline_size: int
     needs_weights: bool
     new_layout: Callable[[ModelConfig], RankLayout]
 
@@ -273,11 +272,6 @@ def _eagle_problem(
 ) -> str:
     """The reason for which a head of EAGLE-3 is not for the target; empty if it is."""
     hidden_size = found.get("target_hidden_size") or own.hidden_size
-    if target.pipeline_size > 1:
-        return (
-            "it reads layers of several pipeline stages: set parallel.pipeline_parallel_size=1, or use method=draft_"
-            "model or mtp"
-        )
     if own.num_layers != 1:
         return f"it has {own.num_layers} layers, and a head of one is supported"
     if hidden_size != target.model_config.hidden_size:

@@ -256,13 +256,6 @@ def test_eagle_ids_agree_with_the_tensors(size: int, lost: str, words: str, tmp_
     assert words in problem
 
 
-def test_eagle_head_needs_one_stage():
-    two = ParallelConfig(pipeline_parallel_size=2)
-    assert "set parallel.pipeline_parallel_size=1" in refusal(
-        TARGET(EAGLE_TARGET), "eagle3", eagle_folder(), parallel=two
-    )
-
-
 def test_distances_beyond_the_vocabulary_are_refused(tmp_path: Path):
     tensors = eagle_tensors()
     tensors["d2t"] = tensors["d2t"].clone()

@@ -16,6 +16,7 @@ from spmd_worker.model.drafts.mtp import MtpHead
 from spmd_worker.model.drafts.qwen_mtp import QwenStack
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.weights.staging import staging_for
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import Kernels
@@ -78,6 +79,7 @@ def load_draft(
     if draft is None or not target.stage.is_last:
         return None
     resolved = opened.resolved.of_draft
+    of_target = opened.resolved
     opened = replace(opened, resolved=resolved, backend=type(opened.backend)(resolved, opened.device))
     operations = opened.backend.operations()
     if not draft.is_head:
@@ -94,7 +96,13 @@ def load_draft(
         num_leaves=draft.layout.num_leaves,
     )
     head = _new_head(context, draft, target, allows_nonfinite=resolved.config.model.allow_nonfinite)
-    _fill_head(head, resolved, opened.device)
+    _fill(head.weights, resolved, opened.device)
+    if isinstance(head, EagleHead):
+        if head.embedding_weights is not None:
+            _fill(head.embedding_weights, of_target, opened.device)
+        if resolved.config.model.load_format != "dummy":
+            vocab_size = resolved.model_config.vocab_size
+            head.d2t = read_distances(resolved.model_folder, head.vocab_size, vocab_size).to(opened.device)
     vision = target.model_config.vision
     return LoadedDraft(draft, opened, head, operations.kernels, operations.attention, vision)
 
@@ -104,24 +112,20 @@ def _new_head(
 ) -> DraftHead:
     embedding = target.model.embed_tokens if target.stage.is_first else None
     if draft.method == EAGLE3:
-        assert embedding is not None, "a pipeline has no head of EAGLE-3"
-        return EagleHead(context, draft, embedding, allows_nonfinite=allows_nonfinite)
+        return EagleHead(context, draft, embedding, target.model_config, allows_nonfinite=allows_nonfinite)
     config = draft.model_config
     stack_class = QwenStack if config.architecture in QWEN_MTP_NAMES else DeepseekStack
     return MtpHead(stack_class, context, config, embedding, target.lm_head, allows_nonfinite=allows_nonfinite)
 
 
-def _fill_head(head: DraftHead, resolved: ResolvedRun, device: torch.device) -> None:
-    """Fill a head from its files, or with dummy weights. Raises CheckpointError."""
-    staging, folder = staging_for(device), resolved.model_folder
+def _fill(weights: WeightStore, resolved: ResolvedRun, device: torch.device) -> None:
+    """Fill a head, or its copy of an embedding, from the run's files or with dummy weights. Raises CheckpointError."""
+    staging = staging_for(device)
     # The names of the head are known with its tensors.
-    names = head.weights.tensors
+    names = weights.tensors
     if resolved.config.model.load_format == "dummy":
-        head.weights.fill(head.weights.dummy(staging=staging))
+        weights.fill(weights.dummy(staging=staging))
         return
-    with head.weights.open(folder, resolved.model_config.quantization, staging) as source:
-        report = head.weights.fill(source)
-    if isinstance(head, EagleHead):
-        vocab_size = resolved.model_config.vocab_size
-        head.d2t = read_distances(folder, head.vocab_size, vocab_size).to(device)
+    with weights.open(resolved.model_folder, resolved.model_config.quantization, staging) as source:
+        report = weights.fill(source)
     logger.info("draft head: loaded %d of %d tensors in %.2f s", report.num_tensors, len(names), report.seconds)

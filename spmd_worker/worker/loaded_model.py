@@ -119,6 +119,7 @@ class LoadedModel:
             rank=self.opened.environment.rank,
             drafter=drafter,
             keeper=StreamKeeper(model.stage, model_config.hidden_size, dtype, is_holder=groups.tensor.rank == 0),
+            aux_layers=() if resolved.draft is None else resolved.draft.aux_layers,
         )
 
     def expert_loads(self) -> dict[int, list[int]]:

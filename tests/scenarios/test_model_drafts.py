@@ -278,7 +278,7 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
     ("layout", "methods"),
     [
         pytest.param({"tensor_parallel_size": 2}, ["draft_model", "eagle3"], id="tensor"),
-        pytest.param({"pipeline_parallel_size": 2}, ["mtp"], id="pipeline"),
+        pytest.param({"pipeline_parallel_size": 2}, ["mtp", "eagle3"], id="pipeline"),
         pytest.param({"tensor_parallel_size": 2}, ["mtp", "qwen mtp"], id="tensor-heads", marks=pytest.mark.stress),
         pytest.param(
             {"pipeline_parallel_size": 2}, ["draft_model", "qwen mtp"], id="pipeline-others", marks=pytest.mark.stress
@@ -296,6 +296,59 @@ def test_drafts_change_no_bit_on_ranks(layout: dict[str, int], methods: list[str
             assert answered == expected, method
         # A replica may be so late that the other one takes all rows.
         assert sum(own[method][1] for own in found) > 40
+
+
+DRAFTS_SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.worker.drafts.head_drafter import HeadDrafter
+{before}
+propose, proposed = HeadDrafter.propose, []
+def kept(self, *given, **options):
+    proposed.append(propose(self, *given, **options))
+    return proposed[-1]
+HeadDrafter.propose = kept
+folder, config, layout, prompts = json.loads(Path(sys.argv[1]).read_text())
+with LLM(folder, speculative_config=config, dtype="float32", max_model_len=128, num_blocks=200, **layout) as llm:
+    for prompt in prompts:
+        llm.generate([{{"prompt_token_ids": prompt}}], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(proposed))
+"""
+OTHER_LAYERS = """
+from spmd_worker.worker.runner.stage_streams import StageStreams
+joined = StageStreams.joined
+StageStreams.joined = lambda self, hidden, streams: joined(self, hidden, dict.fromkeys(streams, hidden))
+"""
+
+
+def eagle_drafts(folder: Path, head: Path, num_stages: int, before: str = "") -> list[list[list[int]]]:
+    """Drafts of each step and row. Rows are alone, so that a pipeline has the steps of one stage."""
+    folder.mkdir()
+    config = {**speculation("eagle3"), "model": str(head)}
+    job = [str(target_of("eagle3")), config, {"pipeline_parallel_size": num_stages}, PROMPTS[:2]]
+    (folder / "job.json").write_text(json.dumps(job))
+    done = ranks.run_ranks(DRAFTS_SCRIPT.format(before=before), num_stages, 240, [folder / "job.json", folder])
+    assert done.returncode == 0, done
+    found: list[list[list[int]]] = json.loads((folder / str(num_stages - 1)).read_text())
+    return found
+
+
+@pytest.mark.stress
+@pytest.mark.matrix
+@pytest.mark.parametrize("has_embedding", [False, True])
+def test_eagle_head_drafts_behind_stages_as_behind_one(has_embedding: bool, tmp_path: Path):
+    """With a copy of the target's embedding or one of its own; streams of another layer give other drafts."""
+    head = shutil.copytree(eagle_folder(), tmp_path / "head")
+    if has_embedding:
+        tensors = load_file(head / "model.safetensors")
+        tensors["embed_tokens.weight"] = torch.randn(211, tensors["norm.weight"].shape[0])
+        save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    drafts = eagle_drafts(tmp_path / "one", head, 1)
+    assert sum(len(own) for step in drafts for own in step) > 40
+    assert eagle_drafts(tmp_path / "two", head, 2) == drafts
+    if not has_embedding:
+        assert eagle_drafts(tmp_path / "planted", head, 2, OTHER_LAYERS) != drafts
 
 
 @pytest.mark.stress

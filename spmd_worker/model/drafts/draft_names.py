@@ -4,7 +4,7 @@ EAGLE-3 head's own files.
 All other tensors of the files are the target's, or derived, and are skipped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from spmd_worker.model.layers.weight_slice import ModelTensor, WeightSlice
@@ -37,9 +37,17 @@ class DraftNames(CheckpointNames):
     def is_derived(self, name: str) -> bool:
         return name not in self._needed
 
-    def embedding_in(self, files: object) -> None:
+    def embedding_in(self, files: Collection[str]) -> tuple[str, str] | None:
         """A head's embedding has one name."""
         del files
+        return None
+
+
+class EmbeddingNames(DraftNames):
+    """The name of the target's embedding in its own files."""
+
+    def embedding_in(self, files: Collection[str]) -> tuple[str, str] | None:
+        return CheckpointNames.embedding_in(self, files)
 
 
 class QwenNames(DraftNames):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
-from spmd_worker.model.drafts.draft_names import EagleNames
+from spmd_worker.model.drafts.draft_names import EagleNames, EmbeddingNames
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
@@ -22,6 +22,7 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import add_without_norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.resolved_draft import DraftRun
@@ -70,31 +71,44 @@ class EagleStack(HeadStack):
 
 
 class EagleHead(DraftHead):
-    """`embedding` is the target's, for heads without one; `d2t` int64 [V] are the distances from ids of the head to
-    those of the target, read from the files (`head_files.py`).
+    """`embedding` is the target's, for heads without one. Where it is None, because another stage has it, they have a
+    copy, filled by `embedding_weights` from the target's files. `d2t` int64 [V] are the distances from ids of the head
+    to those of the target, read from the files (`head_files.py`).
     """
 
     def __init__(
         self,
         context: LayerContext,
         draft: DraftRun,
-        embedding: VocabularyParallelEmbedding,
+        embedding: VocabularyParallelEmbedding | None,
+        target: ModelConfig,
         *,
         allows_nonfinite: bool = False,
     ) -> None:
         super().__init__(context, draft.model_config)
         self.aux_layers = draft.aux_layers
-        self.model = stack = EagleStack(context, draft, embedding.hidden_size)
-        # In a tuple, so that the target's embedding does not become a submodule.
-        self._parts = (stack, stack.embed_tokens if draft.has_embedding else embedding)
+        self.model = stack = EagleStack(context, draft, target.hidden_size)
         self.lm_head = VocabularyParallelHead(context.of_head, draft.vocab_size, draft.model_config.hidden_size, None)
         self.d2t = torch.zeros(draft.vocab_size, dtype=torch.int64, device=context.device)
         on_meta = replace(context, device=torch.device("meta"))
         self.weights = self._new_store(
             EagleNames(draft.model_config),
-            lambda: EagleHead(on_meta, draft, embedding, allows_nonfinite=allows_nonfinite),
+            lambda: EagleHead(on_meta, draft, embedding, target, allows_nonfinite=allows_nonfinite),
             allows_nonfinite=allows_nonfinite,
         )
+        self.embedding_weights: WeightStore | None = None
+        if draft.has_embedding:
+            embedding = stack.embed_tokens
+        elif embedding is None:
+            # A submodule, but not one that the head's own files fill.
+            embedding = self.target_embedding = VocabularyParallelEmbedding(
+                context.of_head, target.num_embeddings, target.embedding_size
+            )
+            self.embedding_weights = _embedding_store(
+                embedding, target, context.dtype, allows_nonfinite=allows_nonfinite
+            )
+        # In a tuple, so that the target's embedding does not become a submodule.
+        self._parts = (stack, embedding)
 
     def project(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
         del hidden
@@ -133,3 +147,10 @@ class EagleHead(DraftHead):
 
     def token_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
+
+
+def _embedding_store(
+    embedding: VocabularyParallelEmbedding, target: ModelConfig, dtype: torch.dtype, *, allows_nonfinite: bool
+) -> WeightStore:
+    names, layers = EmbeddingNames(target), {"model.embed_tokens": embedding}
+    return WeightStore(names, layers, dtype, lambda _: names.slices(layers), allows_nonfinite=allows_nonfinite)

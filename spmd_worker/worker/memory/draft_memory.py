@@ -38,7 +38,7 @@ def draft_weights_bytes(resolved: ResolvedRun, rank: int) -> int:
         num_elements += heads * layer.head_size * hidden + 2 * hidden
         num_elements += len(draft.aux_layers) * resolved.model_config.hidden_size * hidden
         num_elements += vocabulary_rows(draft.vocab_size, size) * hidden
-        num_tables = int(draft.has_embedding)
+        num_tables = max(num_tables, int(draft.has_embedding))
     else:
         num_elements += 2 * hidden * hidden + 3 * hidden
     num_elements += num_tables * vocabulary_rows(config.num_embeddings, size) * config.embedding_size

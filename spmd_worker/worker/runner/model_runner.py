@@ -47,6 +47,7 @@ from spmd_worker.worker.runner.prompt_logprobs import (
 from spmd_worker.worker.runner.routed_experts import LaunchedRoutes, launch_routes, wants_routes
 from spmd_worker.worker.runner.row_repeat import RowRepeater, StepInputs, StepOutputs
 from spmd_worker.worker.runner.row_store import RowStore
+from spmd_worker.worker.runner.stage_streams import StageStreams
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.runner.stream_keeper import StreamKeeper
 from spmd_worker.worker.runner.verified import verified
@@ -167,8 +168,10 @@ class ModelRunner:
         rank: int = 0,
         drafter: Drafter | None = None,
         keeper: StreamKeeper | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> None:
         self.keeper = keeper
+        self._streams = StageStreams(model.stage, aux_layers, model.model_config.hidden_size)
         self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
@@ -216,7 +219,8 @@ class ModelRunner:
     @property
     def _read_layers(self) -> tuple[int, ...]:
         """Layers before which the stream is read, by the drafter or to be kept."""
-        drafting = () if self._drafter is None else self._drafter.aux_layers
+        is_read = self._drafter is not None or not self.model.stage.is_last
+        drafting = self._streams.own if is_read else ()
         return drafting if self.keeper is None else (*drafting, *self.keeper.layers)
 
     def expect(self, num_tokens: int) -> None:
@@ -260,7 +264,9 @@ class ModelRunner:
             cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
-        incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
+        incoming, earlier = None, dict[int, Tensor]()
+        if not self.model.stage.is_first:
+            incoming, earlier = self._streams.split(self._receive(len(batch.token_ids)))
         before = [
             self._repeater.begin(scheduled, row, batch, self._build(scheduled[row : row + 1]), incoming)
             for row in repeated_rows
@@ -313,13 +319,15 @@ class ModelRunner:
         if self.sampler is None:
             if before:
                 hidden = verify(StepOutputs(hidden)).hidden
+            sent = self._streams.joined(hidden, {**earlier, **streams})
             # A graph's output buffer belongs to the next step too, which may start before the tensor is sent.
-            self._send(hidden if graphs is None else hidden.clone())
+            self._send(sent.clone() if graphs is not None and sent is hidden else sent)
             self._clock.end()
             self._pending = _Forwarded(step, scheduled, batch, routes=launched, read_back=read_back, is_sent=True)
             return
         if self._drafter is not None:
-            aux = tuple(streams[layer] for layer in self._drafter.aux_layers)
+            read = {**earlier, **streams}
+            aux = tuple([read[layer] for layer in self._drafter.aux_layers])
             # A graph's output buffer belongs to the next step too, which may be launched before this one is read.
             kept = hidden.clone() if graphs is not None and self._drafter.needs_hidden else hidden
             rows = self.media if self._drafter.takes_media else None
@@ -426,7 +434,7 @@ class ModelRunner:
         self._sending = self._pipeline.send_next(hidden)
 
     def _receive(self, num_tokens: int) -> Tensor:
-        """The previous stage's hidden states [T, hidden]."""
+        """What the previous stage sends: [T, `StageStreams.received_size`]."""
         self._clock.end()
         incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
         incoming.wait()
@@ -435,7 +443,7 @@ class ModelRunner:
         return incoming.tensor
 
     def _receiving(self, num_tokens: int) -> Transfer:
-        shape = (num_tokens, self.model.model_config.hidden_size)
+        shape = (num_tokens, self._streams.received_size)
         empty = torch.empty(shape, dtype=self._cache_engine.dtype, device=self._device)
         return self._pipeline.receive_previous(empty)
 
