@@ -306,6 +306,7 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     _uses_async_scheduling(config, resolved.model_config, resolved.device_type)
     draft = resolved.draft
     if draft is not None:
+        _check_embedding(config, draft)
         draft = replace(draft, layout=_draft_layout(config, draft.model_config, resolved.device_type))
     return replace(resolved, config=config, layout=layout, draft=draft)
 
@@ -322,9 +323,21 @@ def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts
         needs_weights=not config.plan and config.model.load_format != "dummy",
         new_layout=partial(_draft_layout, config, device_type=resolved.device_type),
     )
-    found = replace(resolved, draft=read_draft(method, model, num_drafts, target))
+    found = replace(resolved, draft=(draft := read_draft(method, model, num_drafts, target)))
+    _check_embedding(config, draft)
     _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type)
     return found
+
+
+def _check_embedding(config: RunConfig, draft: DraftRun) -> None:
+    """Raise ConfigError for a head whose copy of the target's embedding cannot be read."""
+    needs_copy = bool(draft.aux_layers) and not draft.has_embedding and config.parallel.pipeline_parallel_size > 1
+    if needs_copy and config.model.load_format == "sharded_state":
+        raise ConfigError(
+            f"speculative_config.model={draft.location.name} has no embedding of its own, and files of "
+            "model.load_format=sharded_state have the target's for the first stage alone: load a checkpoint, or set "
+            "parallel.pipeline_parallel_size=1"
+        )
 
 
 def _draft_layout(config: RunConfig, model_config: ModelConfig, device_type: str) -> RankLayout:

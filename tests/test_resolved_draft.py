@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.model.drafts.head_files import read_distances
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
+from spmd_worker.worker.memory.draft_memory import stream_bytes
 from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 from spmd_worker.worker.worker import Worker
@@ -305,3 +307,13 @@ def test_heads_do_not_run_ahead_of_ids():
     assert "leave scheduler.async_scheduling out" in refusal(mtp_folder(), "mtp", **ahead)
     run = resolved(TARGET(EAGLE_TARGET), "draft_model", small_draft_folder(), **ahead)
     assert run.num_steps_ahead == 1
+
+
+def test_copy_of_an_embedding_needs_a_checkpoint():
+    run = resolved(TARGET(EAGLE_TARGET), "eagle3", eagle_folder())
+    two = ParallelConfig(pipeline_parallel_size=2)
+    assert stream_bytes(run) == 0
+    assert stream_bytes(resolve_again(run, two)) == 2 * 4 * run.config.scheduler.max_num_batched_tokens * 64 * 4
+    sharded = replace(run.config, model=replace(run.config.model, load_format="sharded_state"))
+    with pytest.raises(ConfigError, match=r"no embedding of its own.*sharded_state.*set parallel\.pipeline_parallel_s"):
+        resolve_again(replace(run, config=sharded), two)

@@ -32,7 +32,7 @@ from spmd_worker.worker.caches import WorkerCaches
 from spmd_worker.worker.hit_comparison import HitComparer
 from spmd_worker.worker.loaded_model import LoadedModel
 from spmd_worker.worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
-from spmd_worker.worker.memory.draft_memory import draft_activation_bytes
+from spmd_worker.worker.memory.draft_memory import draft_activation_bytes, stream_bytes
 from spmd_worker.worker.memory.estimate import activation_bytes, tower_bytes
 from spmd_worker.worker.memory.media_memory import media_rows_bytes_of
 from spmd_worker.worker.memory.plan import (
@@ -126,7 +126,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         adds_by_tree=True,
         most_drafts=resolved.most_drafts,
     )
-    estimate = max(estimate, draft_activation_bytes(resolved, rank))
+    estimate = max(estimate, draft_activation_bytes(resolved, rank)) + stream_bytes(resolved)
     measurement = measure_host(weights, estimate, environment.local_world_size)
     is_scarce = not is_estimate_enough(resolved, rank, measurement)
     # The step contains collectives: if one rank has to run it, all run it.

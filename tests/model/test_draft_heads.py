@@ -14,14 +14,22 @@ from draft_checkpoints import (
     mtp_folder,
     qwen_mtp_folder,
 )
+from family_checkpoints import family_folder
 from quantised_files import quantise
 from reference_models import checkpoint_folder, open_reference, random_prompt, reference_model, relative_error
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.model.drafts.draft_head import DraftHead
+from spmd_worker.model.drafts.eagle3 import embedding_store
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.resolved import resolve_run, with_draft
 from spmd_worker.worker.drafts.draft_tokens import RowTokens, lay_out
@@ -207,3 +215,19 @@ def test_eagle_head_equals_its_definition(norms_stream: bool):
     assert isinstance(head, DraftHead)
     own_ids = (rms(theirs, "norm") @ weight("lm_head").T).argmax(dim=-1)
     assert head.token_ids(head.argmax(ours)[1]).tolist() == (own_ids + tensors["d2t"][own_ids]).tolist()
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_copy_of_the_targets_embedding_is_filled(prefix: str, tmp_path: Path):
+    """By its name in the target's files, which may leave out a prefix."""
+    config = read_model_files(family_folder("gpt2")).model_config
+    tensors = load_file(family_folder("gpt2") / "model.safetensors")
+    expected = tensors["transformer.wte.weight"]
+    renamed = {prefix + name.removeprefix("transformer."): each for name, each in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    embedding = VocabularyParallelEmbedding(context, config.num_embeddings, config.embedding_size)
+    store = embedding_store(embedding, config, torch.float32, allows_nonfinite=False)
+    with store.open(tmp_path) as source:
+        store.fill(source)
+    assert torch.equal(embedding.weight[: len(expected)], expected)

@@ -49,6 +49,10 @@ class EmbeddingNames(DraftNames):
     def embedding_in(self, files: Collection[str]) -> tuple[str, str] | None:
         return CheckpointNames.embedding_in(self, files)
 
+    def _is_known(self, name: str) -> bool:
+        # Where all names are derived, none would get the prefix that files may leave out.
+        return self.has_module(name) or self._is_of_tower(name) or CheckpointNames.is_derived(self, name)
+
 
 class QwenNames(DraftNames):
     """Names of a head beside the layers of Qwen3-Next or Qwen3.5. The embedding has the target's name."""

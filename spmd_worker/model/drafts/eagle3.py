@@ -104,7 +104,7 @@ class EagleHead(DraftHead):
             embedding = self.target_embedding = VocabularyParallelEmbedding(
                 context.of_head, target.num_embeddings, target.embedding_size
             )
-            self.embedding_weights = _embedding_store(
+            self.embedding_weights = embedding_store(
                 embedding, target, context.dtype, allows_nonfinite=allows_nonfinite
             )
         # In a tuple, so that the target's embedding does not become a submodule.
@@ -149,8 +149,9 @@ class EagleHead(DraftHead):
         return ids + self.d2t[ids]
 
 
-def _embedding_store(
+def embedding_store(
     embedding: VocabularyParallelEmbedding, target: ModelConfig, dtype: torch.dtype, *, allows_nonfinite: bool
 ) -> WeightStore:
+    """A store that fills a copy of the target's embedding from the target's files."""
     names, layers = EmbeddingNames(target), {"model.embed_tokens": embedding}
     return WeightStore(names, layers, dtype, lambda _: names.slices(layers), allows_nonfinite=allows_nonfinite)

@@ -60,6 +60,17 @@ def draft_activation_bytes(resolved: ResolvedRun, rank: int) -> int:
     return peak + num_states * num_tokens * resolved.model_config.hidden_size * DTYPE_BYTES[resolved.dtype]
 
 
+def stream_bytes(resolved: ResolvedRun) -> int:
+    """Bytes of what a stage of a pipeline reads, receives and sends for a head beside its hidden states."""
+    draft = resolved.draft
+    if draft is None or not draft.aux_layers or resolved.layout.pipeline_parallel_size == 1:
+        return 0
+    num_tokens = resolved.config.scheduler.max_num_batched_tokens
+    num_elements = num_tokens * resolved.model_config.hidden_size * (1 + len(draft.aux_layers))
+    # Those of the last step may still be on their way.
+    return 2 * num_elements * DTYPE_BYTES[resolved.dtype]
+
+
 def _draft_of(resolved: ResolvedRun, rank: int) -> DraftRun | None:
     is_last = stage_of(resolved.layout, resolved.model_config, rank).is_last
     return resolved.draft if is_last else None

@@ -22,7 +22,7 @@ from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory import host
-from spmd_worker.worker.memory.draft_memory import draft_activation_bytes, draft_weights_bytes
+from spmd_worker.worker.memory.draft_memory import draft_activation_bytes, draft_weights_bytes, stream_bytes
 from spmd_worker.worker.memory.estimate import (
     activation_bytes,
     expert_bytes,
@@ -233,7 +233,8 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
                 adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
                 most_drafts=resolved.most_drafts,
             ),
-        ),
+        )
+        + stream_bytes(resolved),
         spec.block_bytes,
         spec.slot_bytes,
     )

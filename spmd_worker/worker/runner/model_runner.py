@@ -145,8 +145,8 @@ class ModelRunner:
     the steps that fit them; other steps are launched kernel by kernel. `keeps_state`: the device keeps what successive
     steps have in common (`batch_state.py`). `adapters` are those that rows may have; None: they have none. `rows` are
     the given embeddings, on the first stage; `prefixes` the given keys and values; `media` the rows of images, on the
-    first stage of a model that takes images. `rank` is for error messages. `drafter` drafts on the last stage.
-    `keeper` keeps the streams of prompts that were asked for.
+    first stage of a model that takes images. `rank` is for error messages. `drafter` drafts on the last stage,
+    and may read streams before `aux_layers`, of all stages. `keeper` keeps the streams of prompts that were asked for.
     """
 
     def __init__(

@@ -35,6 +35,9 @@ class StageStreams:
         return hidden.contiguous(), dict(zip(self._earlier, streams, strict=True))
 
     def joined(self, hidden: Tensor, streams: Mapping[int, Tensor]) -> Tensor:
-        """Hidden states behind this stage, and `streams` by layer -> the tensor for the next stage."""
-        read = [streams[layer] for layer in (*self._earlier, *self.own)]
+        """Hidden states behind this stage, and `streams` by layer -> the tensor for the next stage. Steps that measure
+        memory run some layers of a stage alone: a stream that was not read is empty, and its place is taken.
+        """
+        found = [streams[layer] for layer in (*self._earlier, *self.own)]
+        read = [each if each.shape == hidden.shape else hidden for each in found]
         return torch.cat((hidden, *read), dim=1) if read else hidden

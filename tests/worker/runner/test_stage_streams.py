@@ -38,6 +38,15 @@ def test_streams_of_all_stages_reach_the_last(starts: tuple[int, ...], layers: t
     assert all(torch.equal(known[layer], stream(layer)) for layer in layers)
 
 
+def test_steps_of_fewer_layers_send_as_much():
+    """Steps that measure memory run some of a stage's layers: the next stage receives what it always does."""
+    first, second = stages(0, 4)
+    streams = {1: stream(1), 3: torch.empty(0)}
+    sent = StageStreams(first, (1, 3, 5), HIDDEN).joined(stream(4), streams)
+    assert sent.shape == (NUM_TOKENS, StageStreams(second, (1, 3, 5), HIDDEN).received_size)
+    assert sent.dtype == torch.float32
+
+
 def test_states_are_sent_as_they_are_without_a_head():
     first, _ = stages(0, 3)
     hidden = stream(1)
