@@ -434,7 +434,7 @@ class ModelRunner:
         self._sending = self._pipeline.send_next(hidden)
 
     def _receive(self, num_tokens: int) -> Tensor:
-        """What the previous stage sends: [T, `StageStreams.received_size`]."""
+        """Tensor of the previous stage, [T, `StageStreams.received_size`]."""
         self._clock.end()
         incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
         incoming.wait()
