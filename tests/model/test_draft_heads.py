@@ -219,7 +219,7 @@ def test_eagle_head_equals_its_definition(norms_stream: bool):
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 def test_copy_of_the_targets_embedding_is_filled(prefix: str, tmp_path: Path):
-    """By its name in the target's files, which may leave out a prefix."""
+    """Files of the target may leave out a prefix of its name."""
     config = read_model_files(family_folder("gpt2")).model_config
     tensors = load_file(family_folder("gpt2") / "model.safetensors")
     expected = tensors["transformer.wte.weight"]

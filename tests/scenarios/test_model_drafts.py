@@ -338,7 +338,7 @@ def eagle_drafts(folder: Path, head: Path, num_stages: int, before: str = "") ->
 @pytest.mark.matrix
 @pytest.mark.parametrize("has_embedding", [False, True])
 def test_eagle_head_drafts_behind_stages_as_behind_one(has_embedding: bool, tmp_path: Path):
-    """With a copy of the target's embedding or one of its own; streams of another layer give other drafts."""
+    """Both kinds: a copy of the target's embedding, or one of its own; streams of another layer give other drafts."""
     head = shutil.copytree(eagle_folder(), tmp_path / "head")
     if has_embedding:
         tensors = load_file(head / "model.safetensors")
