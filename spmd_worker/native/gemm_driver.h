@@ -8,8 +8,8 @@
 //
 // Items. An item is a range of tiles that one thread computes. Items get shorter towards the end (`ShrinkingItems`), and
 // long ones consist of complete pairs. If sums are kept between two parts, or operands are repacked, an item is a group by
-// some pairs (`kKeptPairs` at most), and all are about equal. A thread claims its next item before the last pair of the current one, so that it prefetches exactly
-// what it computes next.
+// some pairs (`kKeptPairs` at most), and all are about equal. A thread claims its next item before the last pair of the
+// current one, so that it prefetches exactly what it computes next.
 //
 // Scratch. Each thread has its own: sums between parts and repacked operands are in memory of the thread, and once for all
 // pairs of a group rows that are widened to float (`kWidens`), or put further apart (`kSpreads`): all their inputs, which is
@@ -26,14 +26,14 @@
 //   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item
 //   that keeps no sums: half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks,
 //   kWidens (rows of a block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the
-//   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and
-//   kLeavesAreParts; kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item
+//   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()`
+//   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item
 //   that keeps sums between two parts).
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
-// of the thread (`LeavesByRows`). In tiles, a
-// leaf is one part of the inputs or several; at its end the epilogue is told by `begin(leaf, row, levels, level_size)`.
+// of the thread (`LeavesByRows`). In tiles, a leaf is one part of the inputs or several; at its end the epilogue is told
+// by `begin(leaf, row, levels, level_size)`.
 //
 // Bits. A chain is a sequence of steps over inputs in ascending order, fixed by the micro-kernel; a chain that continues
 // in another part is the same chain. A result is one chain over all inputs. In leaves it is a chain for each of them, from
