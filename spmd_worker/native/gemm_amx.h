@@ -1,7 +1,8 @@
 // The micro-kernels of AMX: `AmxBf16` for bfloat16, `AmxInt8` for int8, and `AmxFloat32`, for float32 in pieces of bfloat16.
 //
 // A block is two tiles of rows by two panels: as many sums as tiles can hold. The epilogue of a block runs row by row while
-// the next block is multiplied: AMX and vector instructions execute in parallel.
+// the next block is multiplied: AMX and vector instructions execute in parallel. The lines that it will write are asked for
+// before: stores become visible in order, and each would wait for its own.
 #pragma once
 
 #include <memory>
@@ -94,6 +95,12 @@ class ByTiles {
     return kept->sums[index];
   }
 
+  // Whether results are stored behind this part: where there are leaves, behind the last.
+  bool has_results(const Block<Element>& block) const {
+    if constexpr (kHasLeaves<Epilogue>) return block.is_last_part && pending_.epilogue->is_last(block.leaf);
+    return block.is_last_part;
+  }
+
   template <bool kTwoTiles, bool kTwoPanels>
   void multiply_tiles(const Block<Element>& block) {
     if (block.is_first_part)
@@ -106,8 +113,12 @@ class ByTiles {
     // Copies, which stay in registers.
     Pending<Epilogue, Sum> pending = pending_;
     Prefetch prefetch(block, num_steps, Micro::kStep * kPanel * int64_t(sizeof(Element)) / 64);
+    int64_t expected = block.row;
+    const int64_t end_row = has_results(block) ? block.row + block.num_rows : block.row;
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
       prefetch.step();
+      for (const int64_t end = std::min(expected + num_taken, end_row); expected < end; ++expected)
+        pending.epilogue->expect(expected, block.pair);
       pending.take(num_taken);
     });
     pending_.next = pending.next;
@@ -117,7 +128,7 @@ class ByTiles {
     pending_.take(kAmxRows);
     if constexpr (kHasLeaves<Epilogue>) {
       const bool has_tree = pending_.epilogue->gemm.leaves.count > 1;
-      pending_.epilogue->begin(block.leaf, block.row, has_tree ? kept_levels(block.index) : nullptr, kAmxRows * 32);
+      pending_.epilogue->begin(block.leaf, block.row, has_tree ? kept_levels(block.index) : to, kAmxRows * 32);
     }
     pending_ = {pending_.epilogue, to, block.row, block.pair, block.num_panels, block.num_rows, 0};
     current_ = 1 - current_;
@@ -175,6 +186,7 @@ SPMD_INLINE void multiply_in_place(const Block<Element>& block, int64_t num_step
 struct AmxBf16 : OfTiles<AmxBf16, uint16_t, float> {
   static constexpr int kStep = 32;
   static constexpr bool kPacks = false;
+  static constexpr int64_t kKeptBlocks = 4, kKeptPairs = 8;  // the levels of leaves fit into the second-level cache
   static constexpr int64_t kRowsBytes = 1 << 20, kFewProducts = 1 << 20;
   static constexpr int64_t num_parts(int64_t num_rows, int64_t num_steps) {
     constexpr int64_t kFewRows = 4 * kAmxRows, kMaxSteps = 20;

@@ -19,7 +19,8 @@
 // Epilogues (gemm_epilogues.h) consume sums. Each thread has a copy. `take(row, pair, num_panels, sums)` gets the sums of
 // a row by a pair, [panel][16] as vectors; for one row, pairs come in ascending order. Epilogues that read the registers of
 // a micro-kernel (`kTakesRegisters`) save three per cent of a block, and are compiled once for each number of rows.
-// `finish()` is called once by each thread that had an item, one thread after another.
+// `expect(row, pair)` may come before it, and fetches what it will write. `finish()` is called once by each thread that had
+// an item, one thread after another.
 //
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),

@@ -63,8 +63,8 @@ struct Store {
 
   template <class Vector>
   SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Vector* sums) const {
-    const int64_t half = num_outputs / 2, column = pair * kPanel * (is_gated ? 1 : 2);
-    Element* const first_to = to + row * (to_stride > 0 ? to_stride : is_gated ? half : num_outputs) + column;
+    const int64_t half = num_outputs / 2, column = first_column(pair);
+    Element* const first_to = place(row, column);
     const float row_scale = scaling.row_scale(row);
     for (int part = 0; part < kPanelVectors; ++part) {
       const int lane = part * kLanes;
@@ -81,13 +81,28 @@ struct Store {
       else if (!passes_caches)
         store_floats(first_to + lane, first), store_floats(first_to + lane + kPanel, second);
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-      else
+      else if constexpr (sizeof(Element) == 2)
         _mm512_stream_si512(
             reinterpret_cast<__m512i*>(first_to), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+      else
+        _mm512_stream_ps(first_to, (__m512)first), _mm512_stream_ps(first_to + kPanel, (__m512)second);
 #endif
     }
   }
   void finish() const {}
+
+  // Has the lines of a row by a pair brought to the cache for `take`.
+  SPMD_INLINE_MEMBER void expect(int64_t row, int64_t pair) const {
+    if (passes_caches) return;
+    const Element* const first = place(row, first_column(pair));
+    __builtin_prefetch(first, 1, 2);
+    if (!is_gated) __builtin_prefetch(first + 2 * kPanel - 1, 1, 2);
+  }
+
+  SPMD_INLINE_MEMBER int64_t first_column(int64_t pair) const { return pair * kPanel * (is_gated ? 1 : 2); }
+  SPMD_INLINE_MEMBER Element* place(int64_t row, int64_t column) const {
+    return to + row * (to_stride > 0 ? to_stride : is_gated ? num_outputs / 2 : num_outputs) + column;
+  }
 
   SPMD_INLINE_MEMBER Floats biased(Floats value, int64_t column) const {
     return value + (bias == nullptr ? broadcast(Scaling::kNoBias) : load_floats(bias + column));
@@ -124,6 +139,7 @@ struct Argmax {
   void finish() const {
     for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, values[row], indices[row]);
   }
+  void expect(int64_t, int64_t) const {}
 };
 
 // The sum of all leaves: the bias has been added, and minus zero changes no number.
@@ -142,37 +158,46 @@ struct AddLeaves {
   const Element* bias;  // or null
   Store<Element, Total> rounded;
   Store<float, Total> part;  // used if it stores anywhere
-  // Of the block whose rows are taken, if a leaf is a part of the inputs; a level is [rows][32].
-  int64_t leaf = 0, first_row = 0, level_size = 0;
-  float* levels = nullptr;
+  // Of the block and leaf whose rows are taken, if a leaf is a part of the inputs: found once, because a row has few
+  // instructions between those of AMX.
+  const Element* leaf_bias = nullptr;
+  bool completes = true;
+  int num_left = 0;        // subtrees that the leaf completes
+  int64_t first_row = 0, level_size = 0;
+  float* place = nullptr;  // its level, [rows][32]
 
   static int level(int64_t leaf) { return __builtin_popcountll(uint64_t(leaf)); }
   static int num_additions(int64_t leaf) { return __builtin_ctzll(uint64_t(leaf) + 1); }
   bool is_last(int64_t of) const { return of + 1 == gemm.leaves.count; }
   bool has_bias(int64_t of) const { return of == 0 && bias != nullptr; }
 
-  void begin(int64_t of, int64_t row, float* of_block, int64_t size) {
-    leaf = of, first_row = row, levels = of_block, level_size = size;
+  void begin(int64_t leaf, int64_t row, float* levels, int64_t size) {
+    leaf_bias = has_bias(leaf) ? bias : nullptr, completes = is_last(leaf), num_left = num_additions(leaf);
+    first_row = row, level_size = size, place = levels + level(leaf) * size;
   }
 
   SPMD_INLINE_MEMBER void take(int64_t row, int64_t pair, int num_panels, const Floats* sums) const {
     Floats totals[2 * kPanelVectors];
-    for (int v = 0; v < num_panels * kPanelVectors; ++v) {
-      float* place = levels + level(leaf) * level_size + (row - first_row) * 32 + v * kLanes;
-      totals[v] = has_bias(leaf) ? sums[v] + load_floats(bias + pair * 2 * kPanel + v * kLanes) : sums[v];
-      for (int left = num_additions(leaf); left > 0; --left) {
-        place -= level_size;
-        totals[v] = load<Floats>(place) + totals[v];
-      }
-      if (!is_last(leaf)) store(place, totals[v]);
+    for (int v = 0; v < 2 * kPanelVectors; ++v) totals[v] = sums[v];
+    if (leaf_bias != nullptr)
+      for (int v = 0; v < num_panels * kPanelVectors; ++v)
+        totals[v] = totals[v] + load_floats(leaf_bias + pair * 2 * kPanel + v * kLanes);
+    float* left = place + (row - first_row) * 32;
+    for (int count = num_left; count > 0; --count) {
+      left -= level_size;
+      for (int v = 0; v < 2 * kPanelVectors; ++v) totals[v] = load<Floats>(left + v * kLanes) + totals[v];
     }
-    if (!is_last(leaf)) return;
-    if (part.to != nullptr)
+    if (!completes)
+      for (int v = 0; v < 2 * kPanelVectors; ++v) store(left + v * kLanes, totals[v]);
+    else if (part.to != nullptr)
       part.take(row, pair, num_panels, totals);
     else
       rounded.take(row, pair, num_panels, totals);
   }
   void finish() const {}
+  SPMD_INLINE_MEMBER void expect(int64_t row, int64_t pair) const {
+    part.to != nullptr ? part.expect(row, pair) : rounded.expect(row, pair);
+  }
 };
 
 template <class Element>
@@ -188,6 +213,9 @@ struct StoreSums {
       store(to + row * num_outputs + pair * 2 * kPanel + v * kLanes, sums[v]);
   }
   void finish() const {}
+  SPMD_INLINE_MEMBER void expect(int64_t row, int64_t pair) const {
+    for (int panel = 0; panel < 2; ++panel) __builtin_prefetch(to + row * num_outputs + (pair * 2 + panel) * kPanel, 1, 2);
+  }
 };
 
 }  // namespace

@@ -3,24 +3,37 @@
 #include "exports.h"
 #include "gemm_kernels.h"
 
+namespace {
+
+// Whether results go past the caches: complete lines, too many for a second-level cache to keep until they are read.
+template <class Element>
+bool passes_caches(const Element* to, int64_t num_rows, int64_t num_outputs, bool is_gated = false) {
+  constexpr int64_t kPassingBytes = 2 << 20;
+  const bool has_lines = reinterpret_cast<uintptr_t>(to) % 64 == 0 && num_outputs % 32 == 0 && !is_gated;
+  return amx::is_granted() && has_lines && num_rows * num_outputs * int64_t(sizeof(Element)) > kPassingBytes;
+}
+
+}  // namespace
+
 // Requires `spmd_packs_<dtype>`. `bias` may be null; of a gated weight, `to` has half as many columns as it has outputs.
 extern "C" void spmd_gemm_float32(
     const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const float* packed, int64_t num_outputs,
     const float* bias, float* to, int64_t is_gated, int64_t num_threads) {
   multiply(
       Gemm<float>{x, x_stride, num_rows, num_inputs, packed, num_outputs},
-      Store<float, Unscaled>{{}, num_outputs, bias, to, is_gated != 0}, num_threads);
+      Store<float, Unscaled>{
+          {}, num_outputs, bias, to, is_gated != 0, passes_caches(to, num_rows, num_outputs, is_gated != 0)},
+      num_threads);
 }
 
 extern "C" void spmd_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
-  constexpr int64_t kPassingBytes = 8 << 20;  // of results
-  const bool has_lines = reinterpret_cast<uintptr_t>(to) % 64 == 0 && num_outputs % 32 == 0 && is_gated == 0;
-  const bool passes_caches = amx::is_granted() && has_lines && num_rows * num_outputs * 2 > kPassingBytes;
   multiply(
       Gemm<uint16_t>{x, x_stride, num_rows, num_inputs, packed, num_outputs},
-      Store<uint16_t, Unscaled>{{}, num_outputs, bias, to, is_gated != 0, passes_caches}, num_threads);
+      Store<uint16_t, Unscaled>{
+          {}, num_outputs, bias, to, is_gated != 0, passes_caches(to, num_rows, num_outputs, is_gated != 0)},
+      num_threads);
 }
 
 // The same in leaves (gemm_driver.h): a row-parallel GEMM. `to` is float if `is_part`, otherwise rounded sums.
@@ -35,7 +48,9 @@ extern "C" void spmd_gemm_bfloat16(
     multiply(                                                                                                          \
         gemm,                                                                                                          \
         AddLeaves<Element>{                                                                                            \
-            gemm, bias, {{}, num_outputs, nullptr, rounded, false}, {{}, num_outputs, nullptr, part, false}},          \
+            gemm, bias,                                                                                                \
+            {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},                 \
+            {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}},                      \
         num_threads);                                                                                                  \
   }
 
