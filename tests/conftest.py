@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -164,6 +165,15 @@ def _our_logger_as_it_was() -> Iterator[None]:
     """A program configures it for its process, with the stream that is stderr at that moment: another test's is not."""
     with logger_as_it_was():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _onednn_without_amx() -> None:
+    """As in a worker, whose products come first: here a test's reference in bfloat16 may be oneDNN's first use."""
+    if "torch" in sys.modules:
+        from spmd_worker.ops.kernels.cpu.linear import keep_onednn_from_amx
+
+        keep_onednn_from_amx()
 
 
 @pytest.fixture

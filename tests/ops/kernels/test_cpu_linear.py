@@ -473,14 +473,16 @@ def test_batch_dependent_gemms_are_logged_once(packs_only, monkeypatch, caplog):
     assert "ONEDNN_MAX_CPU_ISA" in messages[0]
 
 
-def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatch):
-    """In a process of its own: what oneDNN may use is settled at its first product."""
+@pytest.mark.parametrize("first", ["float32", "bfloat16"])
+def test_onednns_rows_are_invariant_here_without_a_compiler(first, tmp_path, monkeypatch):
+    """In a process of its own: what oneDNN may use is settled at its first product, of a model of either dtype."""
     script = tmp_path / "invariant.py"
     script.write_text(
         "import os, torch\n"
         "from spmd_worker.ops.kernels.cpu.linear import PackedKernels, rows_are_invariant\n"
         "before = dict(os.environ)\n"
-        "PackedKernels().pack(torch.ones(16, 16, dtype=torch.bfloat16))\n"
+        f"PackedKernels().numerics(torch.{first})\n"
+        f"PackedKernels().pack(torch.ones(16, 16, dtype=torch.{first}))\n"
         "assert dict(os.environ) == before\n"
         "print(rows_are_invariant(torch.bfloat16), rows_are_invariant(torch.float32))\n"
     )

@@ -70,8 +70,6 @@ class PackedKernels(ReferenceKernels):
         """An opaque tensor as large as the weight, which can then be freed; the weight itself if oneDNN cannot pack."""
         if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
             return weight
-        if weight.dtype == torch.bfloat16:
-            keep_onednn_from_amx()
         warn_unless_invariant(weight.dtype)
         if can_pack(weight.dtype):
             return _pack(weight.detach())
@@ -188,13 +186,15 @@ def converts_to_float32(dtype: torch.dtype) -> bool:
     """Whether oneDNN, which cannot pack weights of this dtype on this CPU, multiplies them in float32."""
     if dtype != torch.bfloat16:
         return False
-    keep_onednn_from_amx()
     return not can_pack(torch.bfloat16) and can_pack(torch.float32)
 
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch's private oneDNN operations exist and work as expected."""
+    """Whether torch's private oneDNN operations exist and work as expected. All that calls oneDNN here asks this first,
+    of either dtype: a process may run a float32 model before one in bfloat16.
+    """
+    keep_onednn_from_amx()
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
     try:
         packed = _pack(torch.zeros_like(weight))
@@ -215,8 +215,11 @@ def keep_onednn_from_amx() -> None:
     value that the user set stays. Other bfloat16 GEMMs of oneDNN in this process lose AMX too.
     """
     if _has_amx() and _ISA_VARIABLE not in os.environ:
-        with _variable(_ISA_VARIABLE, _ISA_WITHOUT_AMX):
-            can_pack(torch.bfloat16)
+        with (
+            _variable(_ISA_VARIABLE, _ISA_WITHOUT_AMX),
+            contextlib.suppress(AttributeError, NotImplementedError, RuntimeError),
+        ):
+            _pack(torch.zeros(48, 32, dtype=torch.bfloat16))
 
 
 def _has_amx() -> bool:
