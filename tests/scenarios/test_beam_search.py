@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from plain_beams import plain_beams
 from reference_models import (
     checkpoint_folder,
     mixed_prompts,
@@ -120,25 +122,9 @@ EVEN = tuple(range(0, 211, 2))
 """End of sequence in the tests below, or these models would never come to it."""
 
 
-@torch.no_grad()
-def plain_beams(prompt: list[int], width: int, num_tokens: int, penalty: float) -> list[list[int]]:
-    """Over transformers' logits, computed anew for each beam; what ends is set aside."""
-
-    def score(each: tuple[list[int], float, bool]) -> float:
-        tokens, logprob, has_ended = each
-        return logprob / (len(prompt) + len(tokens) - has_ended) ** penalty
-
-    live: list[tuple[list[int], float, bool]] = [([], 0.0, False)]
-    ended: list[tuple[list[int], float, bool]] = []
-    for _ in range(num_tokens):
-        longer = []
-        for tokens, logprob, _has_ended in live:
-            row = torch.log_softmax(reference_logits(reference_model(NAME), [*prompt, *tokens])[-1], -1)
-            likeliest = row.topk(2 * width).indices.tolist()
-            longer += [([*tokens, each], logprob + float(row[each]), each in EVEN) for each in likeliest]
-        ended += [each for each in longer if each[2]]
-        live = sorted([each for each in longer if not each[2]], key=score, reverse=True)[:width]
-    return [tokens for tokens, _, _ in sorted([*ended, *live], key=score, reverse=True)[:width]]
+def log_probs(prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """transformers', of the token behind the tokens of an answer."""
+    return torch.log_softmax(reference_logits(reference_model(NAME), [*prompt, *tokens])[-1], -1)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 8.0])
@@ -148,7 +134,7 @@ def test_finished_beams_compete_with_unfinished_ones(llm: LLM, penalty: float, m
     monkeypatch.setattr(engine, "resolved", replace(engine.resolved, model_config=ends_even))
     outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=5, length_penalty=penalty))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert found(output, prompt) == plain_beams(prompt, 4, 5, penalty)
+        assert found(output, prompt) == plain_beams(partial(log_probs, prompt), len(prompt), 4, 5, penalty, EVEN)
         for each in output.sequences:
             has_ended = each.tokens[-1] in EVEN
             assert each.finish_reason == ("stop" if has_ended else "length")
