@@ -1,13 +1,24 @@
 """Answers of a tiny Whisper against transformers': its prompts, detected languages, timestamps and masks; and beams."""
 
-import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from speech_models import FIRST_STAMP, IDS, RATE, sound, speech_folder
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+from plain_beams import plain_beams
+from speech_models import (
+    FIRST_STAMP,
+    IDS,
+    RATE,
+    sound,
+    speech_folder,
+    speech_reference,
+    speech_rules,
+    their_beams,
+    their_transcripts,
+)
+from transformers import WhisperFeatureExtractor
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt, decoder_prompt, detected_language, segments
@@ -53,25 +64,8 @@ def our_answers(llm: LLM, settings: dict[str, Any], **sampling: Any) -> list[lis
     return [[*made.token_ids, *each.outputs[0].token_ids] for each in outputs]
 
 
-@torch.no_grad()
 def their_answers(features: torch.Tensor, settings: dict[str, Any]) -> list[list[int]]:
-    """Greedy, of the first window alone: `generate` computes what follows the last timestamp once more."""
-    model = WhisperForConditionalGeneration.from_pretrained(speech_folder()).eval()
-    config = copy.deepcopy(model.generation_config)
-    config.return_timestamps = settings.get("timestamps", False)
-    # transformers takes no task by default.
-    config.language, config.task = settings.get("language"), settings.get("task", "transcribe")
-    config.no_speech_threshold = None
-    ids = model._retrieve_init_tokens(features, len(features), config, model.config, features.shape[-1], {})
-    most = NUM_TOKENS - (ids.shape[1] - 1 if "language" not in settings else 0)
-    processors = model._retrieve_logit_processors(config, None, ids.shape[1], 1, "cpu")
-    for _ in range(most):
-        scores = model(input_features=features, decoder_input_ids=ids).logits[:, -1]
-        for each in processors:
-            scores = each(ids, scores)
-        ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), dim=1)
-    rows = ids.tolist()
-    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+    return their_transcripts(speech_reference(), features, settings, NUM_TOKENS)
 
 
 @pytest.mark.gate("English", "translated, timestamps", "detected language, timestamps")
@@ -116,3 +110,67 @@ def test_one_beam_of_speech_is_greedy(llm: LLM):
     greedy = llm.generate(prompts(made), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
     for beam, output in zip(beams, greedy, strict=True):
         assert beam.sequences[0].tokens == [*made.token_ids, *output.outputs[0].token_ids]
+
+
+def log_probs(features: torch.Tensor, prompt: list[int], processors: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers', of the token behind the tokens of an answer, with its rules."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = speech_reference()(input_features=features, decoder_input_ids=ids).logits[:, -1]
+    found: torch.Tensor = processors(ids, logits.log_softmax(-1))[0]
+    return found
+
+
+@pytest.mark.gate("translated, timestamps")
+@pytest.mark.parametrize("name", ["English", "translated, timestamps"])
+def test_beams_of_speech_equal_transformers(llm: LLM, features: torch.Tensor, name: str):
+    """`generate` does not count a prompt in a beam's length: where beams end, a plain search is compared."""
+    made, reference = our_prompt(llm, SETTINGS[name]), speech_reference()
+    ids, processors = [*made.token_ids], speech_rules(reference, SETTINGS[name], len(made.token_ids))
+    assert made.rules is not None
+    has_ended = False
+    for width in (2, 3):
+        # Neither may end a beam.
+        rules = replace(made.rules, suppress_tokens=(*made.rules.suppress_tokens, END))
+        without_end = [*processors, lambda _, scores: scores.index_fill(1, torch.tensor([END]), -torch.inf)]
+        params = BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True, token_rules=rules)
+        for given, output in zip(features, llm.beam_search(prompts(made), params), strict=True):
+            wanted, scores = their_beams(reference, given[None], ids, without_end, width, 6)
+            assert [each.tokens for each in output.sequences] == wanted
+            assert [each.cum_logprob for each in output.sequences] == pytest.approx(scores, abs=1e-4)
+        params = BeamSearchParams(beam_width=width, max_tokens=NUM_TOKENS, length_penalty=1.0)
+        beams = llm.beam_search(prompts(made)[:2], params)
+        for given, output in zip(features[:2], beams, strict=True):
+            given_log_probs = partial(log_probs, given[None], ids, processors)
+            found = plain_beams(given_log_probs, len(ids), width, NUM_TOKENS, 1.0, [END])
+            assert [each.tokens for each in output.sequences] == [[*ids, *each] for each in found]
+        has_ended |= any(each.finish_reason == "stop" for output in beams for each in output.sequences)
+    assert has_ended
+
+
+@pytest.mark.gate("recompute")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_sampled_speech_is_the_same_in_any_order(llm: LLM, mode: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
+    made = our_prompt(llm, SETTINGS["translated, timestamps"])
+    params = [
+        SamplingParams(temperature=1, seed=index // 2, max_tokens=24, n=1 + index % 2, logprobs=0, ignore_eos=True)
+        for index in range(len(SOUNDS))
+    ]
+
+    def answers(opened: LLM, indices: list[int]) -> list[Any]:
+        given = [prompts(made)[index] for index in indices]
+        outputs = opened.generate(given, [params[index] for index in indices], use_tqdm=False)
+        return [[[one.token_ids, str(one.logprobs)] for one in each.outputs] for each in outputs]
+
+    order, every = [2, 0, 3, 1], [*range(len(SOUNDS))]
+    alone = [answers(llm, [index])[0] for index in every]
+    assert len({str(each) for each in alone}) == len(alone)
+    assert answers(llm, every) == alone
+    assert answers(llm, order) == [alone[index] for index in order]
+    options = {"preemption_mode": mode, "swap_space": 0.01 * (mode == "swap"), "max_num_batched_tokens": 150}
+    small = {"device": "cpu", "block_size": 8, "num_blocks": 2 * 13 + 12, **options}
+    with LLM(str(speech_folder()), dtype="float32", **small) as opened:
+        assert answers(opened, order) == [alone[index] for index in order]
+        counters = opened.llm_engine.counters
+        assert counters.num_preemptions > 0
+        assert bool(counters.num_swapped_in) == (mode == "swap")

@@ -1,5 +1,6 @@
 """A tiny Whisper with random weights: its tokenizer of bytes, its special tokens, windows of two seconds; and audio."""
 
+import copy
 import io
 import json
 import wave
@@ -7,11 +8,13 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+from transformers import GenerationConfig, LogitsProcessorList, WhisperConfig, WhisperForConditionalGeneration
+from transformers.generation import GenerationMixin
 
 WINDOW_S: Final = 2
 RATE: Final = 16_000
@@ -103,6 +106,75 @@ def speech_folder() -> Path:
     write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(feature_settings()))
     return folder
+
+
+@cache
+def speech_reference() -> WhisperForConditionalGeneration:
+    """transformers' model of `speech_folder`."""
+    return WhisperForConditionalGeneration.from_pretrained(speech_folder()).eval()
+
+
+def _settings_of(model: WhisperForConditionalGeneration, settings: dict[str, Any]) -> GenerationConfig:
+    config = copy.deepcopy(model.generation_config)
+    config.return_timestamps = settings.get("timestamps", False)
+    # transformers takes no task by default.
+    config.language, config.task = settings.get("language"), settings.get("task", "transcribe")
+    config.no_speech_threshold = None
+    return config
+
+
+def speech_rules(
+    model: WhisperForConditionalGeneration, settings: dict[str, Any], num_prompt: int
+) -> LogitsProcessorList:
+    """transformers' rules of the answer to a prompt of so many tokens."""
+    config = _settings_of(model, settings)
+    return LogitsProcessorList(model._retrieve_logit_processors(config, None, num_prompt, 1, "cpu"))
+
+
+@torch.no_grad()
+def their_transcripts(
+    model: WhisperForConditionalGeneration, features: torch.Tensor, settings: dict[str, Any], num_tokens: int
+) -> list[list[int]]:
+    """Prompts and greedy answers, of the first window alone: `generate` computes what follows the last timestamp once
+    more. A detected language is of the answer, and of its number of tokens.
+    """
+    config = _settings_of(model, settings)
+    ids = model._retrieve_init_tokens(features, len(features), config, model.config, features.shape[-1], {})
+    most = num_tokens - (ids.shape[1] - 1 if "language" not in settings else 0)
+    processors, end = speech_rules(model, settings, ids.shape[1]), config.eos_token_id
+    encoded = model.model.encoder(features)
+    for _ in range(most):
+        scores = processors(ids, model(encoder_outputs=encoded, decoder_input_ids=ids).logits[:, -1])
+        ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), dim=1)
+    rows = ids.tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+@torch.no_grad()
+def their_beams(
+    model: WhisperForConditionalGeneration,
+    features: torch.Tensor,
+    prompt: list[int],
+    rules: list[Any],
+    width: int,
+    num_tokens: int,
+) -> tuple[list[list[int]], list[float]]:
+    """Beams behind a prompt, with it, none of which ends; and their scores."""
+    settings = GenerationConfig(
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=num_tokens,
+        length_penalty=0.0,
+        pad_token_id=IDS["<|endoftext|>"],
+        decoder_start_token_id=prompt[0],
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    given = {"decoder_input_ids": torch.tensor([prompt]), "logits_processor": LogitsProcessorList(rules)}
+    # The class's own `generate` is for recordings of any length.
+    with patch.object(model, "generation_config", settings):
+        made = GenerationMixin.generate(model, features, **given)
+    return made.sequences.tolist(), made.sequences_scores.tolist()
 
 
 def feature_settings() -> dict[str, Any]:
