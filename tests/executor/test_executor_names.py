@@ -132,8 +132,11 @@ def test_executor_profile_writes_a_trace(executor: Executor, tmp_path: Path):
         executor.collective_rpc("profile", args=(False,))
 
 
-def test_names_without_effect_answer(executor: Executor):
+def test_names_without_effect_answer(executor: Any):
     executor.reset_mm_cache()
+    # A model of text keeps nothing of images.
+    assert executor.driver_worker.mm_receiver_cache is None
+    assert executor.driver_worker._apply_mm_cache(None) is None
     assert executor.take_draft_token_ids() is None
     assert (executor.uses_ray, executor.supports_pp) == (False, True)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import torch
 from injected_tower import HIDDEN_SIZE, Picture, injected, picture, prompt, table_rows
 from safetensors.torch import load_file
 from torch import Tensor
@@ -229,6 +230,30 @@ def test_rows_are_dropped_by_changes(llm: LLM, expected: list[Any], change: str)
     before = llm.llm_engine.counters.num_rows_encoded
     assert answers(llm, PROMPTS[:1], PARAMS[:1]) == expected[:1]
     assert llm.llm_engine.counters.num_rows_encoded == before + 11
+
+
+def test_receiver_cache_follows_plans_alone(llm: LLM, expected: list[Any]):
+    """The names of vLLM's worker have nothing to do: a plan says which rows are made and dropped."""
+    wrapper, engine = llm.llm_engine.executor.driver_worker, llm.llm_engine
+    store = store_of(llm)
+    llm.reset_mm_cache()
+    llm.reset_prefix_cache()
+    assert answers(llm, PROMPTS[:1], PARAMS[:1]) == expected[:1]
+    names, num_encoded = store.names, engine.counters.num_rows_encoded
+    assert len(names) > 0
+    rows = {name: store._rows[name].clone() for name in names}
+    assert wrapper._apply_mm_cache(None) is None
+    assert wrapper.worker.reset_mm_cache() is None
+    assert store.names == names == [*engine.scheduler.media_rows.names]
+    assert all(torch.equal(store._rows[name], each) for name, each in rows.items())
+    # The tokens are in the prefix cache: no step needs rows, and none drops them.
+    assert answers(llm, PROMPTS[:1], PARAMS[:1]) == expected[:1]
+    assert (store.names, engine.counters.num_rows_encoded) == (names, num_encoded)
+    # Negative control: the executor's call is the engine's, whose next plan drops all.
+    engine.executor.reset_mm_cache()
+    assert store.names == names
+    assert answers(llm, PROMPTS[:1], PARAMS[:1]) == expected[:1]
+    assert store.names == [*engine.scheduler.media_rows.names] == []
 
 
 def test_images_that_never_fit_are_refused(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
