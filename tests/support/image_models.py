@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5")
+KINDS: Final = (*MODELS, "qwen3_5", "idefics3")
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -65,7 +65,7 @@ _NAMED_IDS: Final = {
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return "qwen3_vl" if kind == "qwen3_5" else kind
+    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm"}.get(kind, kind)
 
 
 @cache
@@ -142,7 +142,9 @@ def _their_inputs(kind: str, pictures: Sequence[Pixels], text: str) -> tuple[lis
     media = media_kind(kind)
     with one_axis_a_call():
         inputs = oracle_inputs(media, list(pictures))
-    texts = oracle_texts(media, inputs, len(pictures))
+    # 8 x 8 patches a square, of which a token takes 4 x 4.
+    own = {"image_seq_len": 4} if kind == "idefics3" else {}
+    texts = oracle_texts(media, inputs, len(pictures), **own)
     whole = replaced(text, PLACEHOLDERS[media].marker, texts)
     ids = list(tokenizer_of_images().encode(whole).ids)
     return ids, _tensors(kind, inputs, torch.tensor([ids]))

@@ -65,8 +65,8 @@ def processing_module(name: str) -> Any:
             del sys.modules[needed]
 
 
-def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int) -> list[str]:
-    """Texts in place of the placeholders."""
+def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: Any) -> list[str]:
+    """Texts in place of the placeholders, by a processor with some attributes changed."""
     if kind == "gemma3":
         token = SimpleNamespace(boi_token="<start_of_image>", eoi_token="<end_of_image>")
         return [f"\n\n{token.boi_token}{'<image_soft_token>' * 16}{token.eoi_token}\n\n"] * num_images
@@ -116,7 +116,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int) -> list[str
         own |= {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     class_ = getattr(processing_module(name), class_name)
     settings = {key: value for key, value in MODELS[kind].settings.items() if key == "image_grid_pinpoints"}
-    stub = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2, **settings), **own)
+    stub = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2, **settings), **{**own, **changes})
     for method in ("_get_number_of_features", "_get_unpadded_features"):
         if hasattr(class_, method):
             setattr(stub, method, getattr(class_, method).__get__(stub))

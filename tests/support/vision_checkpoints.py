@@ -114,6 +114,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    "idefics3": (
+        "Idefics3",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "image_size": 112}, "scale_factor": 4},
+    ),
 }
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
@@ -175,7 +180,7 @@ def image_of(name: str, number: int) -> ImagePixels:
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
-    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm")) else 1
+    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3")) else 1
     if name == "llava_onevision":
         height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
@@ -202,7 +207,7 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
-    return {"pixel_values": planes[None] if name == "smolvlm" else planes}
+    return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 
 @torch.no_grad()

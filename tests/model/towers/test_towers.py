@@ -123,6 +123,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
+    "idefics3": [{"eps": 1e-6}],
 }
 
 
