@@ -15,10 +15,6 @@ from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 
-UNSUPPORTED: Final = (
-    "this run takes no images: the model is for text, its folder has no preprocessor_config.json, or "
-    "limits.max_images is 0"
-)
 TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
 NUM_DIGEST_BYTES: Final = 16
 _MISMATCH: Final = "placeholder_mismatch"
@@ -84,10 +80,16 @@ class ImagePrompts:
         return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
 
 
-def check_images(images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool) -> ImagePrompts:
-    """`images`, for a prompt whose images can be prepared. Raises MediaError."""
+def check_images(
+    images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool, architecture: str = ""
+) -> ImagePrompts:
+    """`images`, for a prompt whose images can be prepared. Raises MediaError, which names the `architecture`."""
     if images is None:
-        raise MediaError("images_unsupported", UNSUPPORTED)
+        raise MediaError(
+            "images_unsupported",
+            f"this run takes no images: the model{f' ({architecture})' if architecture else ''} runs with text alone, "
+            "its folder has no preprocessor_config.json, or limits.max_images is 0: leave images out",
+        )
     if is_truncated:
         raise MediaError("conflicting_keys", TRUNCATED)
     if any(each is None for each in sources):

@@ -151,12 +151,14 @@ def encode_prompt(
     check_text: CheckText | None = None,
     read_rows: ReadRows = _reject_rows,
     images: ImagePrompts | None = None,
+    architecture: str = "",
 ) -> Encoded:
     """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
-    tokenizer. `check_text` is None for a prompt that will be truncated, `images` for a model without images.
+    tokenizer. `check_text` is None for a prompt that will be truncated, `images` for a model without images, whose
+    `architecture` errors name.
     """
     if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows, images)
+        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows, images, architecture)
     pair = prompt if isinstance(prompt, TextPair) else None
     text = plain_text(prompt)
     if pair is None and text is None:
@@ -226,10 +228,11 @@ def _encode_mapping(
     check_text: CheckText | None,
     read_rows: ReadRows,
     images: ImagePrompts | None,
+    architecture: str,
 ) -> Encoded:
     if _SALT_KEY in prompt:
         plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
-        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows, images)
+        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows, images, architecture)
         salted.cache_salt = prompt[_SALT_KEY]
         return salted
     given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
@@ -246,7 +249,7 @@ def _encode_mapping(
     except MediaError as error:
         return Encoded(None, (), str(error))
     if sources:
-        return _encode_with_images(prompt, sources, need_tokenizer, check_text, images)
+        return _encode_with_images(prompt, sources, need_tokenizer, check_text, images, architecture)
     if prompt.get("prompt_embeds") is not None:
         if "prompt_token_ids" in prompt:
             return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
@@ -270,11 +273,12 @@ def _encode_with_images(
     need_tokenizer: Callable[[], Tokenizer],
     check_text: CheckText | None,
     images: ImagePrompts | None,
+    architecture: str,
 ) -> Encoded:
     text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
     encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
     try:
-        images = check_images(images, sources, is_truncated=check_text is None)
+        images = check_images(images, sources, is_truncated=check_text is None, architecture=architecture)
         if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
             raise ValueError("a prompt with images is text under prompt, or prompt_token_ids")
         tokenizer = need_tokenizer()

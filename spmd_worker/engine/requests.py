@@ -71,6 +71,7 @@ class Requests:
                 needs_ids=model_config.num_layer_inputs > 0,
             ),
             images=open_image_prompts(resolved),
+            architecture=model_config.architecture,
             media=media_row_limits(resolved),
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),

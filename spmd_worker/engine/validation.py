@@ -61,7 +61,8 @@ class RequestLimits:
     """Limits of one engine; `max_model_len` counts prompt and output tokens. `grammars` compiles structured outputs,
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
-    which `encoder_prompts` reads. `nums_chosen` are the numbers of experts that sparse layers choose for a token.
+    which `encoder_prompts` reads. `architecture` is the model's, for errors. `nums_chosen` are the numbers of experts
+    that sparse layers choose for a token.
     """
 
     vocab_size: int
@@ -71,6 +72,7 @@ class RequestLimits:
     pooling: PoolingConfig | None = None
     rows: EmbedsReader | None = None
     images: ImagePrompts | None = None
+    architecture: str = ""
     media: MediaRowLimits = NO_MEDIA
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None

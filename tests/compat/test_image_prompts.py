@@ -77,7 +77,7 @@ def test_sources_of_one_picture_have_one_name(folder: Path, tokenizer: Tokenizer
     [
         (two(prompt=WRITTEN), {}, "1 placeholders '<|image_pad|>', but it has 2 images"),
         (two(prompt_token_ids=[1, 2]), {}, "0 placeholder ids"),
-        (two(prompt=WRITTEN), {"images": None}, "takes no images: the model is for text, "),
+        (two(prompt=WRITTEN), {"images": None}, "takes no images: the model runs with text alone, "),
         (two(prompt=WRITTEN), {"check_text": None}, "truncate_prompt_tokens cuts tokens"),
         (two(prompt_embeds=[[0.0]]), {}, "is text under prompt, or prompt_token_ids"),
         ({"prompt": "a", "multi_modal_data": {"video": [1]}}, {}, "has video: only images are supported"),

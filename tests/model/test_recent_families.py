@@ -4,6 +4,7 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from family_mutants import entries
@@ -201,11 +203,10 @@ TEXT_PARTS = {
 """Architecture, the beginning of names that another replaces, and that of names for images."""
 
 
-@pytest.mark.parametrize("name", TEXT_PARTS)
-def test_text_of_a_file_with_images_has_the_same_logits(name: str, tmp_path: Path):
-    architecture, prefix, other_prefix, images = TEXT_PARTS[name]
-    name = name.split()[0]
-    folder = tmp_path / "with_images"
+def with_images_beside(folder: Path, part: str) -> None:
+    """Write a file with the text of a case inside it, as models that take images have."""
+    architecture, prefix, other_prefix, images = TEXT_PARTS[part]
+    name = part.split()[0]
     shutil.copytree(recent_folder(name), folder)
     config = json.loads((folder / "config.json").read_text())
     text = {key: value for key, value in config.items() if key not in ("architectures", "transformers_version")}
@@ -220,7 +221,35 @@ def test_text_of_a_file_with_images_has_the_same_logits(name: str, tmp_path: Pat
         for other in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
             tensors[f"{other_prefix}layers.5.self_attn.{other}"] = torch.ones(2)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert worst_error(name, run_rows([new_model(folder)], ROWS)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("part", TEXT_PARTS)
+def test_text_of_a_file_with_images_has_the_same_logits(part: str, tmp_path: Path):
+    with_images_beside(tmp_path / "with_images", part)
+    found = run_rows([new_model(tmp_path / "with_images")], ROWS)[0]
+    assert worst_error(part.split()[0], found) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma4_small", "llama4"])
+def test_images_are_refused_by_the_models_name(name: str, tmp_path: Path):
+    """Text beside them is answered."""
+    architecture = TEXT_PARTS[name][0]
+    folder = tmp_path / "with_images"
+    with_images_beside(folder, name)
+    text, picture = [5, 7, 11, 13], np.zeros((28, 28, 3), np.uint8)
+    prompts = [
+        {"prompt_token_ids": text},
+        {"prompt_token_ids": text, "multi_modal_data": {"image": picture}},
+        {"prompt": "What is it?", "multi_modal_data": {"image": [picture]}},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    words = rf"takes no images: the model \({architecture}\) runs with text alone.*: leave images out$"
+    with LLM(str(folder), dtype="float32", device="cpu", num_blocks=64) as llm:
+        plain, *refused = llm.generate(prompts, params, use_tqdm=False, on_error="row")
+        assert len(plain.outputs[0].token_ids) == 4
+        assert llm.llm_engine.model_config.architecture == architecture
+        for each in refused:
+            assert re.search(words, each.error or ""), each.error
 
 
 # ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------

@@ -16,4 +16,5 @@ def encode_given(prompt: Any, engine: Engine, *, is_truncated: bool, images: Ima
         given = (limits.encoder_prompts, engine.need_tokenizer, engine.tokenizer, limits.check_text, is_truncated)
         return EncoderDecoderReader(*given).encode(prompt)
     check_text = None if is_truncated else limits.check_text
-    return encode_prompt(prompt, engine.need_tokenizer, check_text, row_reading(limits), images or limits.images)
+    given_images = (images or limits.images, limits.architecture)
+    return encode_prompt(prompt, engine.need_tokenizer, check_text, row_reading(limits), *given_images)

@@ -84,7 +84,8 @@ class PromptEncoder:
             if given.error is not None:
                 raise given.error
             if sources:
-                images = check_images(images, sources, is_truncated=is_truncated)
+                name = self._engine.limits.architecture
+                images = check_images(images, sources, is_truncated=is_truncated, architecture=name)
                 check_conversation(images, messages)
             text = render(messages, options, tokenizer)
             if not is_truncated:

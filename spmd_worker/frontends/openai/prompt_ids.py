@@ -45,7 +45,7 @@ def encode(
 def prepare_images(prompt: ReadPrompt, engine: RequestLimits, *, is_truncated: bool) -> tuple[PreparedImage, ...]:
     """Prepare the images of a prompt. Raises InvalidRequestError."""
     try:
-        check_images(engine.images, prompt.images, is_truncated=is_truncated)
+        check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=engine.architecture)
         assert engine.images is not None, "checked"
         return engine.images.prepare(prompt.images)
     except MediaError as error:
@@ -71,7 +71,8 @@ def encode_with_images(
     of_text = partial(_encoded, tokenizer, adds_special_tokens=True)
     of_piece = partial(_encoded, tokenizer, adds_special_tokens=False)
     try:
-        images = check_images(engine.images, prompt.images, is_truncated=is_truncated)
+        name = engine.architecture
+        images = check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=name)
         if isinstance(prompt, TokensPrompt):
             return None, images.of_ids(prompt.token_ids, media, of_piece)
         if isinstance(prompt, ChatPrompt):
