@@ -5,6 +5,8 @@ mean anything, so T5's queries, which nothing scales, stay as small as its initi
 """
 
 import copy
+import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,9 +16,11 @@ import numpy as np
 import torch
 import transformers
 from run_folder import made_once
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, WhisperFeatureExtractor
+
+from spmd_worker.tokenizer.languages import LANGUAGES
 
 RATE: Final = 16_000
 NUM_TOKENS: Final = 24
@@ -93,7 +97,7 @@ def full_size(name: str) -> FullSize:
     model = _class_of(name).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if SHAPES[name][0] == "Whisper":
         extractor = WhisperFeatureExtractor()
-        sounds = [_sound(length_s, seed) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
+        sounds = [speech_sound(length_s, seed) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
         features = [extractor(each, sampling_rate=RATE, return_tensors="pt").input_features for each in sounds]
         prompts = [_heard(each) for each in sounds]
         return FullSize(folder, model, prompts, features, len(sounds) * (-(-1500 // BLOCK_SIZE) + 1), 2000)
@@ -107,8 +111,38 @@ def full_size(name: str) -> FullSize:
 def full_size_prompts(name: str) -> list[dict[str, Any]]:
     """For `LLM.generate`, in a process that needs no model of transformers."""
     if SHAPES[name][0] == "Whisper":
-        return [_heard(_sound(length_s, seed)) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
+        return [_heard(speech_sound(length_s, seed)) for seed, length_s in enumerate(AUDIO_LENGTHS_S)]
     return [{"prompt": each} for each in _texts()]
+
+
+def speech_with_rules(folder: Path) -> Path:
+    """The model of whisper-tiny's sizes, with what its release has for timestamps and languages."""
+    shutil.copytree(full_size("whisper-tiny").folder, folder)
+    languages = [f"<|{code}|>" for code in LANGUAGES][:99]
+    special = ["<|endoftext|>", "<|startoftranscript|>", *languages, "<|translate|>", "<|transcribe|>"]
+    special += ["<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    words = {f"w{index}": index for index in range(_END_OF_TEXT)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(f"<|{index * 0.02:.2f}|>", special=False) for index in range(1501)])
+    assert tokenizer.token_to_id("<|notimestamps|>") == WHISPER_PROMPT[-1]
+    assert tokenizer.get_vocab_size() == SHAPES["whisper-tiny"][1]["vocab_size"]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "generation_config.json"
+    settings = {
+        "no_timestamps_token_id": WHISPER_PROMPT[-1],
+        "max_initial_timestamp_index": 50,
+        "is_multilingual": True,
+        "lang_to_id": {each: tokenizer.token_to_id(each) for each in languages},
+        "task_to_id": {"translate": 50358, "transcribe": 50359},
+        "suppress_tokens": [*range(50259, 50364)],
+        "prev_sot_token_id": 50361,
+    }
+    given = json.loads(path.read_text())
+    # Or transformers reads what it knows of all models alone.
+    given.pop("_from_model_config", None)
+    path.write_text(json.dumps({**given, **settings}))
+    return folder
 
 
 @torch.no_grad()
@@ -204,7 +238,7 @@ def _texts() -> list[str]:
     return [" ".join([f"w{each}" for each in chance.integers(10, 30_000, length)]) for length in TEXT_LENGTHS]
 
 
-def _sound(length_s: float, seed: int) -> np.ndarray:
+def speech_sound(length_s: float, seed: int) -> np.ndarray:
     """A tone and noise, float32 at 16 kHz."""
     chance, num_samples = np.random.default_rng(seed), int(length_s * RATE)
     tone = 0.3 * np.sin(np.arange(num_samples) * chance.uniform(0.05, 0.6))
