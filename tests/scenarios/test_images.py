@@ -149,7 +149,7 @@ def distance(theirs: tuple[list[int], list[int], list[float]], ours: Any) -> flo
     return max(abs(dict(each)[token] - right) for each, token, right in zip(numbers, ids, logprobs, strict=True))
 
 
-@pytest.mark.gate("gemma3", "qwen3_vl", "llava_onevision", "internvl", "pixtral")
+@pytest.mark.gate("gemma3", "qwen3_vl", "llava_onevision", "internvl", "pixtral", "idefics3")
 @pytest.mark.guarantee("Answers about images are those of transformers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_ids_are_those_of_transformers(kind: str, models: Models):
