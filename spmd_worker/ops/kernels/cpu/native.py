@@ -54,7 +54,7 @@ from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
-    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
+    *("rms_norm", "add_rms_norm", "add", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
     *("gemm", "gemm_leaves", "gemm_heads"),
     *("argmax", "prob_sums", "invert_cdf", "count_above", "forbid"),
 )
@@ -276,6 +276,14 @@ class CpuKernels(PackedKernels):
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
             *(x.shape[0], x.shape[1], weight.data_ptr(), eps, num_threads()),
         )
+        return x
+
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        check_dtype(x, y)
+        assert x.ndim == 2, x.shape
+        assert y.shape == x.shape, (x.shape, y.shape)
+        assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
+        self._functions["add", x.dtype](x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape, num_threads())
         return x
 
     def full_norm(
