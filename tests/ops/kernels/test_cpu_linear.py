@@ -28,6 +28,7 @@ from spmd_worker.native import build
 from spmd_worker.ops.kernels.cpu import linear
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ops.kernels.cpu.panels import are_panels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 # (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
@@ -128,8 +129,8 @@ def many_rows_for(kernels, num_inputs):
     return 70 if num_inputs > 1000 else 140
 
 
-# Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
-# panel that is alone; rows that share sets of a cache.
+# Where products are cut in other ways: few rows and many, short and long ones, a last panel that is alone; rows that share
+# sets of a cache.
 CUTS = tiers(
     [(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400), (4096, 272)], stress=[(1536, 576), (896, 2080)]
 )
@@ -333,6 +334,25 @@ def test_missing_float32_piece_is_detected(tmp_path, monkeypatch):
     planted = emulated()
     compiled_with.cache_clear()
     assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
+
+
+@pytest.mark.gate("native-*", "*AMX-*")
+@each_dtype
+def test_results_past_caches_have_same_bits(kernels, dtype):
+    """As many as an AMX product does not keep in a cache, against few; plain, and in leaves."""
+    weight, x, bias = (numbers(*shape, dtype=dtype) for shape in ((2048, 64), (544, 64), (2048,)))
+    packed, ends = kernels.pack(weight), (32, 64)
+    ways = [lambda rows: kernels.linear(rows, packed, bias)]
+    if are_panels(packed):
+        ways += [
+            lambda rows: kernels.linear_of_leaves(rows, packed, bias, ends, dtype),
+            lambda rows: kernels.linear_of_leaves(rows, packed, bias, ends, torch.float32),
+        ]
+    for multiply in ways:
+        for num_threads in (1, 2):
+            with threads(num_threads):
+                whole, parts = multiply(x), [multiply(rows) for rows in x.split(60)]
+                assert torch.equal(whole, torch.cat(parts)), num_threads
 
 
 @each_dtype
