@@ -129,8 +129,8 @@ def many_rows_for(kernels, num_inputs):
     return 70 if num_inputs > 1000 else 140
 
 
-# Where products are cut in other ways: few rows and many, short and long ones, a last panel that is alone; rows that share
-# sets of a cache.
+# Where products are cut in other ways: few rows and many, short and long ones, a last panel that is alone; rows that
+# share sets of a cache.
 CUTS = tiers(
     [(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400), (4096, 272)], stress=[(1536, 576), (896, 2080)]
 )
