@@ -12,13 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from vision_checkpoints import CASES, IMAGE_TOKEN, MEAN, STD, image_of, their_rows, vision_folder, vision_reference
+from vision_checkpoints import (
+    CASES,
+    IMAGE_TOKEN,
+    MEAN,
+    PADDED,
+    REAL_HEADS,
+    STD,
+    image_of,
+    their_rows,
+    vision_folder,
+    vision_reference,
+)
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
+from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -31,7 +43,8 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-EVERY = sorted(CASES)
+EVERY = sorted({*CASES} - {*REAL_HEADS})
+IN_MATRIX = [pytest.param(each, marks=pytest.mark.matrix) for each in REAL_HEADS]
 CPU = torch.device("cpu")
 
 
@@ -92,7 +105,7 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *REAL_HEADS])
 def test_rows_equal_those_of_transformers(name: str):
     images = [image_of(name, number) for number in range(3)]
     expected = [their_rows(name, image) for image in images]
@@ -138,7 +151,25 @@ def test_comparison_detects_changed_numbers(name: str):
         assert any(difference(our_rows(model, image), rows) > 10 * TOLERANCE for image, rows in pairs), changes
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("is_native", [True, False])
+def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: numbers behind a head's own take part in its products."""
+    model, image = new_model(name, is_native=is_native), image_of(name, 2)
+    expected, make = their_rows(name, image), ImageAttention.__init__
+
+    def filled(attention: ImageAttention, *args: Any) -> None:
+        make(attention, *args)
+        assert attention._padded is not None
+        assert attention._padded.shape[-1] == 80
+        attention._padded.normal_(generator=torch.Generator().manual_seed(1))
+
+    assert difference(our_rows(model, image), expected) < TOLERANCE
+    monkeypatch.setattr(ImageAttention, "__init__", filled)
+    assert difference(our_rows(model, image), expected) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*EVERY, *IN_MATRIX])
 def test_bfloat16_rows_are_near(name: str):
     model, image = new_model(name, dtype=torch.bfloat16), image_of(name, 0)
     ours = tuple([each.float() for each in our_rows(model, image)])
@@ -153,6 +184,11 @@ def test_bfloat16_rows_are_near(name: str):
         ("qwen2_5_vl", torch.float32),
         pytest.param("llava", torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param("gemma3", torch.float32, marks=pytest.mark.matrix),
+        *[
+            pytest.param(name, dtype, marks=pytest.mark.matrix)
+            for name in REAL_HEADS
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
     ],
 )
 def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
