@@ -202,10 +202,11 @@ def _gemm_table(kernels: Kernels, seconds: float) -> list[dict[str, object]]:
     for dtype_name, (num_outputs, num_inputs), num_rows in itertools.product(DTYPES, GEMMS, (1, 16, 64, 512)):
         weight = torch.randn(num_outputs, num_inputs).to(DTYPES[dtype_name])
         x, packed = torch.randn(num_rows, num_inputs).to(weight.dtype), kernels.pack(weight)
+        of_leaves = kernels.pack_leaves(weight)
         ends = [num_inputs * leaf // NUM_LEAVES for leaf in range(1, NUM_LEAVES + 1)]
         calls = (
             lambda: kernels.linear(x, packed, None),  # noqa: B023
-            lambda: kernels.linear_of_leaves(x, packed, None, ends, x.dtype),  # noqa: B023
+            lambda: kernels.linear_of_leaves(x, of_leaves, None, ends, x.dtype),  # noqa: B023
             lambda: F.linear(x, weight),  # noqa: B023
         )
         ours, in_leaves, plain = (_time(_keeping(call), seconds / 4)[0] for call in calls)

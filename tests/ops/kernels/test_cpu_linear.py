@@ -24,6 +24,7 @@ from native_libraries import (
     needs_avx512,
 )
 
+from spmd_worker.base.numerical_policy import HEAD
 from spmd_worker.native import build
 from spmd_worker.ops.kernels.cpu import linear
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
@@ -491,6 +492,15 @@ def test_batch_dependent_gemms_are_logged_once(packs_only, monkeypatch, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "ONEDNN_MAX_CPU_ISA" in messages[0]
+
+
+@pytest.mark.parametrize("dtype", linear.PACKED_DTYPES, ids=str)
+def test_numerics_ask_onednn_where_it_multiplies(dtype, monkeypatch):
+    """A host program's own products would lose AMX at that question."""
+    monkeypatch.setattr(linear, "can_pack", lambda of: pytest.fail("asked"))
+    assert "native" in CpuKernels(library_for(NATIVE)).numerics(dtype)[HEAD].implementation
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        CpuKernels(library_for(ONEDNN)).numerics(dtype)
 
 
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])

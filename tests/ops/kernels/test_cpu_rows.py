@@ -94,7 +94,7 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 @each_vector_library
 @each_dtype
 @looped("size", SIZES)
-def test_sums_in_place_have_bits_of_torch(instruction_set, dtype, size):
+def test_sums_in_place_are_those_of_torch(instruction_set, dtype, size):
     x, y = numbers(37, 2 * size, dtype=dtype), numbers(41, size, dtype=dtype)[2:39]
     expected = x[:, :size] + y
     rest = x[:, size:].clone()

@@ -51,6 +51,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
 )
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
@@ -93,7 +94,8 @@ class CpuKernels(PackedKernels):
             )
 
     def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
-        regions = super().numerics(dtype)
+        # oneDNN is not asked where it multiplies nothing: a host program's own products would lose AMX.
+        regions = ReferenceKernels.numerics(self, dtype) if self.has_gemm(dtype) else super().numerics(dtype)
         native = Region(f"native {self._library.instruction_set}", native_version())
         if self.has_gemm(dtype):
             of_products = native.with_constants(amx=self._library.has_amx)
@@ -279,6 +281,7 @@ class CpuKernels(PackedKernels):
         return x
 
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        """Subnormal sums may be zero in bfloat16, as with `add_rms_norm`."""
         check_dtype(x, y)
         assert x.ndim == 2, x.shape
         assert y.shape == x.shape, (x.shape, y.shape)
