@@ -172,8 +172,8 @@ GIVEN = {
     "five": [(_TALL, *_SMALL[:2], _TALL, _SMALL[2]), (_TALL,), (*_SMALL, _TALL, _SMALL[1])],
 }
 """Pictures of the prompts of one call."""
-LOGPROB_BOUNDS = {"mistral3": 2e-4, "pixtral": 1e-4, "gemma3": 1e-4, "qwen3_5": 1e-4}
-"""Most that log-probabilities may differ, about ten times of what they do; of other kinds 3e-5."""
+LOGPROB_BOUNDS = {"mistral3": 3e-4, "pixtral": 1e-4, "gemma3": 1e-4, "qwen3_5": 1e-4}
+"""Most that log-probabilities may differ, about ten times of what they do; of other kinds 4e-5."""
 OF_FIVE: dict[str, Any] = {"max_model_len": 640, "num_blocks": 256}
 
 
@@ -193,7 +193,7 @@ def test_greedy_ids_are_those_of_transformers(kind: str, number: str, models: Mo
             found = answers(llm, asked, [GREEDY] * len(asked))[:-1]
     worst = max(distance(their_answer(kind, each), ours) for each, ours in zip(given, found, strict=True))
     print(f"IMAGES OF {kind}, {number} in a prompt: log-probabilities within {worst:.1e} of transformers")
-    assert worst < LOGPROB_BOUNDS.get(kind, 3e-5)
+    assert worst < LOGPROB_BOUNDS.get(kind, 4e-5)
 
 
 @pytest.mark.control("Answers about images are those of transformers")
@@ -287,10 +287,16 @@ def test_forty_shuffled_prompts_have_the_bits_of_alone(kind: str):
 
 @pytest.mark.gate("gemma3", "qwen3_vl")
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
-@pytest.mark.parametrize("kind", WHOLE_KINDS)
-def test_prompt_cut_anywhere_has_one_answer(kind: str, models: Models, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *[pytest.param(kind, "float32", id=kind) for kind in WHOLE_KINDS],
+        *[pytest.param(kind, "bfloat16", id=f"{kind} bfloat16") for kind in ("gemma3", "qwen3_vl")],
+    ],
+)
+def test_prompt_cut_anywhere_has_one_answer(kind: str, dtype: str, models: Models, monkeypatch: pytest.MonkeyPatch):
     """In two chunks, cut at every place; where an image is seen whole, before it."""
-    llm, asked = models(kind).llm, prompt_of(kind, [noise(128, 128, 6)])
+    llm, asked = models(kind, dtype).llm, prompt_of(kind, [noise(128, 128, 6)])
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=1, ignore_eos=True)
     llm.reset_prefix_cache()
     expected = answers(llm, [asked], [params])
