@@ -195,7 +195,7 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
 
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
-SIZES = ((100, 140), (84, 70), (500, 490))
+SIZES = ((100, 140), (84, 50), (500, 490))
 """Images of LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
 

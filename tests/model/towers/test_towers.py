@@ -1,7 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
+from spmd_worker.model.towers import pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
+from spmd_worker.model.towers.layers import TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -167,6 +169,37 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
     assert difference(our_rows(model, image), expected) < TOLERANCE
     monkeypatch.setattr(ImageAttention, "__init__", filled)
     assert difference(our_rows(model, image), expected) > 10 * TOLERANCE
+
+
+right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+
+
+def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
+    """As many lines and columns of padding as there are, all of them from the end."""
+    lines, columns = right_unpadded(picture, size).shape[:2]
+    return picture[:lines, :columns]
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "llava_onevision": (squares, "_unpadded", cut_at_end),
+    "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "mistral3": (
+        pixtral,
+        "axial_angles",
+        lambda rows, columns, *rest, **kinds: right_angles(columns, rows, *rest, **kinds),
+    ),
+}
+"""Padding cut at one end, positions in another order, lines and columns exchanged."""
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_comparison_detects_other_places(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: rows are found at, or told, other places of the image."""
+    model, images = new_model(name), [image_of(name, number) for number in range(2)]
+    expected = [their_rows(name, image) for image in images]
+    monkeypatch.setattr(*MISTAKES[name])
+    for image, rows in zip(images, expected, strict=True):
+        assert difference(our_rows(model, image), rows) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", [*EVERY, *IN_MATRIX])
