@@ -78,7 +78,7 @@ class IsolatedAudioPreparer:
         try:
             answer = self._process.ask(pack(request))
         except BoundedProcessError as error:
-            raise MediaError("audio_unreadable", f"the audio cannot be decoded: {error}") from None
+            raise MediaError("audio_unreadable", f"decoding was ended: {error}") from None
         if "code" in answer:
             raise MediaError(answer["code"], answer["message"])
         return answer

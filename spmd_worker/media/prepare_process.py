@@ -48,7 +48,7 @@ class IsolatedPreparer:
         try:
             answer = self._process.ask(pack({"shape": shape, "is_alone": is_alone, PAYLOAD: data}))
         except BoundedProcessError as error:
-            raise MediaError("image_unreadable", f"the image cannot be decoded: {error}") from None
+            raise MediaError("image_unreadable", f"decoding was ended: {error}") from None
         if "code" in answer:
             raise MediaError(answer["code"], answer["message"])
         return _prepared(answer, source_digest)

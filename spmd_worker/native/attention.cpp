@@ -197,10 +197,10 @@ struct Attention {
 #if defined(SPMD_HAS_AMX)
     if constexpr (Type::kPair == 2)
       if (has_amx) {
-        for (int64_t index = first, num_rows; index < end; index += num_rows) {
-          num_rows = end - index >= kAmxRowsAtOnce ? kAmxRowsAtOnce : std::min<int64_t>(kAmxTileRows, end - index);
-          run_rows_amx(index, int(num_rows), number, tile, index == first ? &next : nullptr, amx_rows, scratch);
-        }
+        for (int64_t index = first; index < end; index += kAmxTileRows)
+          run_rows_amx(
+              index, int(std::min<int64_t>(kAmxTileRows, end - index)), number, tile, index == first ? &next : nullptr,
+              amx_rows, scratch);
         return;
       }
 #endif
@@ -232,11 +232,12 @@ struct Attention {
   void run_rows_amx(
       int64_t index, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next, int& amx_rows,
       Scratch& scratch) const {
+    Range visible[kAmxTileRows];
+    for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[index + r].within(number);
     const AttentionByUnit<Type> by_amx = {
         cache.head_size, cache.value_size(), scale, cap, distance_bias != nullptr, scratch};
-    const int tile_rows = std::min(num_rows, kAmxTileRows);
-    if (amx_rows != tile_rows) by_amx.set_up(amx_rows = tile_rows);
-    by_amx.run_rows(index, num_rows, number, tile, next);
+    if (amx_rows != num_rows) by_amx.set_up(amx_rows = num_rows);
+    by_amx.run_rows(index, num_rows, number, visible, tile, next);
   }
 #endif
 

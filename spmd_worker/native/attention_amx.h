@@ -1,5 +1,4 @@
-// Attention of query rows by AMX, 16 rows of a tile at a time, and two tiles in turn: what one stores for AMX, or AMX for
-// it, is in the cache before it is loaded again, because the other is computed in between.
+// Attention of query rows by AMX: up to 16 rows at a time.
 //
 // Tiles 0 to 3 hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and 8). Values are
 // multiplied in steps of 8 pairs, the 16 keys that are adjacent in any block.
@@ -36,67 +35,34 @@ struct AttentionByUnit {
     amx::use(shapes);
   }
 
-  // The rows of one AMX tile.
-  struct Rows {
-    int64_t index;  // the first, in the bundle
-    int count, place;  // place: the first in scores, probabilities and sums
-    Range visible[kAmxTileRows];
-    Range some, all;  // keys that any row sees; keys that every row sees which sees any
-    float decays[kAmxTileRows];
-  };
-
-  // Rows from `index` on: up to 16, or 32; `next`: the tile to prefetch, or null.
+  // Rows from `index` on; `next`: the tile to prefetch, or null.
   void run_rows(
-      int64_t index, int num_rows, int64_t tile_number, const Tile<Element>& tile, const Tile<Element>* next) const {
-    Rows all_rows[kAmxRowsAtOnce / kAmxTileRows];
-    int count = 0;
-    for (int place = 0; place < num_rows; place += kAmxTileRows) {
-      Rows& rows = all_rows[count];
-      rows.index = index + place, rows.count = std::min(kAmxTileRows, num_rows - place), rows.place = place;
-      count += find_visible(rows, tile_number);
+      int64_t index, int num_rows, int64_t tile_number, const Range* visible, const Tile<Element>& tile,
+      const Tile<Element>* next) const {
+    Range some = {kTile, 0}, all = {0, kTile};  // keys that any row sees; keys that every row sees which sees any
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
+      all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
     }
-    for (int each = 0; each < count; ++each) {
-      const Rows& rows = all_rows[each];
-      score_rows(
-          scratch.queries + rows.index * head_size / Type::kPair, tile, each == 0 ? next : nullptr,
-          scratch.scores + rows.place * kTile);
-    }
-    for (int each = 0; each < count; ++each) {
-      Rows& rows = all_rows[each];
-      for (int r = 0; r < rows.count; ++r)
-        if (!rows.visible[r].is_empty())
-          rows.decays[r] = probabilities_of_row<Type>(
-              rows.place + r, rows.index + r, tile_number, scale, cap, has_biases, rows.visible[r], scratch);
-    }
-    for (int each = 0; each < count; ++each) add_rows(all_rows[each], tile, each == 0 ? next : nullptr);
-  }
-
-  // False if no row sees a key of the tile.
-  bool find_visible(Rows& rows, int64_t tile_number) const {
-    rows.some = {kTile, 0}, rows.all = {0, kTile};
-    for (int r = 0; r < rows.count; ++r) {
-      const Range visible = rows.visible[r] = scratch.seen[rows.index + r].within(tile_number);
-      if (visible.is_empty()) continue;
-      rows.some = {std::min(rows.some.first, visible.first), std::max(rows.some.end, visible.end)};
-      rows.all = {std::max(rows.all.first, visible.first), std::min(rows.all.end, visible.end)};
-    }
-    return !rows.some.is_empty();
-  }
-
-  void add_rows(const Rows& rows, const Tile<Element>& tile, const Tile<Element>* next) const {
-    float* const outputs = scratch.outputs + rows.index * value_size;
-    float* const sums = scratch.sums + rows.place * value_size;
-    const Left* const probabilities = scratch.probabilities + rows.place * kTile / Type::kPair;
-    if (is_finite_outside(rows.all, rows.some, tile)) {
-      add_values(rows.some, probabilities, tile, next, sums);
-      for (int r = 0; r < rows.count; ++r)
-        if (!rows.visible[r].is_empty()) take_sums(r, rows.decays[r], sums, outputs);
+    if (some.is_empty()) return;
+    score_rows(scratch.queries + index * head_size / Type::kPair, tile, next, scratch.scores);
+    float decays[kAmxTileRows];
+    for (int r = 0; r < num_rows; ++r)
+      if (!visible[r].is_empty())
+        decays[r] =
+            probabilities_of_row<Type>(r, index + r, tile_number, scale, cap, has_biases, visible[r], scratch);
+    float* outputs = scratch.outputs + index * value_size;
+    if (is_finite_outside(all, some, tile)) {
+      add_values(some, tile, next);
+      for (int r = 0; r < num_rows; ++r)
+        if (!visible[r].is_empty()) take_sums(r, decays[r], outputs);
       return;
     }
-    for (int r = 0; r < rows.count; ++r) {
-      if (rows.visible[r].is_empty()) continue;
-      add_values(rows.some, probabilities, only_visible(rows.visible[r], tile), nullptr, sums);
-      take_sums(r, rows.decays[r], sums, outputs);
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      add_values(some, only_visible(visible[r], tile), nullptr);
+      take_sums(r, decays[r], outputs);
     }
   }
 
@@ -136,27 +102,25 @@ struct AttentionByUnit {
   }
 
   // Probabilities times values -> `sums`. Keys that a row does not see have probability 0, so their values must be finite.
-  void add_values(
-      Range keys, const Left* probabilities, const Tile<Element>& tile, const Tile<Element>* next, float* sums) const {
+  void add_values(Range keys, const Tile<Element>& tile, const Tile<Element>* next) const {
     const int first = keys.first / kGroup, end = (keys.end + kGroup - 1) / kGroup;
     int column = 0;
-    for (; column + 64 <= value_size; column += 64) add_columns<4>(column, first, end, probabilities, tile, next, sums);
+    for (; column + 64 <= value_size; column += 64) add_columns<4>(column, first, end, tile, next);
     const int num_left = (value_size - column) / 16;
-    if (num_left == 3) add_columns<3>(column, first, end, probabilities, tile, next, sums);
-    if (num_left == 2) add_columns<2>(column, first, end, probabilities, tile, next, sums);
-    if (num_left == 1) add_columns<1>(column, first, end, probabilities, tile, next, sums);
+    if (num_left == 3) add_columns<3>(column, first, end, tile, next);
+    if (num_left == 2) add_columns<2>(column, first, end, tile, next);
+    if (num_left == 1) add_columns<1>(column, first, end, tile, next);
   }
 
   template <int kWidth>
   void add_columns(
-      int column, int first_group, int end_group, const Left* probabilities, const Tile<Element>& tile,
-      const Tile<Element>* next, float* sums) const {
+      int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next) const {
     const int64_t size = value_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
     amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
     for (int group = first_group; group < end_group; ++group) {
       const Element* values = tile.values[group] + column * Type::kPair;
       const Element* ahead = next == nullptr ? nullptr : next->values[group] + column * Type::kPair;
-      amx::load<5>(probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
+      amx::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
       amx::load<7>(values, bytes), amx::multiply<0, 5, 7>();
       if (ahead != nullptr) fetch(ahead, stride, 8);
       if constexpr (kWidth > 1) {
@@ -172,7 +136,7 @@ struct AttentionByUnit {
         if (ahead != nullptr) fetch(ahead + 96, stride, 8);
       }
     }
-    sums += column;
+    float* sums = scratch.sums + column;
     amx::store<0>(sums, size * 4);
     if constexpr (kWidth > 1) amx::store<1>(sums + 16, size * 4);
     if constexpr (kWidth > 2) amx::store<2>(sums + 32, size * 4);
@@ -180,10 +144,10 @@ struct AttentionByUnit {
   }
 
   // Adding 0 turns -0 into 0, so that keys of probability 0 change nothing, not even a sign.
-  void take_sums(int r, float decay, const float* sums, float* outputs) const {
+  void take_sums(int r, float decay, float* outputs) const {
     const int64_t size = value_size;
     for (int64_t index = r * size; index < (r + 1) * size; index += kLanes) {
-      const Floats sum = load<Floats>(sums + index) + Floats{};
+      const Floats sum = load<Floats>(scratch.sums + index) + Floats{};
       store(outputs + index, fused(load<Floats>(outputs + index), broadcast(decay), sum));
     }
   }

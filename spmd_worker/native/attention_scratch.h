@@ -7,7 +7,6 @@ namespace {
 
 constexpr int kItemRows = 64;  // query rows of one bundle of work items
 constexpr int kAmxTileRows = 16;  // query rows of one AMX tile
-constexpr int kAmxRowsAtOnce = 2 * kAmxTileRows;
 constexpr float kLog2OfE = 1.44269504088896340736f;  // scores are exponents of two
 
 // First and last position that a row sees, or any of some rows.
@@ -93,9 +92,9 @@ struct Scratch {
 
   alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
   alignas(64) float outputs[kItemRows * kMaxHeadSize];
-  alignas(64) float scores[kAmxRowsAtOnce * kTile];
-  alignas(64) Left probabilities[kAmxRowsAtOnce * kTile / Type::kPair];
-  alignas(64) float sums[kAmxRowsAtOnce * kMaxHeadSize];
+  alignas(64) float scores[kAmxTileRows * kTile];
+  alignas(64) Left probabilities[kAmxTileRows * kTile / Type::kPair];
+  alignas(64) float sums[kAmxTileRows * kMaxHeadSize];
   alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
   Softmax softmax[kItemRows];
   Keys seen[kItemRows];

@@ -21,7 +21,7 @@ struct VectorOf<int32_t> {
   using Type = Ints;
 };
 
-// Takes the sums of a row from memory, [2][16]. Those of a missing second panel are read and not used.
+// Takes the sums of a row from memory, [2][16]. Those of a missing second panel are read, and nothing is made of them.
 template <class Epilogue, class Sum>
 SPMD_INLINE void take_row(Epilogue& epilogue, int64_t row, int64_t pair, int num_panels, const Sum* sums) {
   using Vector = typename VectorOf<Sum>::Type;

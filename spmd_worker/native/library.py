@@ -27,6 +27,7 @@ _SIGNATURES: Final = {
     "full_norm": f"{_STRIDED} iii pp ff ip i",
     "rms_norm": f"{_STRIDED} iii pf p i",
     "add_rms_norm": "pi pi ii pf i",
+    "add": "pi pi ii i",
     "rotate": f"{_STRIDED} iii pp pi i",
     "rotate_once": f"{_STRIDED} iii pp p i",
     "silu_and_mul": f"{_ROWS} p i",

@@ -37,6 +37,21 @@ void add_rms_norm(
   });
 }
 
+// x += y, rounded.
+template <class Element>
+void add(
+    Element* x, int64_t x_stride, const Element* y, int64_t y_stride, int64_t num_tokens, int64_t size,
+    int64_t num_threads) {
+  parallel_for(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
+    Element* const row = x + token * x_stride;
+    const Element* const other = y + token * y_stride;
+    for (int64_t index = 0; index < size; index += kLanes) {
+      const int64_t count = size - index;
+      store_some(row + index, load_some(row + index, count) + load_some(other + index, count), count);
+    }
+  });
+}
+
 template <class Element>
 void full_norm(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
@@ -196,6 +211,11 @@ void argmax(
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads) {                                                     \
     add_rms_norm(x, x_stride, residual, residual_stride, num_tokens, size, weight, epsilon, num_threads);              \
+  }                                                                                                                    \
+  extern "C" void spmd_add_##name(                                                                                     \
+      Element* x, int64_t x_stride, const Element* y, int64_t y_stride, int64_t num_tokens, int64_t size,              \
+      int64_t num_threads) {                                                                                           \
+    add(x, x_stride, y, y_stride, num_tokens, size, num_threads);                                                      \
   }                                                                                                                    \
   extern "C" void spmd_full_norm_##name(                                                                               \
       const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \

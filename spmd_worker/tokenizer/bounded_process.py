@@ -157,7 +157,7 @@ class _Child:
     def _ended(self, exit_code: int) -> BoundedProcessError:
         if -exit_code in _FOR_THE_OWNER:
             return _IsTooEarlyError(f"its process was ended by {signal.Signals(-exit_code).name}")
-        if exit_code == -signal.SIGXCPU:
+        if exit_code in (-signal.SIGPROF, -signal.SIGXCPU):
             return BoundedProcessError(f"it took more than {self._cpu_s} s of computing")
         if exit_code < 0:
             name = signal.Signals(-exit_code).name
@@ -182,6 +182,8 @@ def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Map
     """
     for number in _FOR_THE_OWNER:
         signal.signal(number, signal.SIG_IGN)
+    # An owner may ignore it, and a started process ignores what its owner does.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     start = _unpack(requests)
     if start is None:
@@ -209,7 +211,11 @@ def serve(open_: Callable[[Mapping[str, Any]], Callable[[Mapping[str, Any]], Map
 
 
 def _allow_computing(cpu_s: int) -> None:
-    """Allow `cpu_s` seconds from now on: the kernel counts since the process began, and ends it by SIGXCPU."""
+    """Allow `cpu_s` seconds of computing from now on: then a timer ends the process by SIGPROF.
+
+    Behind it stands the kernel's limit, which ends it by SIGXCPU: it counts whole seconds since the process began.
+    """
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(used.ru_utime + used.ru_stime) + cpu_s + 1

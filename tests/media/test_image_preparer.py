@@ -4,6 +4,7 @@ import base64
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from spmd_worker.media.decode import decode
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
-from spmd_worker.media.prepare_process import IsolatedPreparer
+from spmd_worker.media.prepare_process import CPU_S, MEMORY_BYTES, IsolatedPreparer
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
@@ -34,6 +35,8 @@ from spmd_worker.media.source import ImageSource
 PIXELS, OTHER = noise(130, 257), noise(97, 61, 1)
 FILE = saved(PIXELS)
 LIMITS = MediaLimits(max_images=3, max_image_tokens=400)
+ENDED = "decoding was ended"
+"""Words of an image whose process a limit ended."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +139,7 @@ def test_process_that_ends_in_a_request_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prepare_process, "__name__", "spmd_worker.base.errors")
     helper = IsolatedPreparer(media_processor(folder, "llava"), LIMITS)
     for _ in range(2):
-        with pytest.raises(MediaError, match="cannot be decoded: its process") as caught:
+        with pytest.raises(MediaError, match="decoding was ended: its process") as caught:
             helper.prepare(FILE, b"", is_alone=True)
         assert caught.value.code == "image_unreadable"
     assert helper.pid is None
@@ -188,7 +191,7 @@ def test_memory_of_a_process_is_bounded(monkeypatch: pytest.MonkeyPatch, folder:
     monkeypatch.setattr(prepare_process, "_MEMORY_PER_PIXEL", 0)
     monkeypatch.setattr(prepare_process, "MEMORY_BYTES", 160 << 20)
     helper = IsolatedPreparer(processor, MediaLimits())
-    with pytest.raises(MediaError, match="it takes more than 180 MiB of memory") as caught:
+    with pytest.raises(MediaError, match="decoding was ended: it takes more than 180 MiB of memory") as caught:
         helper.prepare(data, b"", is_alone=True)
     assert caught.value.code == "image_unreadable"
     assert helper.prepare(FILE, b"", is_alone=True).num_rows == 36
@@ -198,15 +201,45 @@ def test_memory_of_a_process_is_bounded(monkeypatch: pytest.MonkeyPatch, folder:
 # Long ones.
 
 
+def computing_s(helper: IsolatedPreparer) -> float:
+    """Of the running process, in user and system mode."""
+    times = Path(f"/proc/{helper.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def ended_children_s() -> float:
+    """Computing of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def peak_bytes(helper: IsolatedPreparer) -> int:
+    """Most memory of the running process so far."""
+    lines = Path(f"/proc/{helper.pid}/status").read_text().splitlines()
+    (peak,) = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    return peak << 10
+
+
 @pytest.mark.stress
 def test_hostile_images_end_alike_in_the_process(folder: Path):
+    """Limits end none: one process answers all, each within 5 s of computing, and 512 MiB above what it began with."""
     helper = IsolatedPreparer(media_processor(folder, "gemma3"), MediaLimits())
+    helper.prepare(FILE, b"", is_alone=True)
+    first, most_s = helper.pid, 0.0
+    start_bytes = peak_bytes(helper)
     for name, (make, expected) in CASES.items():
+        data, before_s, words = make(), computing_s(helper), ""
         try:
-            found: object = helper.prepare(make(), b"", is_alone=True).pixels.size
+            found: object = helper.prepare(data, b"", is_alone=True).pixels.size
         except MediaError as error:
-            found = error.code
+            found, words = error.code, str(error)
         assert (name, found) == (name, expected if isinstance(expected, str) else expected[:2])
+        assert (name, ENDED in words, helper.pid) == (name, False, first)
+        most_s = max(most_s, computing_s(helper) - before_s)
+        assert most_s < CPU_S, name
+        assert peak_bytes(helper) - start_bytes < MEMORY_BYTES, name
+    told = f"at most {most_s:.2f} s of computing, {(peak_bytes(helper) - start_bytes) >> 20} MiB more"
+    print(f"\nHOSTILE images, {len(CASES)}: {told}", end="")
     helper.close()
 
 
@@ -217,10 +250,13 @@ def test_image_that_never_ends_is_ended(folder: Path):
     data = scan_bomb()
     assert len(data) < 20 << 20
     for _ in range(2):
-        with pytest.raises(MediaError, match="it took more than 5 s of computing") as caught:
+        assert helper.prepare(FILE, b"", is_alone=True).num_rows == 16
+        before_s, ended_s = computing_s(helper), ended_children_s()
+        with pytest.raises(MediaError, match="decoding was ended: it took more than 5 s of computing") as caught:
             helper.prepare(data, b"", is_alone=True)
         assert caught.value.code == "image_unreadable"
-        assert helper.prepare(FILE, b"", is_alone=True).num_rows == 16
+        # The timer counts ticks of the clock.
+        assert ended_children_s() - ended_s - before_s == pytest.approx(CPU_S, abs=0.5)
     helper.close()
 
 

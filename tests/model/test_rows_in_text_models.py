@@ -23,7 +23,8 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import Stage
-from spmd_worker.worker.runner.image_layout import rope_positions
+from spmd_worker.worker.runner import image_layout
+from spmd_worker.worker.runner.image_layout import Integers, Media, last_visible, rope_positions
 
 TOLERANCE = 1e-4
 THREE = {"has_three_positions": True}
@@ -129,6 +130,7 @@ def one_after_another(config: ModelConfig) -> ModelConfig:
 
 CONTROLS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "one position": ("qwen2_5_vl", {"has_three_positions": False}, None),
+    "one position with added rows": ("qwen3_vl", {"has_three_positions": False}, None),
     "one position of a hybrid": ("qwen3_5_images", {"has_three_positions": False}, None),
     "other sections": ("qwen2_5_vl", {}, exchanged),
     "sections as in others": ("qwen3_vl", {}, one_after_another),
@@ -142,6 +144,41 @@ def test_comparison_detects_other_positions_and_sight(control: str):
     name, numbers, change = CONTROLS[control]
     case = CASES[name]
     model = image_model(case.folder(name), change=change, **{**case.numbers, "num_added": case.num_added, **numbers})
+    assert error_of(name, model) > 100 * TOLERANCE
+
+
+def at_one_place(media: Media, first: int, count: int) -> Integers:
+    """`rope_positions`, where all tokens of an image have those of its first."""
+    positions = rope_positions(media, 0, first + count)
+    for item in media:
+        positions[:, item.start : item.end] = positions[:, item.start : item.start + 1]
+    return positions[:, first:]
+
+
+def seen_by_all(media: Media, first: int, count: int) -> Integers:
+    """`last_visible`, where tokens of every image see up to the end of the last image."""
+    last = last_visible(media, 0, first + count)
+    for item in media:
+        last[item.start : item.end] = media[-1].end - 1
+    return last[first:]
+
+
+MISTAKES = {
+    "one place for an image": ("qwen3_vl", "rope_positions", at_one_place),
+    "images see each other": ("gemma3_images", "last_visible", seen_by_all),
+}
+
+
+@pytest.mark.control("Models compute what transformers computes")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_detects_a_mistaken_layout(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    """In plain torch: compiled attention refuses tokens that see less than one before them."""
+    name, function, wrong = MISTAKES[mistake]
+    case, num_layers = CASES[name], model_of(name).model_config.num_layers
+    whole = Stage(0, num_layers, is_first=True, is_last=True)
+    (model,) = image_stages(case.folder(name), whole, **case.numbers, num_added=case.num_added)
+    assert error_of(name, model) < TOLERANCE
+    monkeypatch.setattr(image_layout, function, wrong)
     assert error_of(name, model) > 100 * TOLERANCE
 
 

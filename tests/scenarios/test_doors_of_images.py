@@ -1,6 +1,7 @@
 """Images through every door, calls, rows and requests: the same answer, and the same codes of what has none."""
 
 import base64
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from PIL import Image
 from serving import ServedHere
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 CHAT = "/v1/chat/completions"
 SAMPLING: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -105,3 +109,28 @@ def test_doors_of_images_give_the_same_answer(root: Path, tmp_path: Path):
     for said, wanted in zip(words, ("image 1: the image cannot be decoded", "33 images", "is outside of"), strict=True):
         assert wanted in said
     assert answers_of_server() == (right, [(400, code) for code in BAD])
+
+
+def lines_of_plan(**options: Any) -> list[str]:
+    """Those of a plan that are about images."""
+    model = ModelOptions(path=str(image_folder("qwen3_vl")), dtype="float32", **options)
+    config = RunConfig(model=model, plan=PlanConfig(enabled=True), device="cpu")
+    lines = describe_plan(make_plan(resolve_run(config, "cpu"))).splitlines()
+    return [line for line in lines if line.startswith(("images", "an image"))]
+
+
+def test_plan_tells_tokens_and_patches_of_images(monkeypatch: pytest.MonkeyPatch):
+    """Of the folder's sizes, of those of the family, and without Pillow, where nothing is said."""
+    kept = "images     rows of 4,096 tokens are kept (cache.media_rows_gib), 2.0 MiB of a rank's weights"
+    assert lines_of_plan() == [
+        kept,
+        "an image   54 tokens and 216 patches for 640 x 480 pixels, 60 tokens and 240 patches for 1920 x 1080 pixels; "
+        "limits.max_image_tokens is 4,096",
+    ]
+    assert lines_of_plan(image_max_pixels=16_777_216) == [
+        kept,
+        "an image   300 tokens and 1,200 patches for 640 x 480 pixels, 2,040 tokens and 8,160 patches for 1920 x 1080 "
+        "pixels; limits.max_image_tokens is 4,096",
+    ]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert lines_of_plan() == [kept]

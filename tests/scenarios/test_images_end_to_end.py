@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cut_jobs import Ended, end_after
+from hostile_images import CASES, scan_bomb
 from image_doors import WRITTEN
 from image_run_models import image_model_folder, their_ids
 from media_models import noise, saved
@@ -38,6 +40,7 @@ WIDE, HIGH = noise(64, 96), noise(128, 64, seed=1)
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, prompt_logprobs=0)
 TEXT = f"see {WRITTEN} and {WRITTEN}"
+ENDLESS = "JPEG of 20,000 scans"
 CHAT = f"<user>{WRITTEN}what?<answer>"
 
 
@@ -138,6 +141,15 @@ def test_image_changed_during_a_call_ends_it(llm: LLM, small_window: list[int], 
     assert answer_of(llm, with_images(WIDE, prompt=CHAT)).outputs
 
 
+def write_images(folder: Path) -> Path:
+    """Folder of the images of `run_images`."""
+    images = folder / "images"
+    images.mkdir()
+    for name, pixels in (("wide.png", WIDE), ("high.png", HIGH)):
+        (images / name).write_bytes(saved(pixels))
+    return images
+
+
 def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4) -> tuple[bytes, dict[str, Any]]:
     """Output and provenance of a job."""
     (folder / "rows.jsonl").write_text("".join([json.dumps(row) + "\n" for row in rows]))
@@ -160,13 +172,8 @@ def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4
 
 
 @pytest.mark.stress
-def test_rows_of_a_job_have_the_answers_of_calls(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for name, pixels in (("wide.png", WIDE), ("high.png", HIGH)):
-        (folder / name).write_bytes(saved(pixels))
+def test_rows_of_a_job_have_the_answers_of_calls(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_images(tmp_path)
     url = "data:image/png;base64," + base64.b64encode(saved(WIDE)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
     rows = [
@@ -191,20 +198,53 @@ def test_rows_of_a_job_have_the_answers_of_calls(
     assert (metrics["images"], metrics["media_wait_s"] > 0) == (3, True)
     assert report([str(tmp_path / "whole.jsonl.run")]) == 0
     assert re.search(r"waiting for images.*3 images, .* in towers", capsys.readouterr().out)
-    # A job that failed and is started again has the same bytes, and the digest of images of both starts.
+
+
+@pytest.mark.matrix
+def test_cut_job_of_images_resumes_to_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its digest of images is that of the images of both starts."""
+    write_images(tmp_path)
+    names = [["wide.png", "high.png"], ["high.png"], ["gone.png"], [], ["wide.png"], ["high.png", "wide.png"]]
+    rows = [{"prompt": " and ".join([WRITTEN] * len(each)) + "what?", "images": each} for each in names]
+    rows[3].pop("images")
+    whole, provenance = run_images(tmp_path, rows, "whole.jsonl")
     with monkeypatch.context() as patch:
-        step, seen = RowRunner.step, []
-
-        def fail_later(runner: RowRunner) -> Any:
-            answered = step(runner)
-            seen.extend(answered)
-            if len(seen) > 1:
-                raise MemoryError("no more")
-            return answered
-
-        patch.setattr(RowRunner, "step", fail_later)
-        with pytest.raises(MemoryError):
+        end_after(patch, 3)
+        with pytest.raises(Ended):
             run_images(tmp_path, rows, "cut.jsonl", max_num_seqs=1)
-    again = run_images(tmp_path, rows, "cut.jsonl")
-    assert (again[0], again[1]["images"]) == (output, provenance["images"])
+    admit, admitted = RowRunner.admit, []
+    monkeypatch.setattr(RowRunner, "admit", lambda self, *given: (admitted.append(given), admit(self, *given))[1])
+    again, of_both = run_images(tmp_path, rows, "cut.jsonl")
+    assert (again, of_both["images"]) == (whole, provenance["images"])
+    assert len(admitted) == 3
     assert verify(["--images", str(tmp_path / "cut.jsonl.run")]) == 0
+
+
+@pytest.mark.stress
+def test_hostile_images_leave_the_rows_between(tmp_path: Path):
+    """Each is an error row with its reason, one of them ended by the limit of computing; sound files of unusual kinds
+    are answered, and rows between have the answers that they have without the others.
+    """
+    folder = write_images(tmp_path)
+    cases = {**CASES, ENDLESS: (scan_bomb, "image_unreadable")}
+    rows: list[Any] = []
+    for number, (make, _) in enumerate(cases.values()):
+        data, image = make(), f"{number}.bin"
+        (folder / image).write_bytes(data)
+        if number % 2 and len(data) < 1 << 20:
+            image = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        good = {"images": ["wide.png"]} if number % 3 else {}
+        rows.append({"prompt": CHAT, "images": [image]})
+        rows.append({"prompt": f"{WRITTEN if good else ''}what is {number}?", **good})
+    answers = [json.loads(line) for line in run_images(tmp_path, rows, "all.jsonl")[0].splitlines()]
+    assert [each["index"] for each in answers] == list(range(2 * len(cases)))
+    codes = {name: expected if isinstance(expected, str) else None for name, (_, expected) in cases.items()}
+    hostile = dict(zip(cases, answers[::2], strict=True))
+    assert {name: each["error"] and each["error"]["code"] for name, each in hostile.items()} == codes
+    assert len([code for code in codes.values() if code]) > 60
+    messages = {name: each["error"]["message"] for name, each in hostile.items() if each["error"]}
+    assert all(re.match("image 0: .{9}", message) for message in messages.values())
+    assert [name for name, message in messages.items() if "decoding was ended" in message] == [ENDLESS]
+    alone = [json.loads(line) for line in run_images(tmp_path, rows[1::2], "good.jsonl")[0].splitlines()]
+    assert [each["outputs"] for each in answers[1::2]] == [each["outputs"] for each in alone]
+    assert all(len(each["outputs"][0]["token_ids"]) == NUM_TOKENS for each in alone)

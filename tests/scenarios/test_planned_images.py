@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
+from spmd_worker.base.errors import CacheMismatchError
 from spmd_worker.engine.data_parallel import per_rank_prompts
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA
@@ -51,6 +52,7 @@ def row_gib(num_rows: int) -> float:
 # Chunks of 5 tokens, memory for one or two pictures, too few blocks for all rows.
 SMALL = {**ROOMY, "num_blocks": 8, "max_num_batched_tokens": 6, "media_rows_gib": row_gib(12)}
 SWAPPING = {**SMALL, "preemption_mode": "swap", "swap_space": 0.01, "max_num_batched_tokens": 13}
+TIERED = {**ROOMY, "num_blocks": 8, "max_num_seqs": 2, "host_tier_gib": 0.01}
 RECOMPUTING = {**SMALL, "preemption_mode": "recompute", "max_num_batched_tokens": 9, "max_encode_patches": 20}
 
 
@@ -176,6 +178,44 @@ def test_names_without_images_give_another_pictures_answer(
     assert found != expected[5:]
     assert found == expected[1:2]
     llm.reset_prefix_cache()
+
+
+def answers_in_turn(llm: LLM, numbers: list[int]) -> list[Any]:
+    """Of prompts, one call each: with few blocks the blocks of those before go to the host tier."""
+    return [answers(llm, [PROMPTS[number]], [PARAMS[number]])[0] for number in numbers]
+
+
+def test_blocks_of_the_host_tier_keep_pictures(model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """Every second hit is computed again and compared."""
+    monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
+    order = [1, 5, 0, 4, 2, 3] * 4
+    with injected(), LLM(model, dtype="float32", verify_hits=2, **TIERED) as made:
+        assert answers_in_turn(made, order) == [expected[number] for number in order]
+        counters = made.llm_engine.counters
+        assert counters.num_loaded_blocks > 0
+        assert counters.num_verified_hits > 0
+
+
+@pytest.mark.control("answers about images are the same in every batch, chunk and cache")
+@pytest.mark.parametrize("verify_hits", [0, 1])
+def test_tier_names_without_images_are_found(
+    model: Path, expected: list[Any], verify_hits: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: a prompt behind another picture gets the first one's keys from the host, and where hits are
+    verified that is an error.
+    """
+    from spmd_worker.replica.scheduler import allocator
+
+    monkeypatch.setattr(allocator, "given_rows", lambda request, first: [])
+    with injected(), LLM(model, dtype="float32", verify_hits=verify_hits, **TIERED) as made:
+        assert answers_in_turn(made, [1, 3, 2]) == [expected[number] for number in (1, 3, 2)]
+        assert made.llm_engine.counters.num_loaded_blocks == 0
+        if verify_hits:
+            with pytest.raises(CacheMismatchError):
+                answers_in_turn(made, [5])
+        else:
+            assert answers_in_turn(made, [5]) == expected[1:2] != expected[5:]
+            assert made.llm_engine.counters.num_loaded_blocks > 0
 
 
 @pytest.mark.control("answers about images are the same in every batch, chunk and cache")

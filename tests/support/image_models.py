@@ -188,7 +188,9 @@ def their_logprobs(
     with one_axis_a_call():
         inputs = oracle_inputs(media_kind(kind), list(pictures))
     ids = torch.tensor([[*prompt, *chosen]])
-    logits = model(ids, **_tensors(kind, inputs, ids)).logits[0, len(prompt) - 1 : -1].double()
+    given = _tensors(kind, inputs, ids)
+    given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    logits = model(ids, **given).logits[0, len(prompt) - 1 : -1].double()
     return logits.log_softmax(-1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
 
 

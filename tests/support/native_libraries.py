@@ -18,6 +18,7 @@ import torch
 
 from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, load, native_library
+from spmd_worker.ops.kernels.cpu.linear import keep_onednn_from_amx
 
 NATIVE = "native"
 WITHOUT_AMX = "native without AMX"
@@ -121,6 +122,8 @@ def _portable() -> tuple[str, ...]:
     return ("x86-64-v3", "x86-64-v2") if " avx512f " in flags else ("x86-64-v2",)
 
 
+# As a worker does, before oneDNN is asked anything: it reads what it may use once.
+keep_onednn_from_amx()
 ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """Whether torch supports it: on x86 with AVX-512 or avx_ne_convert."""
 needs_onednn_bfloat16 = pytest.mark.skipif(

@@ -114,12 +114,45 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    # Heads of the sizes of real towers.
+    "qwen3_vl_heads_of_72": (
+        "Qwen3VL",
+        {"rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        {
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 144,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [1],
+            }
+        },
+    ),
+    "gemma3_heads_of_72": (
+        "Gemma3",
+        {},
+        {
+            "vision_config": {**_VIT, "hidden_size": 144, "image_size": 112, "vision_use_head": False},
+            "mm_tokens_per_image": 16,
+        },
+    ),
+    "qwen2_5_vl_heads_of_80": (
+        "Qwen2_5_VL",
+        {"rope_parameters": _ROPE},
+        {"vision_config": {**_QWEN, "hidden_size": 160, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
+    ),
+    "llava_heads_of_64": (
+        "Llava",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "hidden_size": 128, "model_type": "clip_vision_model", "projection_dim": 32}},
+    ),
     "idefics3": (
         "Idefics3",
         {"model_type": "llama"},
         {"vision_config": {**_VIT, "image_size": 112}, "scale_factor": 4},
     ),
 }
+PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
+REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
 
@@ -167,7 +200,7 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
 
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
-SIZES = ((100, 140), (84, 70), (500, 490))
+SIZES = ((100, 140), (84, 50), (500, 490))
 """Images of LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
 

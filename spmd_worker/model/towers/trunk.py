@@ -61,12 +61,12 @@ class TowerLayer(nn.Module):
     def forward(self, x: Tensor, angles: Angles | None, attention: ImageAttention, sequences: ImageSequences) -> None:
         """The residual stream [N, E], changed in place."""
         attended = attention.attend(*self._query_key_value(x, angles), sequences)
-        x.add_(_scaled(self.output(attended), self.attention_scale))
+        self._kernels.add_(x, _scaled(self.output(attended), self.attention_scale))
         for rows in torch.split(x, _ROWS_AT_ONCE.get(x.device.type, _MOST_ROWS_AT_ONCE)):
             y = self.up(self.mlp_norm(rows))
             if isinstance(self.up, TowerLinear) and not isinstance(self.up, TowerGates):
                 y = self._kernels.activate(y, self._activation)
-            rows.add_(_scaled(self.down(y), self.mlp_scale))
+            self._kernels.add_(rows, _scaled(self.down(y), self.mlp_scale))
 
     def _query_key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[N, E] -> [N, H, D] each."""

@@ -300,6 +300,9 @@ class Kernels(Protocol):
     def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`rotate` by float32 angles, computed in float32 and rounded once."""
 
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        """[T, H] += [T, H], rounded; returns x."""
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
 

@@ -156,6 +156,9 @@ class ReferenceKernels:
     def rotate_once(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.rotate(x.float(), cos, sin).to(x.dtype)
 
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

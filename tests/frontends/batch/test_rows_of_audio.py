@@ -283,7 +283,6 @@ def test_window_of_rows_prepares_audio_in_order(tokenizer: Tokenizer) -> None:
     assert ready.media is None
 
 
-@pytest.mark.stress
 @pytest.mark.matrix
 def test_cut_job_of_audio_resumes_to_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):

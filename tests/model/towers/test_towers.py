@@ -1,7 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from vision_checkpoints import CASES, IMAGE_TOKEN, MEAN, STD, image_of, their_rows, vision_folder, vision_reference
+from vision_checkpoints import (
+    CASES,
+    IMAGE_TOKEN,
+    MEAN,
+    PADDED,
+    REAL_HEADS,
+    STD,
+    image_of,
+    their_rows,
+    vision_folder,
+    vision_reference,
+)
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
+from spmd_worker.model.towers import pixtral, squares
+from spmd_worker.model.towers.attention import ImageAttention
+from spmd_worker.model.towers.layers import TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -31,7 +45,8 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-EVERY = sorted(CASES)
+EVERY = sorted({*CASES} - {*REAL_HEADS})
+IN_MATRIX = [pytest.param(each, marks=pytest.mark.matrix) for each in REAL_HEADS]
 CPU = torch.device("cpu")
 
 
@@ -92,7 +107,7 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *REAL_HEADS])
 def test_rows_equal_those_of_transformers(name: str):
     images = [image_of(name, number) for number in range(3)]
     expected = [their_rows(name, image) for image in images]
@@ -139,7 +154,56 @@ def test_comparison_detects_changed_numbers(name: str):
         assert any(difference(our_rows(model, image), rows) > 10 * TOLERANCE for image, rows in pairs), changes
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("is_native", [True, False])
+def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: numbers behind a head's own take part in its products."""
+    model, image = new_model(name, is_native=is_native), image_of(name, 2)
+    expected, make = their_rows(name, image), ImageAttention.__init__
+
+    def filled(attention: ImageAttention, *args: Any) -> None:
+        make(attention, *args)
+        assert attention._padded is not None
+        assert attention._padded.shape[-1] == 80
+        attention._padded.normal_(generator=torch.Generator().manual_seed(1))
+
+    assert difference(our_rows(model, image), expected) < TOLERANCE
+    monkeypatch.setattr(ImageAttention, "__init__", filled)
+    assert difference(our_rows(model, image), expected) > 10 * TOLERANCE
+
+
+right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+
+
+def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
+    """As many lines and columns of padding as there are, all of them from the end."""
+    lines, columns = right_unpadded(picture, size).shape[:2]
+    return picture[:lines, :columns]
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "llava_onevision": (squares, "_unpadded", cut_at_end),
+    "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "mistral3": (
+        pixtral,
+        "axial_angles",
+        lambda rows, columns, *rest, **kinds: right_angles(columns, rows, *rest, **kinds),
+    ),
+}
+"""Padding cut at one end, positions in another order, lines and columns exchanged."""
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_comparison_detects_other_places(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: rows are found at, or told, other places of the image."""
+    model, images = new_model(name), [image_of(name, number) for number in range(2)]
+    expected = [their_rows(name, image) for image in images]
+    monkeypatch.setattr(*MISTAKES[name])
+    for image, rows in zip(images, expected, strict=True):
+        assert difference(our_rows(model, image), rows) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*EVERY, *IN_MATRIX])
 def test_bfloat16_rows_are_near(name: str):
     model, image = new_model(name, dtype=torch.bfloat16), image_of(name, 0)
     ours = tuple([each.float() for each in our_rows(model, image)])
@@ -154,6 +218,11 @@ def test_bfloat16_rows_are_near(name: str):
         ("qwen2_5_vl", torch.float32),
         pytest.param("llava", torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param("gemma3", torch.float32, marks=pytest.mark.matrix),
+        *[
+            pytest.param(name, dtype, marks=pytest.mark.matrix)
+            for name in REAL_HEADS
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
     ],
 )
 def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):

@@ -24,10 +24,12 @@ from native_libraries import (
     needs_avx512,
 )
 
+from spmd_worker.base.numerical_policy import HEAD
 from spmd_worker.native import build
 from spmd_worker.ops.kernels.cpu import linear
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.ops.kernels.cpu.panels import are_panels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 # (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
@@ -128,8 +130,8 @@ def many_rows_for(kernels, num_inputs):
     return 70 if num_inputs > 1000 else 140
 
 
-# Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
-# panel that is alone; rows that share sets of a cache.
+# Where products are cut in other ways: few rows and many, short and long ones, a last panel that is alone; rows that
+# share sets of a cache.
 CUTS = tiers(
     [(576, 960), (1536, 576), (4864, 544), (896, 2080), (64, 16400), (4096, 272)], stress=[(1536, 576), (896, 2080)]
 )
@@ -335,6 +337,25 @@ def test_missing_float32_piece_is_detected(tmp_path, monkeypatch):
     assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
 
 
+@pytest.mark.gate("native-*", "*AMX-*")
+@each_dtype
+def test_results_past_caches_have_same_bits(kernels, dtype):
+    """As many as an AMX product does not keep in a cache, against few; plain, and in leaves."""
+    weight, x, bias = (numbers(*shape, dtype=dtype) for shape in ((2048, 64), (544, 64), (2048,)))
+    packed, ends = kernels.pack(weight), (32, 64)
+    ways = [lambda rows: kernels.linear(rows, packed, bias)]
+    if are_panels(packed):
+        ways += [
+            lambda rows: kernels.linear_of_leaves(rows, packed, bias, ends, dtype),
+            lambda rows: kernels.linear_of_leaves(rows, packed, bias, ends, torch.float32),
+        ]
+    for multiply in ways:
+        for num_threads in (1, 2):
+            with threads(num_threads):
+                whole, parts = multiply(x), [multiply(rows) for rows in x.split(60)]
+                assert torch.equal(whole, torch.cat(parts)), num_threads
+
+
 @each_dtype
 def test_outputs_of_a_shard_equal_the_complete_weight(kernels, dtype):
     weight, x = numbers(960, 576, dtype=dtype), numbers(7, 576, dtype=dtype)
@@ -471,6 +492,15 @@ def test_batch_dependent_gemms_are_logged_once(packs_only, monkeypatch, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "ONEDNN_MAX_CPU_ISA" in messages[0]
+
+
+@pytest.mark.parametrize("dtype", linear.PACKED_DTYPES, ids=str)
+def test_numerics_ask_onednn_where_it_multiplies(dtype, monkeypatch):
+    """A host program's own products would lose AMX at that question."""
+    monkeypatch.setattr(linear, "can_pack", lambda of: pytest.fail("asked"))
+    assert "native" in CpuKernels(library_for(NATIVE)).numerics(dtype)[HEAD].implementation
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        CpuKernels(library_for(ONEDNN)).numerics(dtype)
 
 
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])

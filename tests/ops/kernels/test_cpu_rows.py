@@ -94,6 +94,19 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 @each_vector_library
 @each_dtype
 @looped("size", SIZES)
+def test_sums_in_place_are_those_of_torch(instruction_set, dtype, size):
+    x, y = numbers(37, 2 * size, dtype=dtype), numbers(41, size, dtype=dtype)[2:39]
+    expected = x[:, :size] + y
+    rest = x[:, size:].clone()
+    result = kernels_for(instruction_set).add_(x[:, :size], y)
+    assert result.data_ptr() == x.data_ptr()
+    assert torch.equal(result, expected)
+    assert torch.equal(x[:, size:], rest)
+
+
+@each_vector_library
+@each_dtype
+@looped("size", SIZES)
 @looped("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu"])
 def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
     kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
@@ -162,6 +175,7 @@ def _all_operations(kernels, x, residual, weight, angles):
         kernels.rms_norm(x, weight, EPS),
         kernels.add_rms_norm(x.clone(), total, weight, EPS),
         total,
+        kernels.add_(x.clone(), residual),
         kernels.rotate(heads, angles, angles),
         kernels.silu_and_mul(x),
         kernels.full_norm(x, weight, weight, EPS, offset=1.0, is_centred=True),
@@ -179,6 +193,7 @@ def test_no_rows_are_no_trouble(dtype):
     kernels, empty, weight = kernels_for(NATIVE), torch.empty(0, 64, dtype=dtype), torch.ones(64, dtype=dtype)
     assert kernels.rms_norm(empty, weight, EPS).shape == (0, 64)
     assert kernels.add_rms_norm(empty, empty.clone(), weight, EPS).shape == (0, 64)
+    assert kernels.add_(empty, empty.clone()).shape == (0, 64)
     assert kernels.silu_and_mul(empty).shape == (0, 32)
     assert kernels.full_norm(empty, weight, None, EPS, offset=0.0, is_centred=True).shape == (0, 64)
     assert kernels.activate(empty, "gelu_tanh").shape == kernels.bound(empty, 1.0).shape == (0, 64)
@@ -195,6 +210,8 @@ def test_what_the_compiled_code_cannot_read_is_refused():
         kernels.rms_norm(x, weight[:63], EPS)
     with pytest.raises(AssertionError, match="3, 64"):
         kernels.add_rms_norm(x, x[:3], weight, EPS)
+    with pytest.raises(AssertionError, match="3, 64"):
+        kernels.add_(x, x[:3])
     with pytest.raises(AssertionError, match="63"):
         kernels.silu_and_mul(x[:, :63])
     with pytest.raises(AssertionError, match="4, 2"):

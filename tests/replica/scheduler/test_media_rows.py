@@ -238,14 +238,16 @@ def histories(draw: Callable[[Any], Any]) -> tuple[dict[str, Any], int]:
         max_num_tokens=num_tokens,
         is_chunked=chunked,
     )
-    engines = draw(st.sampled_from([1, 1, 2, 3]))
+    engines, caching = draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans())
     return {
         "media": media,
         "chunked": chunked,
         "max_num_batched_tokens": num_tokens,
         "virtual_engines": engines,
         "ahead": int(engines == 1 and draw(st.booleans())),
-        "caching": draw(st.booleans()),
+        "caching": caching,
+        "num_tier_blocks": draw(st.sampled_from([0, 6, 30])) if caching else 0,
+        "verify_hits": draw(st.sampled_from([0, 1, 2])) if caching and chunked else 0,
         "preemption": draw(st.sampled_from(["auto", "swap", "recompute"])),
         "num_host_blocks": draw(st.sampled_from([0, 6, 40])),
         # Of a hybrid, whose chunks end at snapshots too.
@@ -273,10 +275,13 @@ def media_of(chance: random.Random) -> tuple[tuple[MediaItem, ...], int]:
 def play(options: dict[str, Any], seed: int) -> list[Any]:
     """A random history; returns its plans."""
     chance, run, media, plans = random.Random(seed), Run(**options), dict[int, tuple[MediaItem, ...]](), []
-    store = Store(options["media"].num_rows)
+    store, prompts = Store(options["media"].num_rows), list[tuple[tuple[MediaItem, ...], int]]()
     for number in range(600):
         if number < 40 and chance.random() < 0.4:
-            items, num_tokens = media_of(chance)
+            # Some come again.
+            is_new = not prompts or chance.random() < 0.6
+            items, num_tokens = media_of(chance) if is_new else chance.choice(prompts)
+            prompts.append((items, num_tokens))
             samples = {"n": chance.choice((1, 1, 1, 2))}
             prompt = prompt_with(*items, num_tokens=num_tokens)
             media[run.admit(0, prompt, media=items, max_tokens=chance.randrange(1, 9), **samples)] = items
@@ -315,6 +320,25 @@ def test_two_replicas_plan_rows_alike(history: tuple[dict[str, Any], int]):
 @given(histories())
 def test_many_random_histories_read_rows_that_are_there(history: tuple[dict[str, Any], int]):
     play(*history)
+
+
+TIERED = {
+    "media": limits(num_rows=17),
+    "caching": True,
+    "num_blocks": 13,
+    "num_tier_blocks": 30,
+    "verify_hits": 2,
+    "max_num_batched_tokens": 40,
+    "max_num_seqs": 6,
+    "max_model_len": 48,
+}
+
+
+def test_histories_load_and_verify_blocks_of_images():
+    """From the host tier: prompts come again when their blocks have left the device."""
+    plans = [plan for seed in range(10) for plan in play(TIERED, seed)]
+    assert sum(len(plan.block_ops.load) for plan in plans) > 20
+    assert sum(len(each.blocks) for plan in plans for each in plan.hit_comparisons) > 20
 
 
 CROWDED = {"media": limits(num_rows=10), "max_num_batched_tokens": 20, "max_model_len": 48}

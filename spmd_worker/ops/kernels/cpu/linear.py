@@ -68,7 +68,10 @@ class PackedKernels(ReferenceKernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         """An opaque tensor as large as the weight, which can then be freed; the weight itself if oneDNN cannot pack."""
-        if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
+        if weight.device.type != "cpu":
+            return weight
+        keep_onednn_from_amx()
+        if weight.dtype not in PACKED_DTYPES:
             return weight
         warn_unless_invariant(weight.dtype)
         if can_pack(weight.dtype):
@@ -191,8 +194,8 @@ def converts_to_float32(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch's private oneDNN operations exist and work as expected. All that calls oneDNN here asks this first,
-    of either dtype: a process may run a float32 model before one in bfloat16.
+    """Whether torch's private oneDNN operations exist and work as expected. Asked before oneDNN packs, of either dtype:
+    a process may run a float32 model before one in bfloat16.
     """
     keep_onednn_from_amx()
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
@@ -233,7 +236,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
+        os.environ.pop(name, None)
 
 
 @functools.cache

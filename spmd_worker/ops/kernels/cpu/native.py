@@ -51,10 +51,11 @@ from spmd_worker.ops.kernels.cpu.panels import (
 )
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 _PIECE = 1024  # token ids of one of `prob_sums`, as in sampling.cpp
 _FUNCTIONS = (
-    *("rms_norm", "add_rms_norm", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
+    *("rms_norm", "add_rms_norm", "add", "full_norm", "rotate", "rotate_once", "silu_and_mul", "activate", "bound"),
     *("gemm", "gemm_leaves", "gemm_heads"),
     *("argmax", "prob_sums", "invert_cdf", "count_above", "forbid"),
 )
@@ -93,7 +94,8 @@ class CpuKernels(PackedKernels):
             )
 
     def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
-        regions = super().numerics(dtype)
+        # oneDNN is not asked where it multiplies nothing: a host program's own products would lose AMX.
+        regions = ReferenceKernels.numerics(self, dtype) if self.has_gemm(dtype) else super().numerics(dtype)
         native = Region(f"native {self._library.instruction_set}", native_version())
         if self.has_gemm(dtype):
             of_products = native.with_constants(amx=self._library.has_amx)
@@ -276,6 +278,15 @@ class CpuKernels(PackedKernels):
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
             *(x.shape[0], x.shape[1], weight.data_ptr(), eps, num_threads()),
         )
+        return x
+
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        """Subnormal sums may be zero in bfloat16, as with `add_rms_norm`."""
+        check_dtype(x, y)
+        assert x.ndim == 2, x.shape
+        assert y.shape == x.shape, (x.shape, y.shape)
+        assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
+        self._functions["add", x.dtype](x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape, num_threads())
         return x
 
     def full_norm(
