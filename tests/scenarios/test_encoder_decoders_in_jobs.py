@@ -41,6 +41,7 @@ SMALL = (
     "scheduler.max_num_seqs=12",
     "scheduler.max_num_batched_tokens=96",
     "model.max_model_len=64",
+    "job.commit_rows=1",
 )
 LIMIT_S = 600.0
 """Of a life until it is struck: a machine may do much else."""
@@ -185,6 +186,7 @@ class Job:
     rows: Callable[[], list[dict[str, Any]]]
     options: Callable[[], tuple[str, ...]]
     check: Callable[[list[dict[str, Any]], list[dict[str, Any]]], int]
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
 
 
 JOBS = {
@@ -193,6 +195,8 @@ JOBS = {
         audio_rows,
         lambda: (f"model.path={speech_folder()}", f"job.media_root={audio_root()}", "cache.media_rows_gib=0.00004"),
         check_audio,
+        # Its feed-forward of 48 columns is one leaf: shards have bits of their own, and go on with no others.
+        tuple(each for each in LAYOUTS if each != "two shards"),
     ),
 }
 
@@ -250,11 +254,12 @@ def test_killed_jobs_of_encoders_resume_to_equal_bytes(kind: str, tmp_path: Path
     assert num_checked > 5
     assert report_of(whole, "metrics.json")["preemptions"] > 0
     # Each layout is in it.
-    layouts = [*LAYOUTS, *chance.choices([*LAYOUTS], k=NUM_KILLS)][: max(NUM_KILLS, len(LAYOUTS))]
+    every = JOBS[kind].layouts
+    layouts = [*every, *chance.choices(every, k=NUM_KILLS)][: max(NUM_KILLS, len(every))]
     chance.shuffle(layouts)
     for layout in layouts:
         struck(killed, kind, layout, chance)
-    last = chance.choice([*LAYOUTS])
+    last = chance.choice(every)
     assert finished(killed, kind, last) == expected
     assert 0 < report_of(killed, "metrics.json")["resumed_rows"] < len(rows)
     if kind == "audio":
