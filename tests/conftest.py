@@ -169,7 +169,7 @@ def _our_logger_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _onednn_without_amx() -> None:
-    """As in a worker, whose products come first: here a test's reference in bfloat16 may be oneDNN's first use."""
+    """oneDNN keeps off AMX, as in a worker, whose products come first: a test's reference may be its first use."""
     if "torch" in sys.modules:
         from spmd_worker.ops.kernels.cpu.linear import keep_onednn_from_amx
 

@@ -202,7 +202,7 @@ def test_memory_of_a_process_is_bounded(monkeypatch: pytest.MonkeyPatch, folder:
 
 
 def computing_s(helper: IsolatedPreparer) -> float:
-    """Of the running process, in user and system mode."""
+    """CPU time of the running process, in user and system mode."""
     times = Path(f"/proc/{helper.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 

@@ -172,7 +172,7 @@ MISTAKES = {
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_comparison_detects_a_mistaken_layout(mistake: str, monkeypatch: pytest.MonkeyPatch):
-    """In plain torch: compiled attention refuses tokens that see less than one before them."""
+    """Plain torch computes it: compiled attention refuses tokens that see less than one before them."""
     name, function, wrong = MISTAKES[mistake]
     case, num_layers = CASES[name], model_of(name).model_config.num_layers
     whole = Stage(0, num_layers, is_first=True, is_last=True)

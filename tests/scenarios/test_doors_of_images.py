@@ -120,7 +120,7 @@ def lines_of_plan(**options: Any) -> list[str]:
 
 
 def test_plan_tells_tokens_and_patches_of_images(monkeypatch: pytest.MonkeyPatch):
-    """Of the folder's sizes, of those of the family, and without Pillow, where nothing is said."""
+    """The plan has the folder's sizes, or those of the family, and says nothing without Pillow."""
     kept = "images     rows of 4,096 tokens are kept (cache.media_rows_gib), 2.0 MiB of a rank's weights"
     assert lines_of_plan() == [
         kept,

@@ -295,7 +295,7 @@ def test_forty_shuffled_prompts_have_the_bits_of_alone(kind: str):
     ],
 )
 def test_prompt_cut_anywhere_has_one_answer(kind: str, dtype: str, models: Models, monkeypatch: pytest.MonkeyPatch):
-    """In two chunks, cut at every place; where an image is seen whole, before it."""
+    """The prompt comes in two chunks, cut at every place; where an image is seen whole, before it."""
     llm, asked = models(kind, dtype).llm, prompt_of(kind, [noise(128, 128, 6)])
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=1, ignore_eos=True)
     llm.reset_prefix_cache()

@@ -181,7 +181,7 @@ def test_names_without_images_give_another_pictures_answer(
 
 
 def answers_in_turn(llm: LLM, numbers: list[int]) -> list[Any]:
-    """Of prompts, one call each: with few blocks the blocks of those before go to the host tier."""
+    """Answers of prompts, one call each: with few blocks the blocks of those before go to the host tier."""
     return [answers(llm, [PROMPTS[number]], [PARAMS[number]])[0] for number in numbers]
 
 

@@ -176,7 +176,7 @@ right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpad
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
-    """As many lines and columns of padding as there are, all of them from the end."""
+    """The picture without as many lines and columns as there are of padding, all cut from the end."""
     lines, columns = right_unpadded(picture, size).shape[:2]
     return picture[:lines, :columns]
 

@@ -340,7 +340,7 @@ def test_missing_float32_piece_is_detected(tmp_path, monkeypatch):
 @pytest.mark.gate("native-*", "*AMX-*")
 @each_dtype
 def test_results_past_caches_have_same_bits(kernels, dtype):
-    """As many as an AMX product does not keep in a cache, against few; plain, and in leaves."""
+    """Results that AMX products do not keep in a cache equal few of them at a time; plain, and in leaves."""
     weight, x, bias = (numbers(*shape, dtype=dtype) for shape in ((2048, 64), (544, 64), (2048,)))
     packed, ends = kernels.pack(weight), (32, 64)
     ways = [lambda rows: kernels.linear(rows, packed, bias)]
@@ -505,7 +505,7 @@ def test_numerics_ask_onednn_where_it_multiplies(dtype, monkeypatch):
 
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])
 def test_onednns_rows_are_invariant_here_without_a_compiler(first, tmp_path, monkeypatch):
-    """In a process of its own: what oneDNN may use is settled at its first product, of a model of either dtype."""
+    """A process of its own: what oneDNN may use is settled at its first product, of a model of either dtype."""
     script = tmp_path / "invariant.py"
     script.write_text(
         "import os, torch\n"

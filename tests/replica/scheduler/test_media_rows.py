@@ -335,7 +335,7 @@ TIERED = {
 
 
 def test_histories_load_and_verify_blocks_of_images():
-    """From the host tier: prompts come again when their blocks have left the device."""
+    """Histories load from the host tier: prompts come again when their blocks have left the device."""
     plans = [plan for seed in range(10) for plan in play(TIERED, seed)]
     assert sum(len(plan.block_ops.load) for plan in plans) > 20
     assert sum(len(each.blocks) for plan in plans for each in plan.hit_comparisons) > 20

@@ -194,8 +194,8 @@ def converts_to_float32(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch's private oneDNN operations exist and work as expected. Asked before oneDNN packs, of either dtype:
-    a process may run a float32 model before one in bfloat16.
+    """True if torch's private oneDNN operations exist and work as expected. Callers ask before oneDNN packs, for either
+    dtype: a process may run a float32 model before one in bfloat16.
     """
     keep_onednn_from_amx()
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
