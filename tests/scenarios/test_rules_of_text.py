@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -64,6 +65,9 @@ def test_rules_of_a_row_replace_those_of_the_folder(llm: LLM):
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     found = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
     assert found == their_answers(no_repeat_ngram_size=0, forced_eos_token_id=None)
+    outputs = llm.generate(PROMPTS, replace(params, token_rules={}), use_tqdm=False)
+    found = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
+    assert found == their_answers(min_length=0, no_repeat_ngram_size=0, forced_eos_token_id=None)
 
 
 def test_beams_have_the_rules_of_the_folder(llm: LLM):
@@ -73,3 +77,9 @@ def test_beams_have_the_rules_of_the_folder(llm: LLM):
             pairs = list(zip(beam.tokens, beam.tokens[1:]))
             assert len({*pairs}) == len(pairs)
             assert not {*beam.tokens[2:8]} & {*ENDS}
+    # One beam is the greedy answer, by the rules of the call: a record that names no token id is one, and so is {}.
+    params = BeamSearchParams(beam_width=1, max_tokens=14)
+    for own, changes in ((TokenRules(min_new_tokens=7), {}), ({}, {"min_length": 0})):
+        (found,) = zip(*(each.sequences for each in llm.beam_search(PROMPTS, replace(params, token_rules=own))))
+        expected = their_answers(**changes, no_repeat_ngram_size=0, forced_eos_token_id=None)
+        assert [each.tokens for each in found] == expected

@@ -122,8 +122,8 @@ class Attempt:
         wait_until(is_there)
 
     def kill(self, victim: int | None) -> None:
-        """Kill all processes or one rank, and wait for the end of all."""
-        self.send(signal.SIGKILL, victim)
+        """Kill all processes or one rank, once it is there, and wait for the end of all."""
+        wait_until(lambda: self.send(signal.SIGKILL, victim) > 0 or self.ends_within(0.0))
         self.close()
 
     def send(self, number: int, victim: int | None) -> int:

@@ -77,8 +77,9 @@ class BeamCalls:
             # In `turns()` each rank has its own beams.
             token_ids, *_ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
             eos_token_ids, plain = engine.resolved.model_config.eos_token_ids, params.step_params.frozen()
+            own = params.token_rules
             searches = [
-                BeamSearch(ids, params, eos_token_ids, each.lora_request, params.token_rules or each.rules)
+                BeamSearch(ids, params, eos_token_ids, each.lora_request, each.rules if own is None else own)
                 for ids, each in zip(token_ids, first, strict=True)
             ]
             with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:

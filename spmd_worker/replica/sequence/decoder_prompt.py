@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.model_config.decoder_generation import TASKS, DecoderGeneration, SpeechTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules, as_token_rules
+from spmd_worker.replica.sequence.token_rules import NO_RULES, TimestampRules, TokenRules
 from spmd_worker.tokenizer.languages import LANGUAGES, language_code
 from spmd_worker.tokenizer.source_language import language_id, unknown_language
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -41,10 +41,15 @@ class RuledParams:
         self._last: tuple[SamplingParams, TokenRules | None, SamplingParams] | None = None
 
     def of(self, sampling: SamplingParams, rules: TokenRules | None) -> SamplingParams:
-        """`sampling` with these rules, unless it has its own. Raises ValueError if both say how the answer begins."""
-        if rules is None or sampling.token_rules is not None:
+        """`sampling` with these rules, unless it has its own, which may be none at all. Raises ValueError if both say
+        how the answer begins.
+        """
+        own = sampling.token_rules
+        rules = rules if own is None else own
+        rules = None if rules == NO_RULES else rules
+        if rules is own:
             return sampling
-        if rules.first_tokens and sampling.structured_outputs is not None:
+        if rules is not None and rules.first_tokens and sampling.structured_outputs is not None:
             raise ValueError(
                 "structured_outputs begins with the answer's first token, which is the language that the model "
                 "detects: give language, or a decoder's prompt that ends with language and task"
@@ -173,18 +178,17 @@ def _rules(
     stamps = None
     if timestamps and speech is not None:
         stamps = TimestampRules(speech.first_timestamp, generation.end_token_id, speech.max_initial_index)
-    return as_token_rules(
-        TokenRules(
-            first_tokens=first_tokens,
-            forced_tokens=forced_tokens,
-            suppress_tokens=generation.suppress_tokens,
-            begin_suppress_tokens=generation.begin_suppress_tokens,
-            forced_eos_token_id=generation.forced_eos_token_id,
-            min_new_tokens=max(generation.min_new_tokens, generation.min_length - num_prompt_tokens, 0),
-            no_repeat_ngram_size=generation.no_repeat_ngram_size,
-            timestamps=stamps,
-        )
+    rules = TokenRules(
+        first_tokens=first_tokens,
+        forced_tokens=forced_tokens,
+        suppress_tokens=generation.suppress_tokens,
+        begin_suppress_tokens=generation.begin_suppress_tokens,
+        forced_eos_token_id=generation.forced_eos_token_id,
+        min_new_tokens=max(generation.min_new_tokens, generation.min_length - num_prompt_tokens, 0),
+        no_repeat_ngram_size=generation.no_repeat_ngram_size,
+        timestamps=stamps,
     )
+    return None if rules == NO_RULES else rules
 
 
 def _speech(generation: DecoderGeneration) -> SpeechTokens:

@@ -49,7 +49,8 @@ class TokenRules:
     `num_beam_tokens` None: no beam. A beam's row has its answer so far as the last of its prompt's tokens, this many;
     its log-probabilities are the model's own, of allowed tokens alone, and its last token is not forced.
 
-    Most names are transformers'. A rule that would leave no token to sample is ignored.
+    Most names are transformers'. A rule that would leave no token to sample is ignored. A record without rules takes
+    those of a model's folder away, where None keeps them.
     """
 
     first_tokens: tuple[int, ...] = ()
@@ -103,9 +104,9 @@ _LISTS: Final = ("first_tokens", "forced_tokens", "suppress_tokens", "begin_supp
 
 
 def as_token_rules(value: Any) -> TokenRules | None:
-    """The record from itself, a mapping or None; one without rules is None. Raises ValueError naming the field."""
+    """The record from itself, a mapping or None. Raises ValueError naming the field."""
     rules: TokenRules | None = _record("token_rules", value, TokenRules)
-    return None if rules == TokenRules() else rules
+    return rules
 
 
 def _record(name: str, value: Any, record: Any) -> Any:
@@ -137,3 +138,6 @@ def _number(name: str, value: Any, is_optional: bool = False) -> Any:
     if number is None or not 0 <= number <= INT64[-1]:
         raise ValueError(f"{name}={shown(value)} must be a whole number from 0 to {INT64[-1]}")
     return number
+
+
+NO_RULES: Final = TokenRules()

@@ -231,4 +231,6 @@ def test_rows_share_parameters_with_equal_rules():
     assert ruled.of(frozen, TokenRules(suppress_tokens=(4,))).token_rules == TokenRules(suppress_tokens=(4,))
     own = SamplingParams(token_rules={"suppress_tokens": [9]})
     assert ruled.of(own, rules) is own
+    for given in (rules, None):
+        assert ruled.of(SamplingParams(temperature=0.0, token_rules={}), given) == frozen
     assert ruled.of(frozen, None) is frozen

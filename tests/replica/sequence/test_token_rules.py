@@ -30,9 +30,10 @@ def test_mapping_becomes_the_record_and_back_from_bytes():
     assert codec.read(ByteReader(bytes(writer.data), len(writer.data)), 2) == [params, SamplingParams()]
 
 
-def test_empty_rules_are_none():
-    for empty in (None, {}, {"suppress_tokens": []}, {"no_repeat_ngram_size": None}, TokenRules()):
-        assert SamplingParams(token_rules=empty).token_rules is None
+def test_empty_rules_are_kept_until_a_folder_has_some():
+    assert SamplingParams(token_rules=None).token_rules is None
+    for empty in ({}, {"suppress_tokens": []}, {"no_repeat_ngram_size": None}, TokenRules()):
+        assert SamplingParams(token_rules=empty).token_rules == TokenRules()
 
 
 @pytest.mark.parametrize(
