@@ -47,7 +47,7 @@ struct Gemm {
 template <class Element>
 struct Block {
   const Element *x, *panels, *ahead;  // from the part's first input on; `ahead`: panels to prefetch
-  int64_t x_stride, panel_size, num_inputs;
+  int64_t x_stride, panel_size, num_inputs, num_all_inputs;  // of the part, and of all
   int64_t row, pair;
   int num_rows, num_panels;
   bool is_first_part, is_last_part;  // of the chain

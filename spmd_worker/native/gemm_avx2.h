@@ -9,7 +9,8 @@
 
 namespace {
 
-// Sums go to memory, panel by panel: `Panel::multiply_panel<kRows>(x, x_stride, end, panel, ahead, sums [kRows][32])`.
+// Sums go to memory, panel by panel: `Panel::multiply_panel<kRows>(block, panel, ahead, sums [kRows][32], kept)`. `kept`,
+// or null, has the vectors of sums between two parts of the inputs, [kRows][64].
 template <class Panel, class Element, class Sum, int kRowsOf>
 struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
   static constexpr bool kHasRegisters = false;
@@ -19,8 +20,8 @@ struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
     for (int panel = 0; panel < kPanels; ++panel) {
       const int64_t at = panel * block.panel_size;
       Panel::template multiply_panel<kRows>(
-          block.x, block.x_stride, block.num_inputs, block.panels + at, block.to_prefetch() + at,
-          memory.sums + panel * kPanel);
+          block, block.panels + at, block.to_prefetch() + at, memory.sums + panel * kPanel,
+          block.kept == nullptr ? nullptr : block.kept + panel * 32);
     }
   }
 };
@@ -28,6 +29,8 @@ struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
 #if defined(SPMD_AVX2)
 
 struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
+  static constexpr bool kSplits = true;
+
   // Each has four outputs: sums of even and of odd inputs, interleaved.
   SPMD_INLINE Floats joined(Floats first, Floats second) {
     const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)first, (__m256)second));
@@ -35,10 +38,17 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
   }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const float* x, int64_t x_stride, int64_t end, const float* panel, const float* ahead, float* sums) {
+      const Block<float>& block, const float* panel, const float* ahead, float* sums, float* kept) {
+    const float* const x = block.x;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs;
     // Half a panel at a time: 12 sums of 16 registers.
     for (int half = 0; half < kPanel; half += 8, panel += kPanel, ahead += kPanel, sums += 8) {
       Floats totals[kRows][2] = {};
+      if (kept != nullptr && !block.is_first_part) {
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row)
+          for (int v = 0; v < 2; ++v) totals[row][v] = load<Floats>(kept + row * 64 + half * 2 + v * kLanes);
+      }
       for (int64_t input = 0; input < end; input += 2) {
         __builtin_prefetch(ahead + input * kPanel, 0, 2);
         const Floats first = load<Floats>(panel + input * kPanel), second = load<Floats>(panel + input * kPanel + kLanes);
@@ -48,6 +58,12 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
           totals[row][0] = fused(left, first, totals[row][0]);
           totals[row][1] = fused(left, second, totals[row][1]);
         }
+      }
+      if (kept != nullptr && !block.is_last_part) {
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row)
+          for (int v = 0; v < 2; ++v) store(kept + row * 64 + half * 2 + v * kLanes, totals[row][v]);
+        continue;
       }
 #pragma GCC unroll 6
       for (int row = 0; row < kRows; ++row) store(sums + row * 32, joined(totals[row][0], totals[row][1]));
@@ -62,7 +78,9 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
   SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const uint16_t* x, int64_t x_stride, int64_t end, const uint16_t* panel, const uint16_t* ahead, float* sums) {
+      const Block<uint16_t>& block, const uint16_t* panel, const uint16_t* ahead, float* sums, float*) {
+    const uint16_t* const x = block.x;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs;
     Floats totals[kRows][2] = {};
     for (int64_t input = 0; input < end; input += 2) {
       __builtin_prefetch(ahead + input * kPanel, 0, 2);
@@ -100,7 +118,9 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
 struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const int8_t* x, int64_t x_stride, int64_t end, const int8_t* panel, const int8_t* ahead, int32_t* sums) {
+      const Block<int8_t>& block, const int8_t* panel, const int8_t* ahead, int32_t* sums, float*) {
+    const int8_t* const x = block.x;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs;
     __m256i totals[kRows][4] = {};
     for (int64_t input = 0; input < end; input += 4) {
       const int8_t* rights = panel + input * kPanel;
@@ -133,7 +153,9 @@ struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
 struct Portable : PanelByPanel<Portable, int8_t, int32_t, 4> {
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const int8_t* x, int64_t x_stride, int64_t end, const int8_t* panel, const int8_t*, int32_t* sums) {
+      const Block<int8_t>& block, const int8_t* panel, const int8_t*, int32_t* sums, float*) {
+    const int8_t* const x = block.x;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs;
     for (int row = 0; row < kRows; ++row) {
       int32_t totals[kPanel] = {};
       for (int64_t input = 0; input < end; input += 4)

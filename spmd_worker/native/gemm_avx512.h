@@ -74,7 +74,7 @@ SPMD_INLINE void each_vector(Vector (&totals)[kRows][kPanels][kVectors], const E
 template <class Step, class Element, class Sum, int kRowsOf, int kInputs, int kVectors>
 struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
   static constexpr bool kHasRegisters = true;
-  static constexpr bool kSplits = std::is_same_v<Sum, float>;
+  static constexpr bool kSplits = true;
 
   template <int kRows, int kPanels, class Epilogue>
   static void multiply(const Block<Element>& block, const Epilogue& epilogue) {
@@ -85,15 +85,15 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
     const int64_t panel_size = block.panel_size;
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) {
-      const Vector start = Step::start(panels + panel * panel_size + block.num_inputs * kPanel);
+      const Vector start =
+          block.is_first_part ? Step::start(panels + panel * panel_size + block.num_all_inputs * kPanel) : Vector{};
 #pragma GCC unroll 14
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) totals[row][panel][v] = start;
     }
-    if constexpr (InRegisters::kSplits)
-      if (block.kept != nullptr && !block.is_first_part)
-        each_vector(totals, [&](Vector& total, int at) { total = load<Vector>(block.kept + at); });
+    if (block.kept != nullptr && !block.is_first_part)
+      each_vector(totals, [&](Vector& total, int at) { total = load<Vector>(block.kept + at); });
     RowAddresses<Element, kRows> x(block.x, block.x_stride);
     for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= kInputs) {
       Vector right[kPanels][kVectors];
@@ -117,9 +117,8 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       }
       x.advance(kInputs);
     }
-    if constexpr (InRegisters::kSplits)
-      if (block.kept != nullptr && !block.is_last_part)
-        return each_vector(totals, [&](const Vector& total, int at) { store(block.kept + at, total); });
+    if (block.kept != nullptr && !block.is_last_part)
+      return each_vector(totals, [&](const Vector& total, int at) { store(block.kept + at, total); });
     take_rows<Step>(block, totals, epilogue);
   }
 };

@@ -241,7 +241,7 @@ class GemmThread {
       : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue),
         has_own_rows_(OwnRows<Micro>::is_used(gemm, num_threads)) {
     block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * kElementsEach : gemm.x_stride;
-    block_.panel_size = gemm.panel_size();
+    block_.panel_size = gemm.panel_size(), block_.num_all_inputs = gemm.num_inputs;
   }
 
   void run() {
