@@ -68,6 +68,7 @@ _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
 _MAX_CUSTOM_ID: Final = 512
+_REQUEST_ID: Final = b"x-request-id"
 
 
 _Read = TypeVar("_Read")
@@ -103,6 +104,7 @@ class ServerApp:
         """The application: without a key even unknown paths are not revealed."""
         if scope["type"] != "http":
             return
+        send = _with_request_id(send)
         if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
             self._errors[401] += 1
             message = "give the server's key: Authorization: Bearer KEY"
@@ -311,7 +313,7 @@ class Answer:
     def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
         self._app, self._served, self._reservation = app, served, reservation
         self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
-        self._headers = (("x-request-id", self._name.request),)
+        self._headers = ((_REQUEST_ID.decode(), self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, loop = self._app, asyncio.get_running_loop()
@@ -436,6 +438,17 @@ def _complete(body: JsonObject | str, headers: Headers) -> PlainResponse:
     if isinstance(body, str):
         return PlainResponse(body.encode("utf-8", "replace"), b"text/plain; charset=utf-8", 200, headers)
     return JsonResponse(body, 200, headers)
+
+
+def _with_request_id(send: Send) -> Send:
+    """`send` that gives every response, errors too, the header that OpenAI's clients report as its id."""
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start" and all(name != _REQUEST_ID for name, _ in message["headers"]):
+            message["headers"] = [*message["headers"], (_REQUEST_ID, secrets.token_hex(12).encode())]
+        await send(message)
+
+    return named
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -35,6 +35,7 @@ REQUESTS = [
     (TEXT, {"prompt": "é你😀", "max_tokens": 30, "temperature": 1.5}),
     (TEXT, {"prompt": "add 7 8 =", "max_tokens": 9, "best_of": 3, "n": 2, "temperature": 1.1}),
     (TEXT, {"prompt": "add 7 8 =", "max_tokens": 3, "model": "named", "user": "somebody", "prompt_logprobs": 1}),
+    (TEXT, {"prompt": "é你😀", "max_tokens": 9, "n": 2, "temperature": 1.5, "top_k": 5, "return_sampling_mask": True}),
     (CHAT, {"messages": USER, "max_tokens": 8, "temperature": 0}),
     (CHAT, {"messages": USER, "max_completion_tokens": 20, "temperature": 1.4, "n": 3, "logprobs": True}),
     (CHAT, {"messages": USER, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}),
@@ -156,6 +157,7 @@ def check_error(found: tuple[int, JSON, Any], status: int, code: str, words: str
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert words in error["message"]
+    assert len(found[2]["x-request-id"]) == 24
 
 
 @pytest.mark.parametrize(("body", "status", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])
