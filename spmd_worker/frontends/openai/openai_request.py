@@ -47,6 +47,8 @@ IGNORED_KEYS: Final = (
     "stream_options",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Accepted, without effect on the answer (`model` is repeated in it)."""
 
@@ -64,6 +66,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
+    "moderation": (),
 }
 """Keys of unsupported features, with the values besides null that are neutral."""
 
@@ -118,12 +121,13 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
     _check_body(body, _COMPLETION_KEYS, _UNSUPPORTED)
-    if body.get("prompt") is None and body.get("prompt_embeds") is None:
+    text, embeds = body.get("prompt"), body.get("prompt_embeds")
+    if text is None and embeds is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")
-    if body.get("prompt") is not None and body.get("prompt_embeds") is not None:
+    # Older clients of OpenAI's always send a prompt.
+    if text not in (None, "") and embeds is not None:
         raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
-    is_embeds = body.get("prompt") is None
-    prompt = embeds_prompt("prompt_embeds", body["prompt_embeds"]) if is_embeds else _completion_prompt(body["prompt"])
+    prompt = _completion_prompt(text) if embeds is None else embeds_prompt("prompt_embeds", embeds)
     prompt = for_encoder(prompt, body)
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
