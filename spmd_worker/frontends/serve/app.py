@@ -69,6 +69,8 @@ _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
 _MAX_CUSTOM_ID: Final = 512
 _REQUEST_ID: Final = b"x-request-id"
+_NO_RETRY: Final = ("x-should-retry", "false")
+"""OpenAI's clients obey it."""
 
 
 _Read = TypeVar("_Read")
@@ -279,7 +281,10 @@ class ServerApp:
         if isinstance(error, EndingError):
             error = InvalidRequestError(str(error), "server_failed")
         assert isinstance(error, InvalidRequestError), error
-        return JsonResponse(self.error_record(error), status_of(error.code), headers)
+        status = status_of(error.code)
+        # Clients would send it again, and the same request fails again.
+        headers = (*headers, _NO_RETRY) if status == 500 else headers
+        return JsonResponse(self.error_record(error), status, headers)
 
     def error_record(self, error: InvalidRequestError) -> JsonObject:
         """Body of an error, which is counted."""
