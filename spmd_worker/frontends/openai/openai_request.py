@@ -81,6 +81,12 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     "echo": (False,),
 }
 
+_INSTEAD_IN_CHAT: Final = {
+    "reasoning_effort": 'chat_template_kwargs={"reasoning_effort": ...} to a template that reads it',
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
+
 _COMMON_KEYS: Final = (
     *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo", PRIORITY_KEY),
     *(*IGNORED_KEYS, *_UNSUPPORTED),
@@ -120,7 +126,8 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_body(body, _COMPLETION_KEYS, _UNSUPPORTED)
+    check_keys(body, _COMPLETION_KEYS, " in body")
+    check_neutral(body, _UNSUPPORTED)
     text, embeds = body.get("prompt"), body.get("prompt_embeds")
     if text is None and embeds is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")
@@ -146,7 +153,8 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
 
 
 def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_body(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
+    check_keys(body, _CHAT_KEYS, " in body")
+    check_neutral(body, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
     if body.get("messages") is None:
         raise InvalidRequestError("the body has no messages", "missing_prompt")
     prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
@@ -190,11 +198,6 @@ def _check_one_grammar(body: Mapping[str, Any], key: str) -> None:
     if body.get("structured_outputs"):
         message = f"structured_outputs and {key} both constrain the answer: leave one out"
         raise InvalidRequestError(message, "conflicting_keys")
-
-
-def _check_body(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    check_keys(body, known, " in body")
-    check_neutral(body, unsupported)
 
 
 def _completion_prompt(value: Any) -> Prompt:

@@ -15,7 +15,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from pydantic import TypeAdapter
 
-from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row import Row, RowError
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -121,6 +121,10 @@ def test_every_parameter_of_client_is_known():
         body = {**dict.fromkeys(params.__annotations__), **own, **prompt}
         row = parse_row(0, json.dumps(openai_row("a", url, body)).encode(), SamplingParams())
         assert isinstance(row, Row), row
+    for key, value, instead in (("reasoning_effort", "low", "chat_template_kwargs"), ("functions", [{}], "tools")):
+        refused = parse_row(0, json.dumps(openai_row("a", url, {**prompt, key: value})).encode(), SamplingParams())
+        assert isinstance(refused, RowError), refused
+        assert f"is not supported: give {instead}" in refused.message
 
 
 def test_parse_check_detects_body_lacking_required_fields(answers: list[dict]):
