@@ -95,6 +95,10 @@ def joined(chunks: list[JSON]) -> JSON:
             for name, values in (part["logprobs"] or {}).items():
                 known["logprobs"] = known["logprobs"] or {}
                 known["logprobs"][name] = known["logprobs"].get(name, []) + values
+            if "sampling_mask" in part:
+                mask = known.setdefault("sampling_mask", {"token_ids": [], "offsets": [0]})
+                mask["offsets"] += [len(mask["token_ids"]) + each for each in part["sampling_mask"]["offsets"][1:]]
+                mask["token_ids"] += part["sampling_mask"]["token_ids"]
     return {**body, "choices": [choices[index] for index in sorted(choices)]}
 
 

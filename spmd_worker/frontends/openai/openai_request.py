@@ -47,6 +47,8 @@ IGNORED_KEYS: Final = (
     "stream_options",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Accepted, without effect on the answer (`model` is repeated in it)."""
 
@@ -64,6 +66,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
+    "moderation": (),
 }
 """Keys of unsupported features, with the values besides null that are neutral."""
 
@@ -76,6 +79,12 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
     "echo": (False,),
+}
+
+_INSTEAD_IN_CHAT: Final = {
+    "reasoning_effort": 'chat_template_kwargs={"reasoning_effort": ...} to a template that reads it',
+    "functions": "tools",
+    "function_call": "tool_choice",
 }
 
 _COMMON_KEYS: Final = (
@@ -117,13 +126,15 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_body(body, _COMPLETION_KEYS, _UNSUPPORTED)
-    if body.get("prompt") is None and body.get("prompt_embeds") is None:
+    check_keys(body, _COMPLETION_KEYS, " in body")
+    check_neutral(body, _UNSUPPORTED)
+    text, embeds = body.get("prompt"), body.get("prompt_embeds")
+    if text is None and embeds is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")
-    if body.get("prompt") is not None and body.get("prompt_embeds") is not None:
+    # Older clients of OpenAI's always send a prompt.
+    if text not in (None, "") and embeds is not None:
         raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
-    is_embeds = body.get("prompt") is None
-    prompt = embeds_prompt("prompt_embeds", body["prompt_embeds"]) if is_embeds else _completion_prompt(body["prompt"])
+    prompt = _completion_prompt(text) if embeds is None else embeds_prompt("prompt_embeds", embeds)
     prompt = for_encoder(prompt, body)
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
@@ -142,7 +153,8 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
 
 
 def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_body(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
+    check_keys(body, _CHAT_KEYS, " in body")
+    check_neutral(body, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
     if body.get("messages") is None:
         raise InvalidRequestError("the body has no messages", "missing_prompt")
     prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
@@ -186,11 +198,6 @@ def _check_one_grammar(body: Mapping[str, Any], key: str) -> None:
     if body.get("structured_outputs"):
         message = f"structured_outputs and {key} both constrain the answer: leave one out"
         raise InvalidRequestError(message, "conflicting_keys")
-
-
-def _check_body(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    check_keys(body, known, " in body")
-    check_neutral(body, unsupported)
 
 
 def _completion_prompt(value: Any) -> Prompt:

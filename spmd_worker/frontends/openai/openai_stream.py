@@ -155,18 +155,21 @@ class ChunkWriter:
         for completion in output.outputs:
             before = self._sent.get(completion.index)
             num_tokens = 0 if before is None else before.num_tokens
-            choice = self._choice(completion)
-            if choice is not None:
-                chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
-                if self.row.returns_token_ids:
-                    # Like vLLM's chunks: the prompt's once.
-                    sent, (own,) = self._sent[completion.index], chunk["choices"]
-                    own["token_ids"] = completion.token_ids[num_tokens:]
-                    if not sent.has_prompt_ids:
-                        sent.has_prompt_ids = True
-                        holder = chunk if self.row.kind == "chat" else own
-                        holder["prompt_token_ids"] = list(self.row.prompt_token_ids)
-                found.append(chunk)
+            mask = completion.sampling_mask
+            part = completion if mask is None else replace(completion, sampling_mask=mask.after(num_tokens))
+            choice = self._choice(part)
+            if choice is None:
+                continue
+            chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
+            if self.row.returns_token_ids:
+                # Like vLLM's chunks: the prompt's once.
+                sent, (own,) = self._sent[completion.index], chunk["choices"]
+                own["token_ids"] = completion.token_ids[num_tokens:]
+                if not sent.has_prompt_ids:
+                    sent.has_prompt_ids = True
+                    holder = chunk if self.row.kind == "chat" else own
+                    holder["prompt_token_ids"] = list(self.row.prompt_token_ids)
+            found += _with_end_apart(chunk)
         return found
 
     def last_chunk(self, outputs: Sequence[RequestOutput]) -> JsonObject:
@@ -232,6 +235,21 @@ class ChunkWriter:
             "choices": choices,
             **({"usage": None} if self.includes_usage else {}),
         }
+
+
+def _with_end_apart(chunk: JsonObject) -> list[JsonObject]:
+    """The chunk, or two for one that has calls and ends its choice: OpenAI's clients report a call as complete when a
+    later chunk comes.
+    """
+    (choice,) = chunk["choices"]
+    if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
+        return [chunk]
+    reasons = {key: choice[key] for key in ("finish_reason", "stop_reason")}
+    end = {"index": choice["index"], "delta": {}, "logprobs": None, **reasons}
+    if "token_ids" in choice:
+        end["token_ids"] = []
+    others = {key: value for key, value in chunk.items() if key != "prompt_token_ids"}
+    return [{**chunk, "choices": [choice | dict.fromkeys(reasons)]}, {**others, "choices": [end]}]
 
 
 def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool) -> list[TokenLogprobs] | None:

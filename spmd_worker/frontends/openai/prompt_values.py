@@ -101,13 +101,18 @@ def for_encoder(prompt: Prompt, fields: Mapping[str, Any]) -> Prompt:
     return EncoderPrompt(prompt, decoder, target, source)
 
 
-def check_neutral(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidRequestError for a key of `unsupported` whose value is neither null nor one of its neutral ones."""
+def check_neutral(
+    given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str] | None = None
+) -> None:
+    """Raise InvalidRequestError for a key of `unsupported` whose value is neither null nor one of its neutral ones.
+    `instead` has what to give in place of some.
+    """
     for key, neutral in unsupported.items():
         value = given.get(key)
         # Types are compared too: true is not 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
-            raise InvalidRequestError(f"{key}={shown(value)} is not supported", "unsupported_value")
+            way_out = f": give {instead[key]}" if instead and key in instead else ""
+            raise InvalidRequestError(f"{key}={shown(value)} is not supported{way_out}", "unsupported_value")
 
 
 def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:

@@ -68,6 +68,9 @@ _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
 _MAX_CUSTOM_ID: Final = 512
+_REQUEST_ID: Final = b"x-request-id"
+_NO_RETRY: Final = ("x-should-retry", "false")
+"""OpenAI's clients obey it."""
 
 
 _Read = TypeVar("_Read")
@@ -103,6 +106,7 @@ class ServerApp:
         """The application: without a key even unknown paths are not revealed."""
         if scope["type"] != "http":
             return
+        send = _with_request_id(send)
         if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
             self._errors[401] += 1
             message = "give the server's key: Authorization: Bearer KEY"
@@ -277,7 +281,10 @@ class ServerApp:
         if isinstance(error, EndingError):
             error = InvalidRequestError(str(error), "server_failed")
         assert isinstance(error, InvalidRequestError), error
-        return JsonResponse(self.error_record(error), status_of(error.code), headers)
+        status = status_of(error.code)
+        # Clients would send it again, and the same request fails again.
+        headers = (*headers, _NO_RETRY) if status == 500 else headers
+        return JsonResponse(self.error_record(error), status, headers)
 
     def error_record(self, error: InvalidRequestError) -> JsonObject:
         """Body of an error, which is counted."""
@@ -311,7 +318,7 @@ class Answer:
     def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
         self._app, self._served, self._reservation = app, served, reservation
         self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
-        self._headers = (("x-request-id", self._name.request),)
+        self._headers = ((_REQUEST_ID.decode(), self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, loop = self._app, asyncio.get_running_loop()
@@ -436,6 +443,17 @@ def _complete(body: JsonObject | str, headers: Headers) -> PlainResponse:
     if isinstance(body, str):
         return PlainResponse(body.encode("utf-8", "replace"), b"text/plain; charset=utf-8", 200, headers)
     return JsonResponse(body, 200, headers)
+
+
+def _with_request_id(send: Send) -> Send:
+    """`send` that gives every response, errors too, the header that OpenAI's clients report as its id."""
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start" and all(name != _REQUEST_ID for name, _ in message["headers"]):
+            message["headers"] = [*message["headers"], (_REQUEST_ID, secrets.token_hex(12).encode())]
+        await send(message)
+
+    return named
 
 
 async def _until_gone(receive: Receive) -> None:

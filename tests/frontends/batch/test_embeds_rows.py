@@ -106,5 +106,10 @@ def test_server_takes_texts_and_no_files():
         by_ids = server.client.ask("/v1/completions", body | {"prompt": [10, 11, 12]})[1]
         by_rows = server.client.ask("/v1/completions", body | {"prompt_embeds": text_of(table[[10, 11, 12]])})[1]
         assert (by_rows["choices"], by_rows["usage"]) == (by_ids["choices"], by_ids["usage"])
+        # As clients send it that require a prompt.
+        beside = body | {"prompt": "", "prompt_embeds": text_of(table[[10, 11, 12]])}
+        assert server.client.ask("/v1/completions", beside)[1]["choices"] == by_ids["choices"]
+        status, said, _ = server.client.ask("/v1/completions", beside | {"prompt": "a"})
+        assert (status, said["error"]["code"]) == (400, "conflicting_prompts")
         status, said, _ = server.client.ask("/v1/completions", body | {"prompt_embeds": {"path": "a.safetensors"}})
         assert (status, said["error"]["code"]) == (400, "embeddings_outside")

@@ -4,12 +4,20 @@ The job has a model of random weights, plain and chat rows with log-probabilitie
 and rows that cannot run.
 """
 
+import json
+
 import pytest
 import ranks
 from jobs_of_rows import answers_of_job, openai_row
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from pydantic import TypeAdapter
+
+from spmd_worker.frontends.openai.row import Row, RowError
+from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
@@ -101,6 +109,22 @@ def test_rows_that_cannot_run_are_error_fields(answers: list[dict]):
     assert "model.runner=pooling" in by_id["e"]["error"]["message"]
     codes = {answer["error"]["code"] for answer in answers if answer["error"]}
     assert codes == {"wrong_runner", "unsupported_value", "empty_prompt", "invalid_value"}
+
+
+def test_every_parameter_of_client_is_known():
+    """Null is neutral, and keys of its cache have no effect on an answer."""
+    own = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, "prompt_cache_retention": "24h"}
+    for url, params, prompt in (
+        ("/v1/completions", CompletionParams, {"prompt": "a"}),
+        ("/v1/chat/completions", ChatParams, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = {**dict.fromkeys(params.__annotations__), **own, **prompt}
+        row = parse_row(0, json.dumps(openai_row("a", url, body)).encode(), SamplingParams())
+        assert isinstance(row, Row), row
+    for key, value, instead in (("reasoning_effort", "low", "chat_template_kwargs"), ("functions", [{}], "tools")):
+        refused = parse_row(0, json.dumps(openai_row("a", url, {**prompt, key: value})).encode(), SamplingParams())
+        assert isinstance(refused, RowError), refused
+        assert f"is not supported: give {instead}" in refused.message
 
 
 def test_parse_check_detects_body_lacking_required_fields(answers: list[dict]):

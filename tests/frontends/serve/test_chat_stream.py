@@ -13,6 +13,7 @@ import pytest
 from chat_checkpoints import write_chat_model
 from chat_models import CHAT_MODELS, MARKERS, TOOLS, write_chat_tokenizer
 from content_templates import WALKING
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 from serving import JSON, ServedHere, joined, without_names
@@ -126,6 +127,27 @@ def test_call_quoting_markers_is_streamed_and_complete(name: str, tmp_path: Path
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
+def done_calls(chunks: list[JSON]) -> list[str]:
+    """Names of the calls that the official client reports as complete."""
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    events = [event for chunk in chunks for event in state.handle_chunk(CHUNK.validate_python(chunk, strict=True))]
+    return [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_client_reports_call_of_the_last_step(name: str, tmp_path: Path):
+    """A step of forced tokens may end the call and the answer; the client needs a chunk after the call's."""
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
+    served = served_row(tokenizer, tools=TOOLS, return_token_ids=True)
+    *_, last = outputs_of(tokenizer, served, CHAT_MODELS[name].call)
+    chunks = ChunkWriter(served, NAME, False).chunks(last)
+    assert done_calls(chunks) == ["add"]
+    whole = response_body([served], [last], NAME)
+    (choice,) = whole["choices"]
+    assert joined(chunks)["choices"][0]["message"] == choice["message"]
+    assert [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
+
+
 @pytest.mark.finding(number="D3")
 def test_chunks_of_calls_have_all_ids(tmp_path: Path):
     """Held-back text is in no chunk; its ids come with the next."""
@@ -157,6 +179,7 @@ def test_content_is_streamed_and_call_is_one_chunk(tmp_path: Path):
     (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+    assert done_calls(chunks) == ["add"]
     # The control: without tools the same text is content, marks and all.
     chunks, _ = streamed_and_whole(tokenizer, served_row(tokenizer), f"I will add them.\n{call}")
     assert joined(chunks)["choices"][0]["message"]["content"].endswith("</tool_call>")

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+import openai
 import pytest
 from jobs_of_rows import answers_of_job, openai_row
 from serving import JSON, KEY, MODEL, Client, ServedHere, joined, read_events, without_names
@@ -24,6 +25,7 @@ from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import RequestExchange
 from spmd_worker.frontends.serve.http_server import HttpServer, bind
 from spmd_worker.frontends.serve.responses import Message, Scope, Send
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "copy a b c =", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -35,6 +37,7 @@ REQUESTS = [
     (TEXT, {"prompt": "é你😀", "max_tokens": 30, "temperature": 1.5}),
     (TEXT, {"prompt": "add 7 8 =", "max_tokens": 9, "best_of": 3, "n": 2, "temperature": 1.1}),
     (TEXT, {"prompt": "add 7 8 =", "max_tokens": 3, "model": "named", "user": "somebody", "prompt_logprobs": 1}),
+    (TEXT, {"prompt": "é你😀", "max_tokens": 9, "n": 2, "temperature": 1.5, "top_k": 5, "return_sampling_mask": True}),
     (CHAT, {"messages": USER, "max_tokens": 8, "temperature": 0}),
     (CHAT, {"messages": USER, "max_completion_tokens": 20, "temperature": 1.4, "n": 3, "logprobs": True}),
     (CHAT, {"messages": USER, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}),
@@ -156,11 +159,30 @@ def check_error(found: tuple[int, JSON, Any], status: int, code: str, words: str
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert words in error["message"]
+    assert len(found[2]["x-request-id"]) == 24
 
 
 @pytest.mark.parametrize(("body", "status", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_invalid_request_is_error_in_openai_shape(client: Client, body: Any, status: int, code: str, words: str):
     check_error(client.ask(TEXT, body), status, code, words)
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no token", "grammar_failed"), RuntimeError("a bug")], ids=str)
+def test_client_does_not_repeat_failed_requests(client: Client, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    """The same request would fail again, after as many tokens."""
+    read: list[bytes] = []
+
+    def fail(reader: Any, index: int, url: str, data: bytes, *others: Any) -> Any:
+        read.append(data)
+        raise error
+
+    monkeypatch.setattr(request_reader.RequestReader, "read", fail)
+    asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key=KEY, max_retries=1)
+    with pytest.raises(openai.InternalServerError) as found:
+        asked.completions.create(model="any", prompt="a")
+    assert found.value.code == getattr(error, "code", "server_error")
+    assert len(read) == 1
+    assert found.value.request_id
 
 
 @pytest.mark.finding(number="D2")
