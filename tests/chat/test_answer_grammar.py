@@ -159,6 +159,7 @@ OWN_FORMS = {
 }
 
 
+@pytest.mark.gate("hermes with reasoning-*", "harmony-*", "*-json", "*-choice")
 @pytest.mark.parametrize("name", OWN_FORMS)
 def test_row_grammar_begins_after_the_reasoning(model: Model, name: str):
     given, good = OWN_FORMS[name]

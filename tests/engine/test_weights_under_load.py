@@ -31,8 +31,8 @@ MODES = ("keep", "abort", "wait")
 @pytest.mark.parametrize(
     ("layout", "num_rounds", "num_running", "num_waiting"),
     [
-        (TP, 3, 8, 40),
-        pytest.param(PP, 3, 8, 40, marks=pytest.mark.matrix),
+        (TP, 3, 8, 16),
+        pytest.param(PP, 3, 8, 16, marks=pytest.mark.matrix),
         pytest.param(TP, 100, 64, 500, marks=pytest.mark.stress),
         pytest.param(PP, 30, 64, 500, marks=pytest.mark.stress),
         pytest.param(DP, 12, 64, 500, marks=pytest.mark.stress),

@@ -260,7 +260,7 @@ def operate(num_operations, manager=CacheManager):
     return pairs
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("count", [10_000, pytest.param(200_000, marks=pytest.mark.stress)])
 def test_manager_matches_a_naive_model(count: int):
     operate(count)
 

@@ -25,7 +25,7 @@ KINDS = [
     replace(DRAWN, n=1, best_of=3),
     replace(DRAWN, max_tokens=40),
 ]
-NUM_GOOD = 24
+NUM_GOOD = 12
 PROMPTS = [*mixed_prompts(NUM_GOOD, 60, seed=5), random_prompt(300, 0), [VOCAB_SIZE], []]
 PARAMS = [*(KINDS[index % len(KINDS)] for index in range(NUM_GOOD)), GREEDY, GREEDY, GREEDY]
 CALLS = {
@@ -42,7 +42,7 @@ SETTINGS = {
     "num_blocks": 100,
     "max_model_len": 190,
     "max_num_batched_tokens": 64,
-    "max_num_seqs": 6,
+    "max_num_seqs": 4,
     "dtype": "float32",
 }
 

@@ -5,7 +5,6 @@ parent like any other, so nothing but the launcher's store, which is gone with i
 """
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,9 @@ def variables(port: int, **changes: str) -> dict[str, str]:
 def test_rank_without_its_launcher_exits_before_the_timeout(tmp_path: Path):
     words = [f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2", "executor.timeout_s=600"]
     rows = [f"job.input={ranks.REPOSITORY / 'scripts/demo/prompts.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"]
-    command = [sys.executable, str(ranks.REPOSITORY / "launch.py"), *words, *rows]
+    command = [ranks.REPOSITORY / "launch.py", *words, *rows]
     # In half of the timeout that the rank has: without the look at the store this is RanksTimedOut.
-    done = ranks.run_command(command, 240, variables(free_port()))
+    done = ranks.run_script(command, 240, variables(free_port()))
     assert done.returncode == 1, done.output
     assert "error: the launcher is gone: nothing listens at 127.0.0.1:" in done.stderr, done.output
 

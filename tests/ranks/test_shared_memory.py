@@ -296,9 +296,9 @@ def test_closed_rank_is_reported_as_departed():
     fast = share_memory(gloo, 600.0)
     fast.all_reduce(torch.ones(4))
     if rank == 1:
-        time.sleep(0.5)
+        time.sleep(0.2)
         fast.fast.close()
-        time.sleep(2)
+        # It is there until the other one leaves too.
         leave()
     say_how_a_sum_ends(fast)
     leave()

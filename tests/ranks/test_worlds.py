@@ -150,7 +150,7 @@ def test_early_ranks_find_next_world_without_agent_store():
     llm = new_llm()
     expected = answers(llm)
     # What rank 0 does with the answers.
-    time.sleep(2 if rank == 0 else 0)
+    time.sleep(rank == 0)
     llm.close()
     with new_llm() as llm:
         assert answers(llm) == expected

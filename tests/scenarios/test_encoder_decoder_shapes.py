@@ -120,7 +120,7 @@ def test_few_texts_of_t5_give_transformers_ids():
         alone = [answers(llm, [each], 12)[0] for each in shape.prompts[:3]]
         llm.reset_prefix_cache()
         assert answers(llm, shape.prompts[:3], 12) == alone
-    assert ids_of(alone) == [greedy_ids(shape, each)[:12] for each in shape.inputs[:3]]
+    assert ids_of(alone) == [greedy_ids(shape, each, 12) for each in shape.inputs[:3]]
     assert len({str(each) for each in ids_of(alone)}) == 3
 
 

@@ -31,7 +31,7 @@ RIGHT_AND_PLANTED = f"""
 
     os.replace = careless
     faulty_job.CALLS = {{"rename": (5,)}}
-    sys.argv[2] = "1"
+    sys.argv[2] = "4"
     sys.exit(code or 10 + faulty_job.main())
     """
 
@@ -55,7 +55,7 @@ def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, lis
 
 @pytest.fixture(scope="module")
 def right_and_planted(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
-    """Every 45th fault, then each of renaming under a planted mistake: one process imports all once."""
+    """Every 45th fault, then every fourth of renaming under a planted mistake: one process imports all once."""
     folder = tmp_path_factory.mktemp("right_and_planted")
     (folder / "script.py").write_text(textwrap.dedent(RIGHT_AND_PLANTED))
     return run(library, folder / "script.py", folder, 45)

@@ -19,6 +19,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from composed_once import compose_once
+
 import launch
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
@@ -97,6 +99,7 @@ def troubles_of(folder: Path, call: str, number: int, error: int, expected: byte
 
 def main() -> int:
     folder, every = Path(sys.argv[1]) / "job", int(sys.argv[2])
+    compose_once()
     fresh(folder)
     code, said = run(folder)
     assert code == 0, said

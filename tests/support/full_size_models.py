@@ -146,9 +146,9 @@ def speech_with_rules(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def greedy_ids(shape: FullSize, given: Tensor) -> list[int]:
+def greedy_ids(shape: FullSize, given: Tensor, num_tokens: int = NUM_TOKENS) -> list[int]:
     """transformers' answer to one input alone, without its prompt."""
-    options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "num_beams": 1}
+    options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False, "num_beams": 1}
     if not shape.is_audio:
         return _as_list(shape.model.generate(given, repetition_penalty=PENALTY, **options)[0])[1:]
     start = torch.tensor([WHISPER_PROMPT])

@@ -16,7 +16,7 @@ from waiting import wait_until
 LAUNCH = ranks.REPOSITORY / "launch.py"
 SLOW_JOB = Path(__file__).with_name("slow_job.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-NUM_ROWS = 150
+NUM_ROWS = 100
 NUM_LONG_ROWS = 500
 """Of a job that is killed at moments drawn from its whole life."""
 LIMIT_S = 240.0

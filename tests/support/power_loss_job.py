@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from composed_once import compose_once
 from power_loss import Disk, Operation, Tree, crashes, digest_of, read_recording, snapshot, write_tree
 
 import launch
@@ -302,6 +303,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
 
 def main() -> int:
     folder, count, seed, *names = sys.argv[1:]
+    compose_once()
     troubles = 0
     for name in names:
         name, _, rule = name.partition(", ")

@@ -1,6 +1,6 @@
-"""Number of examples that property tests draw: a third in the gate, all of them in the stress tier.
+"""Number of examples that property tests draw: a fifth in the gate, all of them in the stress tier.
 
-Examples are the same in every run, so the gate's third are the first of all. Properties that have a longer test of
+Examples are the same in every run, so the gate's fifth are the first of all. Properties that have a longer test of
 their own in the stress tier say a plain number.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import settings
 VARIABLE = "TESTS_ALL_EXAMPLES"
 ALL = 100
 """If nothing else is said."""
-_FRACTION, _LEAST = 3, 10
+_FRACTION, _LEAST = 5, 10
 
 
 def num_examples(count: int = ALL) -> int:

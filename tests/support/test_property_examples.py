@@ -16,9 +16,9 @@ FILES = sorted(
 )
 
 
-def test_gate_draws_a_third_of_examples(monkeypatch: pytest.MonkeyPatch):
+def test_gate_draws_a_fifth_of_examples(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert [num_examples(count) for count in (600, 40, 15, 4)] == [200, 13, 10, 4]
+    assert [num_examples(count) for count in (600, 40, 15, 4)] == [120, 10, 10, 4]
     monkeypatch.setenv(VARIABLE, "1")
     assert [num_examples(count) for count in (600, 40, 15, 4)] == [600, 40, 15, 4]
     assert len(FILES) > 5

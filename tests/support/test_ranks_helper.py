@@ -119,6 +119,7 @@ threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 """
 
 
+@pytest.mark.gate("", "raise *", "sys.exit(7)", "sys.exit('words')")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_forked_script_ends_like_a_fresh_interpreter(tmp_path: Path, ending: str):
     """Though nothing is taken apart at its end: threads, handlers, finalizers, what is in a stream, exit code."""

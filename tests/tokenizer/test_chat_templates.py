@@ -82,7 +82,7 @@ THOUGHTS = {
 }
 
 
-@pytest.mark.gate("thoughts0-*", "thoughts3-*", "thoughts6-*", "thoughts7-*")
+@pytest.mark.gate("thoughts0-*", "thoughts3-others", "thoughts6-gpt-oss", "thoughts7-others")
 @pytest.mark.parametrize("name", THOUGHTS)
 @pytest.mark.parametrize(
     "thoughts",

@@ -304,7 +304,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
+LIKE_OTHERS = (
+    *("cache.gpu_memory_utilization=nan", "seed=true", "parallel.pipeline_layers=x", "model.pooling_type=sum"),
+    *("model.adapters={a: [1]}", "model.prompt_adapters={a: ''}", "plan.memory_gib=nan", "plan.memory_gib=much"),
+    *("limits.image_formats=[]", "device=tpu", "executor.timeout_s=inf", "job.resume=maybe", "job.commit_s=nan"),
+    *("serve.drain_s=inf", "serve.drain_s=604801", "serve.reader_timeout_s=inf", "experiment=nosuch"),
+    *("seed=range(1,3)", "hydra.run.dir=x"),
+)
+"""Rules that another value of the same key, or the same rule of another key, has in the gate."""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [pytest.param(*each, marks=[pytest.mark.stress] * (each[0] in LIKE_OTHERS), id=each[0]) for each in REFUSED],
+)
 def test_config_error_is_one_sentence_with_its_rule(override: str, message: str):
     said = error_result(override)
     assert said.startswith(message)

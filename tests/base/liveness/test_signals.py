@@ -28,7 +28,7 @@ from spmd_worker.frontends.batch.run_dir.journal import read_journal
 
 FIRST_STEPS = 80
 """What a job makes before a test strikes it. Those that are struck are slow from then on."""
-NUM_ROWS = 100
+NUM_ROWS = 60
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 240.0
 

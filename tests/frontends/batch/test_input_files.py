@@ -353,6 +353,7 @@ def test_damaged_page_is_error_naming_the_file(tmp_path):
         list(RowReader((path,)))
 
 
+@pytest.mark.gate("-*", ".gz- *")
 @pytest.mark.parametrize("blank", [b"\n", b" \t\r\n", b"\r\n"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_blank_lines_are_skipped_by_the_buffer(tmp_path, monkeypatch, suffix, blank):

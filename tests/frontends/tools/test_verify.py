@@ -293,6 +293,7 @@ def test_incomparable_files_exit_with_2_and_reason(verify, tmp_path: Path, capsy
     assert main([str(good), str(tmp_path / "absent"), "--bytes"]) == 2
 
 
+@pytest.mark.gate("local-*", "s3-a.jsonl.zst", "s3-part-*.jsonl")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet", "part-*.jsonl", "part-*.jsonl.gz"])
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_outputs_of_every_kind_are_compared(s3: Any, tmp_path: Path, capsys, name: str, where: str):

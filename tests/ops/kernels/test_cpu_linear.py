@@ -337,7 +337,7 @@ def test_missing_float32_piece_is_detected(tmp_path, monkeypatch):
     assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
 
 
-@pytest.mark.gate("native-*", "*AMX-*")
+@pytest.mark.gate("native-*", "*AMX-bfloat16")
 @each_dtype
 def test_results_past_caches_have_same_bits(kernels, dtype):
     """Results that AMX products do not keep in a cache equal few of them at a time; plain, and in leaves."""

@@ -107,6 +107,7 @@ def test_gemms_have_the_bits_that_were_recorded(instruction_set: str, dtype: tor
     assert gemm_digest(instruction_set, dtype) == RECORDED[name]
 
 
+@pytest.mark.gate("bfloat16-*", "*-native", "*-x86-64-v3")
 @each_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_int8_gemms_have_recorded_bits_everywhere(instruction_set: str, dtype: torch.dtype):

@@ -34,7 +34,9 @@ def convolutions_are_the_references() -> None:
         tails = torch.randn(6, num_taps - 1, num_channels).to(dtype)
         tails[3], kept = NAN, torch.ones(82, dtype=torch.bool)
         kept[41:43] = False
-        for added, has_silu in ((None, False), (bias, True)):
+        ways = ((None, False), (bias, True))
+        # In the gate each size has one of both.
+        for added, has_silu in ways[num_taps == 4 :][:1] if in_gate() else ways:
             found, expected = tails.clone(), tails.clone()
             y = KERNELS.short_conv(x, weight, added, found, segments, has_silu=has_silu)
             z = REFERENCE.short_conv(x, weight, added, expected, segments, has_silu=has_silu)
