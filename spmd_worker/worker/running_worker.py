@@ -19,6 +19,7 @@ from spmd_worker.worker.prompt_adapters import WorkerPromptAdapters
 from spmd_worker.worker.runner.dummy_steps import prepared_step, prompt_step
 from spmd_worker.worker.runner.model_runner import LaunchedStep, ModelRunner
 from spmd_worker.worker.sleep import WorkerSleep
+from spmd_worker.worker.trace_profiler import TraceProfiler
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class RunningWorker:
     adapters: WorkerAdapters
     prompt_adapters: WorkerPromptAdapters
     comparer: HitComparer
+    profiler: TraceProfiler
     event_handlers: tuple[object, ...]
     waits_before: ThreadPoolCounters | None
     last_drafts: DraftTokenIds | None = None

@@ -218,6 +218,7 @@ def allocate(
         adapters,
         prompt_adapters,
         HitComparer(engine, mirror, opened.environment.rank, model.stage.start),
+        profiler,
         event_handlers,
         thread_waits() if device.type == "cpu" else None,
     )

@@ -1,5 +1,9 @@
-"""Worker events `start_profile` and `stop_profile`: one rank's torch profiler, which writes a Perfetto trace."""
+"""Worker events `start_profile` and `stop_profile`: one rank's torch profiler, which writes a Perfetto trace.
 
+A profile ends with its worker, or with its process.
+"""
+
+import atexit
 import logging
 import os
 from pathlib import Path
@@ -37,6 +41,7 @@ class TraceProfiler:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._path, self._profile = path, profile(activities=activities)
         self._profile.start()
+        atexit.register(self.close)
 
     def prepare_stop_profile(self, payload: None) -> None:
         if self._profile is None:
@@ -46,9 +51,16 @@ class TraceProfiler:
         """Write the trace and return its path. A failed write is only logged, because the steps are unaffected."""
         assert self._profile is not None, "prepare_stop_profile comes first"
         recorded, self._profile = self._profile, None
-        recorded.stop()
+        atexit.unregister(self.close)
         try:
+            recorded.stop()
             recorded.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError):
             logger.exception("rank %d could not write its trace %s", self._rank, self._path)
         return str(self._path)
+
+    def close(self) -> None:
+        """Stop a profile that still runs, and write its trace: torch ends a process in which one does by SIGSEGV."""
+        if self._profile is not None:
+            logger.warning("stop_profile was not called: rank %d writes its trace to %s", self._rank, self._path)
+            self.commit_stop_profile(None)

@@ -365,6 +365,7 @@ class Worker(WorkerBase):
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups are kept."""
         if self._running is not None:
+            self._running.profiler.close()
             self._running.caches.disconnect()
             self._running.caches.release()
         # Attention holds tensors of the last step.

@@ -1,10 +1,14 @@
 """`start_profile` and `stop_profile`: one trace a rank, refused with words where it cannot be."""
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import ranks
+import torch
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import WorkerEventError
@@ -59,6 +63,33 @@ def test_profile_rejects_unmatched_start_and_stop(llm: LLM, tmp_path: Path):
         llm.start_profile(tmp_path / "other")
     assert llm.generate(["copy q ="], SHORT, use_tqdm=False)[0].outputs[0].text.strip() == "q"
     assert llm.stop_profile() == [str(tmp_path / "trace.rank0.json")]
+
+
+def test_profile_ends_with_its_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A process that ended with a running profile crashed in torch."""
+    with LLM(MODEL, **OPTIONS) as llm:
+        llm.start_profile(tmp_path)
+        llm.generate(["copy q ="], SHORT, use_tqdm=False)
+        assert torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled()
+    assert "stop_profile was not called: rank 0 writes its trace" in caplog.text
+    assert any(name.startswith("aten::") for name in names_in(tmp_path / "trace.rank0.json"))
+
+
+LEFT_OPEN = """
+    import sys
+    from spmd_worker import LLM
+    llm = LLM(sys.argv[1], device="cpu", num_blocks=32)
+    llm.start_profile(sys.argv[2])
+    raise SystemExit(3)
+    """
+
+
+@pytest.mark.stress
+def test_process_with_a_profile_exits_as_told(tmp_path: Path):
+    command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), str(MODEL), str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == 3
+    assert (tmp_path / "trace.rank0.json").exists()
 
 
 def test_profile_rejects_unwritable_folder(llm: LLM, tmp_path: Path):
