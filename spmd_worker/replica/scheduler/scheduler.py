@@ -484,7 +484,7 @@ class Scheduler:
         if group.is_forked:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self._stop_checker.prepare(group.sequences[0])
-        self.queues.waiting.append(group.sequences[0])
+        (self.queues.held if self.pause.is_paused else self.queues.waiting).append(group.sequences[0])
 
     def _split(self, sequence: Sequence, num_samples: int) -> None:
         """Let `sequence` keep `num_samples` of its samples: the others wait, and find its prompt in the cache."""
