@@ -163,7 +163,7 @@ class RowHistory:
         for event in step.events:
             text, request_id = "", self._request.request_id
             if isinstance(event, Admit) and event.request.request_id == request_id:
-                text = f"admitted after this step, {len(scheduler.waiting)} wait"
+                text = f"admitted after this step, {len(scheduler.waiting) + len(scheduler.queues.held)} wait"
             elif isinstance(event, Abort) and event.request_id == request_id:
                 text = "abort requested after this step"
             elif request_id not in scheduler.queues.groups:

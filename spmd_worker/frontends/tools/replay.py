@@ -209,6 +209,8 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     print_waiting("waiting", scheduler.waiting, len(scheduler.waiting))
     for number, sequences in scheduler.queues.loading.items():
         print_waiting(f"waiting for transfer {number}", sequences, len(sequences))
+    if scheduler.queues.held:
+        print_waiting("waiting for the end of the pause", scheduler.queues.held, len(scheduler.queues.held))
     print(f"  running: {len(scheduler.running)}")
     heads = ("request", "sample", "prompt", "output", "computed", "num_blocks", "blocks")
     rows: list[tuple[object, ...]] = []

@@ -11,7 +11,8 @@ from spmd_worker.replica.sequence.sequence import SequenceStatus
 def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_swapped: int) -> None:
     """Raise AssertionError, with the values, at a contradiction."""
     running = queues.running
-    waiting = [*queues.waiting, *[sequence for waits in queues.loading.values() for sequence in waits]]
+    loading = [sequence for waits in queues.loading.values() for sequence in waits]
+    waiting = [*queues.waiting, *loading, *queues.held]
     sequences = [sequence for group in queues.groups.values() for sequence in group.sequences]
     cache.check_integrity([each.table for each in sequences], [each.host_table for each in sequences])
     expected = sorted((each for each in sequences if each.status is SequenceStatus.RUNNING), key=service_order)

@@ -22,7 +22,8 @@ class Pause:
 
     def begin(self, mode: str) -> None:
         """Begin, or change, a pause. In mode "wait" requests that have begun end first, with those that are
-        served before one of them, for one that waits behind these could not end.
+        served before one of them, for one that waits behind these could not end. Those that arrive in a pause are held
+        until it is over, however urgent: else a stream of them could be served first without end.
         """
         self.is_paused, self.is_frozen = True, mode != WAIT
         begun = [request_order(group.request) for group in self._queues.groups.values() if has_begun(group)]
@@ -31,6 +32,9 @@ class Pause:
     def end(self) -> None:
         self.is_paused = self.is_frozen = False
         self._queues.last_to_join = None
+        for sequence in self._queues.held:
+            self._queues.waiting.append(sequence)
+        self._queues.held.clear()
 
     @property
     def num_computing(self) -> int:
@@ -38,7 +42,11 @@ class Pause:
         groups, last = self._queues.groups, self._queues.last_to_join
         if not self.is_paused or last is None:
             return len(groups)
-        return 0 if self.is_frozen else sum(request_order(group.request) <= last for group in groups.values())
+        if self.is_frozen:
+            return 0
+        held = dict.fromkeys(sequence.request.request_id for sequence in self._queues.held)
+        requests = [group.request for request_id, group in groups.items() if request_id not in held]
+        return sum(request_order(request) <= last for request in requests)
 
 
 def has_begun(group: SequenceGroup) -> bool:

@@ -10,22 +10,23 @@ from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup, Seque
 
 @dataclass(slots=True)
 class Queues:
-    """Sequences that have not ended: `running` (in service order), `waiting`, and `loading`, by transfer number.
-    `newest_id` is that of the request admitted last. While generation is paused, no request joins that is
-    after `last_to_join` in `request_order`.
+    """Sequences that have not ended: `running` (in service order), `waiting`, `loading`, by transfer number, and `held`
+    until a pause ends. `newest_id` is that of the request admitted last. While generation is paused, no request joins
+    that is after `last_to_join` in `request_order`, or that arrives meanwhile: those are held.
     """
 
     groups: dict[RequestId, SequenceGroup] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     loading: dict[int, list[Sequence]] = field(default_factory=dict)
+    held: list[Sequence] = field(default_factory=list)
     newest_id: RequestId | None = None
     last_to_join: tuple[int, int] | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for blocks or for a transfer."""
-        return len(self.waiting) + sum(map(len, self.loading.values()))
+        """Sequences that wait for blocks, for a transfer, or for the end of a pause."""
+        return len(self.waiting) + sum(map(len, self.loading.values())) + len(self.held)
 
     def group_of(self, sequence: Sequence) -> SequenceGroup:
         """The group of a sequence that has not ended."""
@@ -38,6 +39,9 @@ class Queues:
 
     def stop_waiting(self, sequence: Sequence) -> None:
         """Remove a sequence that ended without running."""
+        if sequence in self.held:
+            self.held.remove(sequence)
+            return
         if sequence.status is not SequenceStatus.LOADING:
             self.waiting.remove(sequence)
             return

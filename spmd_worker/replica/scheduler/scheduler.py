@@ -108,7 +108,7 @@ class Scheduler:
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
         self._sampling_version = self._step = 0
-        self._has_worker_drafts = False
+        self._wants_drafts = self._has_worker_drafts = False
         # Of the last step with rows.
         self._continuing: list[Sequence] = []
         self._continuing_keys: tuple[SequenceKey, ...] = ()
@@ -125,9 +125,10 @@ class Scheduler:
     @property
     def waits_for_ids(self) -> bool:
         """Whether steps are decided ahead of their ids, and no step could compute anything before some arrive, or one
-        could have drafts, which follow them.
+        could have drafts, which follow them; also after a step whose workers draft, from the tokens that rows have.
         """
-        return self.limits.num_steps_ahead > 0 and (self._planner.has_drafts or not self._planner.has_ready())
+        is_ahead, planner = self.limits.num_steps_ahead > 0, self._planner
+        return is_ahead and (self._wants_drafts or planner.has_drafts or not planner.has_ready())
 
     @property
     def running(self) -> list[Sequence]:
@@ -227,6 +228,7 @@ class Scheduler:
         self.counters.num_stored_blocks += len(block_ops.store) + len(block_ops.save)
         encode, drop_rows = self.media_rows.take_plan()
         repeated_rows = self._step_verifier.choose(len(continuing))
+        self._wants_drafts = num_tokens > 0 and drafting is not None and drafting.wants_drafts
         self.counters.num_verified_steps += len(repeated_rows)
         plan = StepPlan(
             step=self._step,
@@ -245,7 +247,7 @@ class Scheduler:
             drop_rows=drop_rows,
             hit_comparisons=self._allocator.take_comparisons(),
             repeated_rows=repeated_rows,
-            wants_drafts=num_tokens > 0 and drafting is not None and drafting.wants_drafts,
+            wants_drafts=self._wants_drafts,
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -482,7 +484,7 @@ class Scheduler:
         if group.is_forked:
             group.sequences[0].num_outputs_ahead = self._num_outputs_ahead(request)
         self._stop_checker.prepare(group.sequences[0])
-        self.queues.waiting.append(group.sequences[0])
+        (self.queues.held if self.pause.is_paused else self.queues.waiting).append(group.sequences[0])
 
     def _split(self, sequence: Sequence, num_samples: int) -> None:
         """Let `sequence` keep `num_samples` of its samples: the others wait, and find its prompt in the cache."""

@@ -113,7 +113,13 @@ class SequenceStates:
         return self.slots.can_swap_out(sequence.state_slot)
 
     def swap_out(self, sequence: Sequence) -> None:
+        """Move a state to the host. No sequence waits for its snapshots to come meanwhile: it may be behind more of
+        them than run at once, which would wait without end.
+        """
         assert sequence.state_slot is not None, sequence.key
+        for _, name in sequence.snapshot_stops:
+            if self._expected.get(name) is sequence:
+                del self._expected[name]
         sequence.host_state_slot = self.slots.swap_out(sequence.state_slot)
         sequence.state_slot = None
 
@@ -122,6 +128,8 @@ class SequenceStates:
         assert sequence.host_state_slot is not None, sequence.key
         sequence.state_slot = self.slots.swap_in(sequence.host_state_slot)
         sequence.host_state_slot, sequence.is_known = None, False
+        for _, name in sequence.snapshot_stops:
+            self._expected.setdefault(name, sequence)
 
     def clear_names(self, sequences: Iterable[Sequence]) -> None:
         """Forget all snapshots, and those to come of `sequences`."""

@@ -196,6 +196,26 @@ def test_workers_drafts_are_taken_once():
     assert run.tokens(0) == [[7] * 12]
 
 
+def test_step_after_workers_draft_waits_for_ids():
+    """Rows must not go ahead while the workers draft from their tokens: the one row that may have drafts is preempted
+    in the step that wants them, and the drafts of the other fail.
+    """
+    run = Run(drafts=3, lookahead=3, ahead=1, num_blocks=6)
+    run.worker_drafts = lambda key, position: ()
+    run.admit(8, max_tokens=16)
+    run.admit(5, max_tokens=16)
+    num_preempted_in = []
+    while run.scheduler.has_unfinished:
+        for sequence in run.scheduler.running[:1]:
+            sequence.num_drafted, sequence.num_accepted = 60, 0
+        before = run.scheduler.counters.num_preemptions
+        run.step(7)
+        if run.last_plan.wants_drafts:
+            assert not run._in_flight
+            num_preempted_in.append(run.scheduler.counters.num_preemptions - before)
+    assert sum(num_preempted_in) > 0
+
+
 @pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": 60}], ids=["max_tokens", "max_model_len"])
 def test_workers_drafts_past_the_end_of_a_row_are_cut(limits: dict[str, int]):
     run = Run(drafts=3, lookahead=3, max_model_len=9)

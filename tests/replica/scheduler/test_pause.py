@@ -45,6 +45,31 @@ def test_rows_that_have_begun_end_in_wait():
     assert sorted(run.ended) == [0, 1, 2, 3, late]
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_urgent_row_of_a_pause_waits_for_its_end(is_aborted: bool):
+    """Hazard: rows that arrive in a pause, before those that it waits for in service order, are answered too, and a
+    stream of them keeps it from ending. A begun row in their lane, preempted behind them, ends nevertheless.
+    """
+    run = Run(num_blocks=5, max_num_seqs=2)
+    for _ in range(2):
+        run.admit(6, max_tokens=6, priority=5)
+    run.step()
+    run.pause("wait")
+    urgent = [run.admit(2, max_tokens=1, priority=priority) for priority in (1, 0)]
+    while run.scheduler.has_unfinished:
+        run.step()
+    assert (sorted(run.ended), run.scheduler.counters.num_preemptions) == ([0, 1], 1)
+    if is_aborted:
+        run.abort(urgent.pop(0))
+    run.pause("wait")
+    assert not run.scheduler.has_unfinished
+    assert run.scheduler.queues.num_waiting == len(urgent)
+    run.resume()
+    assert run.waiting() == [(request, 0) for request in reversed(urgent)]
+    run.finish()
+    assert sorted(run.ended) == [0, 1, 2, 3]
+
+
 def test_queued_row_before_a_begun_one_ends_too():
     """Control of a rule that would never end: the row in front waits in the lane of the preempted one behind it."""
     run = Run(num_blocks=6, max_num_seqs=3, max_loras=1)

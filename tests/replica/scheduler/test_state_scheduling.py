@@ -293,6 +293,26 @@ def test_blocks_outside_are_not_looked_up_without_snapshot():
     assert (second.ended[0].num_cached_tokens, second.scheduler.counters.num_loaded_blocks) == (0, 0)
 
 
+def test_snapshot_of_swapped_row_is_not_waited_for():
+    """Hazard: urgent rows wait for the snapshot that a swapped row is to make, and it waits behind them, without end:
+    there are more of them than run at once.
+    """
+    sizes = {"num_blocks": 11, "num_host_blocks": 20, "max_num_seqs": 2, "max_num_batched_tokens": 4}
+    run, shared = stateful(**sizes, preemption="swap", host_slots=4), tokens(2, 33)
+    run.admit(4, max_tokens=24)
+    run.step()
+    writer = run.admit(0, shared, priority=5, max_tokens=2)
+    run.steps(2)
+    for _ in range(4):
+        run.admit(0, shared, priority=1, max_tokens=2)
+    run.steps(8)
+    assert (run.running(), run.swapped()) == ([(0, 0)], [(writer, 0)])
+    # Every step computes something.
+    run.finish()
+    assert sorted(run.ended) == [*range(6)]
+    assert run.scheduler.counters.num_swapped_in == 1
+
+
 def test_integrity_detects_slot_that_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SequenceStates, "release", lambda self, sequence: None)
     run = stateful()
