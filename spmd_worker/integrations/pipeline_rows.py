@@ -200,6 +200,11 @@ class PipelineRows:
         return dict(sorted(vars(self).items()))
 
 
+def has_engine() -> bool:
+    """Whether this process has an engine of any arguments."""
+    return any(process == os.getpid() for process, _ in list(_engines))
+
+
 @contextmanager
 def sampling_by_name() -> Iterator[None]:
     """Errors of `LLM` about defaults of sampling have the name of the argument that gave them."""
