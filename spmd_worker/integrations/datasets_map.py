@@ -10,10 +10,15 @@ job over the same rows. The map's fingerprint is a digest of all that answers de
 code): an equal map is read from the cache of `datasets`, without an engine, and a changed checkpoint is computed again.
 """
 
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final
+
+import torch
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config
@@ -22,10 +27,13 @@ from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
 from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
-from spmd_worker.integrations.pipeline_rows import PipelineRows, sampling_by_name
+from spmd_worker.integrations.pipeline_rows import PipelineRows, has_engine, sampling_by_name
+from spmd_worker.ranks.cores import look_at_node, share_cores, take_share
 
 _BATCH_ROWS: Final = 1000
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+_PROCESSES: Final = "SPMD_WORKER_MAP_PROCESSES"
+"""Variable with the number of processes, for them: an argument would be part of the map's fingerprint."""
 
 
 class DatasetRows(PipelineRows):
@@ -41,12 +49,12 @@ class DatasetRows(PipelineRows):
     ) -> Any:
         """The dataset with columns of answers. `options` are further arguments of `map`, such as `remove_columns`.
 
-        With `num_proc` each process has an engine of its own: on GPUs, those of its rank. Raises ConfigError if the
-        engine of this process runs already, whose threads a forked process would lack.
+        With `num_proc` each process has an engine of its own: on GPUs, those of its rank, with its share of this
+        process's cores. Raises ConfigError if this process has a running engine, whose threads a forked one would lack.
         """
         from datasets import IterableDataset
 
-        if num_proc is not None and self.is_open:
+        if num_proc is not None and has_engine():
             raise ConfigError(
                 f"num_proc={num_proc} forks this process, which has a running engine: close() it, or give none"
             )
@@ -56,7 +64,8 @@ class DatasetRows(PipelineRows):
             options |= {"num_proc": num_proc, "with_rank": True}
         if dataset.features is not None:
             options.setdefault("features", self._features(dataset, options.get("remove_columns") or ()))
-        return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, **options)
+        with _told_processes(num_proc or 0):
+            return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, **options)
 
     def _features(self, dataset: Any, removed: Sequence[str] | str) -> Any:
         """Types of the result's columns: those of answers are text, also if the first batches have none."""
@@ -70,17 +79,39 @@ class DatasetRows(PipelineRows):
         self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None = None
     ) -> dict[str, list[str | None]]:
         """Columns of answers to a batch. `rank` is the process's, None without processes."""
-        if rank is not None and not self.is_open and self.options.get("device") != "cpu":
-            choose_devices(rank, self.num_ranks)
         names = list(batch)
         rows = [dict(zip(names, values, strict=True)) for values in zip(*[batch[name] for name in names], strict=True)]
-        return self.columns_of([self.keyed(row, index) for row, index in zip(rows, indices, strict=True)])
+        keyed = [self.keyed(row, index) for row, index in zip(rows, indices, strict=True)]
+        if rank is None:
+            return self.columns_of(keyed)
+        if not self.is_open and self.options.get("device") != "cpu":
+            choose_devices(rank, self.num_ranks)
+        return _engine_thread(rank).submit(self.columns_of, keyed).result()
 
     def __enter__(self) -> "DatasetRows":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@functools.cache
+def _engine_thread(rank: int) -> ThreadPoolExecutor:
+    """Thread of this process, of rank `rank` of a map, that computes. The first one would wait forever, if its parent
+    had computed before the fork, for OpenMP's threads, which a process does not inherit.
+    """
+    num_processes = int(os.environ.get(_PROCESSES) or 1)
+    share = share_cores(look_at_node(), rank, num_processes, os.environ)
+    return ThreadPoolExecutor(1, "engine", lambda: take_share(share, torch.set_num_threads, binds=False))
+
+
+@contextmanager
+def _told_processes(num_processes: int) -> Iterator[None]:
+    os.environ[_PROCESSES] = str(num_processes)
+    try:
+        yield
+    finally:
+        os.environ.pop(_PROCESSES, None)
 
 
 def choose_devices(rank: int, num_ranks: int) -> None:

@@ -9,12 +9,15 @@ import base64
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.frontends.batch.input.input_files import MEDIA_COLUMNS
 from spmd_worker.frontends.openai.row_parser import ROW_KEYS
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
@@ -22,9 +25,17 @@ from spmd_worker.integrations.row_engine import KeyedRow, RowEngine
 INDEX: Final = "index"
 """Column of the rows' numbers, if no other is named."""
 _MAX_EXACT_INTEGER: Final = 2**53
+_MAX_INDEX: Final = 2**63 - 1
 _engines: Final[dict[tuple[int, str], RowEngine]] = {}
 """Engines by process and arguments: a forked process uses none of its parent's."""
 _opening: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A table's value that no row can have: its row is an error row."""
+
+    problem: str
 
 
 class PipelineRows:
@@ -100,16 +111,35 @@ class PipelineRows:
         """A pyarrow table with columns of answers."""
         import pyarrow
 
-        for name, values in self.answer(table.to_pylist()).items():
+        rows = self._rows_of(table.column_names, table.num_rows, lambda place, name: array_values(name, table[place]))
+        for name, values in self.answer(rows).items():
             table = table.append_column(name, pyarrow.array(values, pyarrow.string()))
         return table
 
     def answer_frame(self, frame: Any) -> Any:
         """A pandas frame with columns of answers, and with its index."""
-        import pyarrow
-
-        rows = pyarrow.Table.from_pandas(frame, preserve_index=False).to_pylist()
+        names = [str(name) for name in frame.columns]
+        rows = self._rows_of(names, len(frame), lambda place, name: series_values(name, frame.iloc[:, place]))
         return frame.assign(**self.answer(rows))
+
+    def _rows_of(
+        self, names: Sequence[str], num_rows: int, values_of: Callable[[int, str], list[Any]]
+    ) -> list[dict[str, Any]]:
+        """Rows of a table. Values of columns without a meaning are not read: they may be of any type."""
+        read = {name: place for place, name in enumerate(names) if self._reads(name)}
+        for name, count in Counter(names).items():
+            if count > 1 and name in read:
+                raise ConfigError(f"{count} columns have the name {name!r}: rename them, or leave them out")
+        rows = [dict.fromkeys(names) for _ in range(num_rows)]
+        for name, place in read.items():
+            for row, value in zip(rows, values_of(place, name), strict=True):
+                row[name] = value
+        return rows
+
+    def _reads(self, name: str) -> bool:
+        if name == (self.key or INDEX):
+            return True
+        return name in ROW_KEYS if self.prompt is None else name in (self.prompt, "custom_id")
 
     def answer_frames(self, frames: Iterable[Any]) -> Iterator[Any]:
         """pandas frames with columns of answers: a function for Spark's `mapInPandas`."""
@@ -131,17 +161,21 @@ class PipelineRows:
         for name in self.names:
             if name in values:
                 raise ConfigError(f"the table has a column {name!r} already: name the answers' with output=")
-        fields = self._fields(values)
-        index, problem, key = number, "", self.key or INDEX
+        key = self.key or INDEX
+        if self.key is not None and key not in values:
+            raise ConfigError(f"key={self.key!r} is not a column: the table has {', '.join(values)}")
+        unreadable = [value for value in values.values() if isinstance(value, Unreadable)]
+        if unreadable:
+            return KeyedRow(number, b"{}", unreadable[0].problem, "invalid_value")
+        fields, index, problem = self._fields(values), number, ""
         if key in values:
-            given = _plain(values[key])
+            given = _plain(values[key], key)
             index = plain_int(given)
             if isinstance(given, str) and self.key is not None:
                 fields["custom_id"] = given
-            elif index is None or index < 0:
-                index, problem = None, f"{key}={given!r} is not a row's key: give a number from 0, or a text with key="
-        elif self.key is not None:
-            raise ConfigError(f"key={self.key!r} is not a column: the table has {', '.join(values)}")
+            elif index is None or not 0 <= index <= _MAX_INDEX:
+                way_out = "give a number from 0, below 2**63, or a text with key="
+                index, problem = None, f"{key}={given!r} is not a row's key: {way_out}"
         return KeyedRow(index, json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass"), problem)
 
     def _fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,14 +189,20 @@ class PipelineRows:
         elif self.prompt not in values:
             raise ConfigError(f"prompt={self.prompt!r} is not a column: the table has {', '.join(values)}")
         else:
-            given = _plain(values[self.prompt])
+            # Of no media column, whatever its name.
+            given = _plain(values[self.prompt], self.prompt, "prompt")
             first = given[0] if isinstance(given, list) and given else None
             name = "messages" if isinstance(first, dict) else "prompt_token_ids" if isinstance(first, int) else "prompt"
             found = {name: given, "custom_id": values.get("custom_id")}
-        return {name: _plain(value) for name, value in found.items() if value is not None}
+        return {name: _plain(value, name) for name, value in found.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(sorted(vars(self).items()))
+
+
+def has_engine() -> bool:
+    """Whether this process has an engine of any arguments."""
+    return any(process == os.getpid() for process, _ in list(_engines))
 
 
 @contextmanager
@@ -186,23 +226,64 @@ def first_text(record: Mapping[str, Any]) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _plain(value: Any) -> Any:
-    """Value of a line of JSON, as a job reads it from Parquet: without null members, bytes as data URLs, floats that
-    are integers as such. Arrays become lists. Raises ConfigError for other types.
+def array_values(name: str, column: Any) -> list[Any]:
+    """Values of a column of pyarrow; those that Python cannot have are `Unreadable`."""
+    try:
+        return list(column.to_pylist())
+    except (UnicodeDecodeError, ValueError, OverflowError):
+        return [_array_value(name, value) for value in column]
+
+
+def _array_value(name: str, value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        return Unreadable(f"column {name!r} has a value that cannot be read ({error})")
+
+
+def series_values(name: str, series: Any) -> list[Any]:
+    """Values of a column of pandas, without its missing ones, as a file of pyarrow would have them. Where values have
+    different types, which pyarrow lacks, those that JSON lacks are `Unreadable`.
     """
+    import pyarrow
+
+    try:
+        return array_values(name, pyarrow.array(series, from_pandas=True))
+    except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
+        given = zip(series.isna().tolist(), series.astype(object).tolist(), strict=True)
+        return [None if is_missing else _object_value(name, value) for is_missing, value in given]
+
+
+def _object_value(name: str, value: Any) -> Any:
+    try:
+        return _plain(value, name)
+    except ConfigError as error:
+        return Unreadable(str(error))
+
+
+def _plain(value: Any, name: str, path: str | None = None) -> Any:
+    """Value of a line of JSON, as a job reads it from Parquet: without null members, bytes of media as data URLs,
+    floats that are integers as such. Arrays become lists, a map of texts an object. `name` is the column's, `path` its
+    place in a row. Raises ConfigError for other types.
+    """
+    path = name if path is None else path
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INTEGER else value
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and MEDIA_COLUMNS.fullmatch(path):
         return f"data:application/octet-stream;base64,{base64.b64encode(value).decode('ascii')}"
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item, name, f"{path}.{key}") for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        if value and all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in value):
+            # A map of pyarrow, Spark's type of a dict.
+            return _plain(dict(value), name, path)
+        return [_plain(item, name, f"{path}[]") for item in value]
+    if hasattr(value, "tolist") and not isinstance(value, bytes):
+        return _plain(value.tolist(), name, path)
+    lacks = "which only images and audio may have" if isinstance(value, bytes) else "which JSON lacks"
     raise ConfigError(
-        f"a column has values of type {type(value).__name__}, which JSON lacks: cast it to text, numbers, bytes, lists "
-        f"or structs, or leave it out"
+        f"column {name!r} has values of type {type(value).__name__}, {lacks}: cast it to text, numbers, lists or "
+        f"structs, or leave it out"
     )

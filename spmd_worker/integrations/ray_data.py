@@ -10,6 +10,7 @@ need a key (`PipelineRows`). Bad rows have an error in their columns. An engine 
 an actor that dies is started again by Ray, which gives it the rows again.
 """
 
+import logging
 from typing import Any, Final
 
 from spmd_worker.base.config.extras import package_error
@@ -23,6 +24,8 @@ except ImportError as error:
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations.pipeline_rows import PipelineRows
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS: Final = 512
 
@@ -59,6 +62,14 @@ def answer_rows(
     `PipelineRows`.
     """
     rows = PipelineRows(model, **options)
+    reserved = {resource_of(options.get("device")): rows.num_ranks, **(ray_options or {})}
+    num_cpus, most = num_engines * (reserved.get("num_cpus") or 0), ray.cluster_resources().get("CPU", 0)
+    if num_cpus >= most > 0:
+        logger.warning(
+            "num_engines=%d engines reserve %g of the cluster's %g CPUs, and Ray's tasks that read and write wait for "
+            "a free one: lower num_engines, unless the cluster grows",
+            *(num_engines, num_cpus, most),
+        )
     return dataset.map_batches(
         RayRows,
         fn_constructor_kwargs={"model": model, **options},
@@ -66,7 +77,7 @@ def answer_rows(
         batch_size=batch_size,
         compute=ActorPoolStrategy(size=num_engines),
         udf_modifying_row_count=False,
-        **{resource_of(options.get("device")): rows.num_ranks, **(ray_options or {})},
+        **reserved,
     )
 
 

@@ -43,12 +43,13 @@ _WRONG: Final = (ReplicaDivergedError, CacheMismatchError, StepMismatchError)
 @dataclass(frozen=True, slots=True)
 class KeyedRow:
     """A line of a job's input. `index` is its row's number there, None: unknown, the row is one of its own.
-    `problem`: why it has no answer but an error row.
+    `problem`: why it has no answer but an error row, whose code is `code`.
     """
 
     index: int | None
     line: bytes
     problem: str = ""
+    code: str = "invalid_key"
 
 
 Placed = tuple[int, KeyedRow]
@@ -173,7 +174,7 @@ class RowEngine:
             row = parse_row(keyed.index or 0, keyed.line, engine.default_sampling, engine.config.limits)
             if keyed.problem:
                 shape = row.shape if isinstance(row, RowError) else "plain" if row.kind == "plain" else "openai"
-                row = RowError(keyed.index or 0, row.custom_id, shape, "invalid_key", keyed.problem)
+                row = RowError(keyed.index or 0, row.custom_id, shape, keyed.code, keyed.problem)
             if isinstance(row, RowError):
                 give(place, error_result(row))
                 continue

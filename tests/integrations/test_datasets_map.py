@@ -18,13 +18,23 @@ NUM_ROWS = 12
 GIVEN = {"prompt": "question", "sampling": {"temperature": 1.5, "max_tokens": 6}, **OPTIONS}
 IN_PROCESSES = """
 import sys
+import torch
 from datasets import Dataset
 from spmd_worker.integrations.datasets_map import DatasetRows
 
+class Rows(DatasetRows):
+    def columns_of(self, rows):
+        sys.stderr.write(f"{{torch.get_num_threads()}} threads\\n")
+        return super().columns_of(rows)
+
 if __name__ == "__main__":
     data = Dataset.from_dict({{"question": {questions!r}}})
-    found = DatasetRows({model!r}, **{given!r}).answer_dataset(data, batch_size=3, num_proc=2)
-    sys.stdout.write("\\n".join(found["answer"]) + "\\n")
+    torch.set_num_threads(3)
+    with Rows({model!r}, **{given!r}) as rows:
+        for num_proc in (None, 2):
+            found = rows.answer_dataset(data, batch_size=3, num_proc=num_proc)
+            sys.stdout.write("\\n".join(found["answer"]) + "\\n")
+            rows.close()
 """
 disable_progress_bars()
 
@@ -94,16 +104,22 @@ def test_processes_have_their_own_devices(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_running_engine_is_not_forked():
+    """Regression: an engine with other arguments was not found."""
+    data = Dataset.from_dict({"question": prompts(2)})
     with DatasetRows(MODEL, **GIVEN) as rows:
         rows.open()
-        with pytest.raises(ConfigError, match=r"^num_proc=2 forks this process, which has a running engine"):
-            rows.answer_dataset(Dataset.from_dict({"question": prompts(2)}), num_proc=2)
+        for given in (GIVEN, {**GIVEN, "seed": 1}):
+            with pytest.raises(ConfigError, match=r"^num_proc=2 forks this process, which has a running engine"):
+                DatasetRows(MODEL, **given).answer_dataset(data, num_proc=2)
 
 
 @pytest.mark.stress
 def test_processes_equal_a_job(tmp_path: Path):
+    """Regression: processes of a process that had computed before waited forever, and each had all of its threads."""
     script = tmp_path / "script.py"
     script.write_text(IN_PROCESSES.format(questions=prompts(NUM_ROWS), model=MODEL, given=GIVEN))
-    done = run_script([script], 240)
+    done = run_script([script], 240, {"OMP_NUM_THREADS": ""})
     assert done.returncode == 0, done.output
-    assert done.stdout.splitlines() == lines_of_job(tmp_path, plain_rows(NUM_ROWS))
+    assert done.stdout.splitlines() == 2 * lines_of_job(tmp_path, plain_rows(NUM_ROWS))
+    num_own = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert done.stderr.count(f"{num_own} threads\n") == 4

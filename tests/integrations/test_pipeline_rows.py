@@ -32,6 +32,13 @@ def rows() -> Iterator[PipelineRows]:
 
 
 @pytest.fixture(scope="module")
+def greedy() -> Iterator[PipelineRows]:
+    made = PipelineRows(MODEL, prompt="question", sampling={"temperature": 0, "max_tokens": 12}, **OPTIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return lines_of_job(tmp_path_factory.mktemp("job"), mixed_rows())
 
@@ -98,7 +105,7 @@ def test_random_row_needs_a_key(more: dict[str, Any], is_answered: bool, rows: P
     assert len(rows.answer(numbered(mixed_rows()))["answer"]) == 16
 
 
-@pytest.mark.parametrize("key", [None, -1, "seven", 1.5, True])
+@pytest.mark.parametrize("key", [None, -1, "seven", 1.5, True, 2**63])
 def test_invalid_key_is_an_error_row(key: Any, rows: PipelineRows):
     good, bad = rows.answer([{"prompt": "add 1 2 =", **SAMPLING, "index": value} for value in (0, key)])["answer_error"]
     assert good is None
@@ -129,7 +136,10 @@ def test_prompt_column_takes_every_kind(tmp_path: Path, rows: PipelineRows):
         ({}, {"question": "a"}, r"no column of a row's keys.*but question: name the column of prompts with prompt="),
         ({"key": "id"}, {"prompt": "a"}, r"^key='id' is not a column: the table has prompt"),
         ({}, {"prompt": "a", "answer_text": "b"}, r"^the table has a column 'answer_text' already: .* output="),
-        ({}, {"prompt": {1, 2}}, r"^a column has values of type set, which JSON lacks"),
+        ({}, {"prompt": {1, 2}}, r"^column 'prompt' has values of type set, which JSON lacks"),
+        ({}, {"prompt": b"a"}, r"^column 'prompt' has values of type bytes, which only images and audio may have"),
+        ({"prompt": "images"}, {"images": b"a"}, r"^column 'images' has values of type bytes"),
+        ({"key": "id"}, {"prompt": "a", "id": b"a"}, r"^column 'id' has values of type bytes"),
     ],
 )
 def test_unusable_column_is_an_error(options: dict[str, Any], row: dict[str, Any], message: str):
@@ -162,6 +172,54 @@ def test_tables_and_frames_keep_their_columns(rows: PipelineRows, lines: list[st
     assert found[0]["answer"].tolist() == lines[:2]
     assert found[0].index.tolist() == [7, 9]
     assert list(found[1].columns) == list(found[0].columns)
+
+
+def texts_and_errors(rows: PipelineRows, table: Any) -> list[tuple[str | None, str | None]]:
+    """(text, error) of each row of a pandas frame or pyarrow table."""
+    answered = rows.answer_frame(table) if isinstance(table, pandas.DataFrame) else rows.answer_table(table)
+    columns = [pyarrow.array(answered[name], from_pandas=True).to_pylist() for name in rows.names[1:]]
+    return list(zip(*columns, strict=True))
+
+
+def test_other_columns_may_have_any_type(greedy: PipelineRows):
+    """Regression: a column without a meaning that Python or pyarrow cannot read ended the call."""
+    texts = pyarrow.array(["add 123 + 456 ="])
+    # Not UTF-8, a time after the year 9999, two columns of one name.
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"]).buffers())
+    late = pyarrow.array([2**60], pyarrow.timestamp("s"))
+    table = pyarrow.Table.from_arrays([texts, broken, late, late], ["question", "more", "at", "at"])
+    assert texts_and_errors(greedy, table) == [(" 579", None)]
+    frame = pandas.DataFrame([["add 123 + 456 =", object(), 1j], ["sort 42 17 99 =", 5, 2]])
+    frame.columns = ["question", "more", "more"]
+    assert texts_and_errors(greedy, frame) == [(" 579", None), (" 17 42 99", None)]
+    for twice in (table.rename_columns(["question", "question", "a", "b"]), frame.set_axis(["question"] * 3, axis=1)):
+        with pytest.raises(ConfigError, match=r"^[23] columns have the name 'question': rename them"):
+            texts_and_errors(greedy, twice)
+
+
+def test_value_of_a_wrong_type_is_an_error_row(greedy: PipelineRows):
+    """Regression: conversations whose content is text here and parts there, and a number among texts, ended the call; a
+    map, Spark's type of a dict, was no message.
+    """
+    talk = [{"role": "user", "content": "add 123 + 456 ="}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "add 123 + 456 ="}]}]
+    given = [talk, parts, "add 123 + 456 =", 5, float("nan"), pandas.NA, pandas.Timestamp(0), "add \ud800", b"add"]
+    found = texts_and_errors(greedy, pandas.DataFrame({"question": pandas.Series(given, dtype=object)}))
+    assert [text for text, _ in found] == ["579", "579", " 579", *[None] * 6]
+    starts = ["invalid_value: prompt=5 must", *["missing_prompt: "] * 2, "invalid_value: column 'question' has values"]
+    for (_, error), start in zip(
+        found[3:], [*starts, "invalid_utf8: ", "invalid_value: column 'question'"], strict=True
+    ):
+        assert error is not None
+        assert error.startswith(start)
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"\xff", b"add 1 ="]).buffers())
+    (_, error), (text, _) = texts_and_errors(greedy, pyarrow.table({"question": broken}))
+    assert error is not None
+    assert error.startswith("invalid_value: column 'question' has a value that cannot be read ('utf-8'")
+    assert text is not None
+    messages = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    table = pyarrow.table({"question": pyarrow.array([[list(talk[0].items())]], messages)})
+    assert texts_and_errors(greedy, table) == [("579", None)]
 
 
 class Failing(RowEngine):

@@ -87,3 +87,13 @@ def test_batch_format_is_checked(ray: Any):
         rows({"prompt": ["a"]})
     rows._rows.close()
     assert (resource_of(None), resource_of("cpu"), resource_of("cuda")) == ("num_cpus", "num_cpus", "num_gpus")
+
+
+@pytest.mark.parametrize(("num_engines", "is_full"), [(1, False), (2, True)])
+def test_engines_on_all_cpus_are_warned_of(num_engines: int, is_full: bool, ray: Any, caplog: pytest.LogCaptureFixture):
+    """Regression: nothing was said, and tasks that read files waited forever."""
+    from spmd_worker.integrations.ray_data import answer_rows
+
+    answer_rows(dataset_of(ray, 1), MODEL, num_engines=num_engines, **OPTIONS)
+    found = [each for each in caplog.messages if "of the cluster's 2 CPUs" in each]
+    assert [each.split(" of ")[0] for each in found] == ["num_engines=2 engines reserve 2"] * is_full

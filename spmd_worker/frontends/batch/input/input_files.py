@@ -55,7 +55,7 @@ _INVALID_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
 _SCALARS: Final = ("null", "boolean", "integer", "floating", "string", "large_string", "string_view")
 """Types of scalars that JSON has, by pyarrow's names."""
-_MEDIA: Final = re.compile(r"(images(\[\])?|audio|body\.file)(\.bytes)?")
+MEDIA_COLUMNS: Final = re.compile(r"(images(\[\])?|audio|body\.file)(\.bytes)?")
 """Columns that may have bytes: files of images, a file of audio, or the structs of datasets, `{bytes, path}`."""
 _DATA_URL: Final = "data:application/octet-stream;base64,"
 _VALUE_BYTES: Final = 16
@@ -428,7 +428,7 @@ def _check_type(path: FilePath, name: str, kind: Any, types: Any) -> None:
             _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
     elif _is_list(kind, types):
         _check_type(path, f"{name}[]", kind.value_type, types)
-    elif (types.is_binary(kind) or types.is_large_binary(kind)) and _MEDIA.fullmatch(name):
+    elif (types.is_binary(kind) or types.is_large_binary(kind)) and MEDIA_COLUMNS.fullmatch(name):
         return
     elif not any(getattr(types, f"is_{each}")(kind) for each in _SCALARS):
         raise ConfigError(
