@@ -218,7 +218,7 @@ class WorkerCalls:
             self._engine.wake_up(self._agree("wake_up", prepare))
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """Trace every rank with torch's profiler until `stop_profile`, or this LLM's end, which writes them too.
+        """Profile every rank with torch's profiler until `stop_profile`, or the end of this LLM, which writes as it does.
         Raises WorkerEventError if a rank cannot write to `folder`, ValueError without a folder.
         """
 
