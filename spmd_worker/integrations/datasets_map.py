@@ -33,7 +33,10 @@ from spmd_worker.ranks.cores import look_at_node, share_cores, take_share
 _BATCH_ROWS: Final = 1000
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _PROCESSES: Final = "SPMD_WORKER_MAP_PROCESSES"
-"""Variable with the number of processes, for them: an argument would be part of the map's fingerprint."""
+"""Variable with the process that maps and the number of those that compute for it: an argument would be part of the
+map's fingerprint.
+"""
+_FIRST_PROCESS: Final = os.getpid()
 
 
 class DatasetRows(PipelineRows):
@@ -64,7 +67,7 @@ class DatasetRows(PipelineRows):
             options |= {"num_proc": num_proc, "with_rank": True}
         if dataset.features is not None:
             options.setdefault("features", self._features(dataset, options.get("remove_columns") or ()))
-        with _told_processes(num_proc or 0):
+        with _told_processes(num_proc or 1):
             return dataset.map(self, batched=True, batch_size=batch_size, with_indices=True, **options)
 
     def _features(self, dataset: Any, removed: Sequence[str] | str) -> Any:
@@ -82,11 +85,13 @@ class DatasetRows(PipelineRows):
         names = list(batch)
         rows = [dict(zip(names, values, strict=True)) for values in zip(*[batch[name] for name in names], strict=True)]
         keyed = [self.keyed(row, index) for row, index in zip(rows, indices, strict=True)]
-        if rank is None:
+        # With one process datasets gives no rank, and a map that ended early may go on in this process with one.
+        num_processes, rank = _num_processes(), rank or 0
+        if not num_processes:
             return self.columns_of(keyed)
         if not self.is_open and self.options.get("device") != "cpu":
             choose_devices(rank, self.num_ranks)
-        return _engine_thread(rank).submit(self.columns_of, keyed).result()
+        return _engine_thread(os.getpid(), rank, num_processes).submit(self.columns_of, keyed).result()
 
     def __enter__(self) -> "DatasetRows":
         return self
@@ -95,19 +100,26 @@ class DatasetRows(PipelineRows):
         self.close()
 
 
+def _num_processes() -> int:
+    """Number of processes that compute for another one, if this is one of them; else 0."""
+    told = os.environ.get(_PROCESSES)
+    first, count = map(int, told.split()) if told else (_FIRST_PROCESS, 1)
+    return 0 if os.getpid() == first else count
+
+
 @functools.cache
-def _engine_thread(rank: int) -> ThreadPoolExecutor:
+def _engine_thread(process: int, rank: int, num_processes: int) -> ThreadPoolExecutor:
     """Thread of this process, of rank `rank` of a map, that computes. The first one would wait forever, if its parent
     had computed before the fork, for OpenMP's threads, which a process does not inherit.
     """
-    num_processes = int(os.environ.get(_PROCESSES) or 1)
+    del process  # a forked one has its parent's threads by name alone
     share = share_cores(look_at_node(), rank, num_processes, os.environ)
     return ThreadPoolExecutor(1, "engine", lambda: take_share(share, torch.set_num_threads, binds=False))
 
 
 @contextmanager
 def _told_processes(num_processes: int) -> Iterator[None]:
-    os.environ[_PROCESSES] = str(num_processes)
+    os.environ[_PROCESSES] = f"{os.getpid()} {num_processes}"
     try:
         yield
     finally:

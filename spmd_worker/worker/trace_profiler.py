@@ -6,6 +6,7 @@ A profile ends with its worker, or with its process.
 import atexit
 import logging
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ class TraceProfiler:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._path = Path()
+        self._path, self._thread = Path(), 0
         self._profile: profile | None = None
 
     def prepare_start_profile(self, folder: str) -> Path:
@@ -39,13 +40,15 @@ class TraceProfiler:
 
     def commit_start_profile(self, path: Path) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        self._path, self._profile = path, profile(activities=activities)
+        self._path, self._profile, self._thread = path, profile(activities=activities), threading.get_ident()
         self._profile.start()
         atexit.register(self.close)
 
     def prepare_stop_profile(self, payload: None) -> None:
         if self._profile is None:
             raise RuntimeError("no profile is running: call start_profile first")
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the profile is another thread's: call stop_profile in that which called start_profile")
 
     def commit_stop_profile(self, staged: None) -> str:
         """Write the trace and return its path. A failed write is only logged, because the steps are unaffected."""
@@ -54,13 +57,18 @@ class TraceProfiler:
         atexit.unregister(self.close)
         try:
             recorded.stop()
-            recorded.export_chrome_trace(str(self._path))
+            if threading.get_ident() == self._thread:
+                recorded.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError):
             logger.exception("rank %d could not write its trace %s", self._rank, self._path)
         return str(self._path)
 
     def close(self) -> None:
-        """Stop a profile that still runs, and write its trace: torch ends a process in which one does by SIGSEGV."""
+        """Stop a profile that still runs, and write its trace: torch ends a process in which one does by SIGSEGV. In
+        another thread than that of its start it would crash while it writes.
+        """
         if self._profile is not None:
-            logger.warning("stop_profile was not called: rank %d writes its trace to %s", self._rank, self._path)
+            is_here = threading.get_ident() == self._thread
+            told = f"writes its trace to {self._path}" if is_here else "has no trace, which another thread began"
+            logger.warning("stop_profile was not called: rank %d %s", self._rank, told)
             self.commit_stop_profile(None)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,20 +77,37 @@ def test_profile_ends_with_its_engine(tmp_path: Path, caplog: pytest.LogCaptureF
     assert any(name.startswith("aten::") for name in names_in(tmp_path / "trace.rank0.json"))
 
 
+def test_profile_is_stopped_by_its_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with LLM(MODEL, **OPTIONS) as llm, ThreadPoolExecutor(1) as other:
+        other.submit(llm.start_profile, tmp_path).result()
+        with pytest.raises(WorkerEventError, match="another thread's: call stop_profile in that which"):
+            llm.stop_profile()
+        assert other.submit(llm.stop_profile).result() == [str(tmp_path / "trace.rank0.json")]
+        other.submit(llm.start_profile, tmp_path / "lost").result()
+    assert "rank 0 has no trace, which another thread began" in caplog.text
+    assert not (tmp_path / "lost" / "trace.rank0.json").exists()
+
+
 LEFT_OPEN = """
-    import sys
+    import sys, threading
     from spmd_worker import LLM
     llm = LLM(sys.argv[1], device="cpu", num_blocks=32)
-    llm.start_profile(sys.argv[2])
+    thread = threading.Thread(target=llm.start_profile, args=(sys.argv[2],))
+    if sys.argv[3] == "here":
+        thread.run()
+    else:
+        thread.start()
+        thread.join()
     raise SystemExit(3)
     """
 
 
 @pytest.mark.stress
-def test_process_with_a_profile_exits_as_told(tmp_path: Path):
-    command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), str(MODEL), str(tmp_path)]
+@pytest.mark.parametrize("where", ["here", "in a thread"])
+def test_process_with_a_profile_exits_as_told(tmp_path: Path, where: str):
+    command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), str(MODEL), str(tmp_path), where]
     assert subprocess.run(command, check=False).returncode == 3
-    assert (tmp_path / "trace.rank0.json").exists()
+    assert (tmp_path / "trace.rank0.json").exists() == (where == "here")
 
 
 def test_profile_rejects_unwritable_folder(llm: LLM, tmp_path: Path):

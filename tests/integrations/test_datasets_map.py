@@ -12,6 +12,7 @@ from door_rows import MODEL, OPTIONS, lines_of_job, mixed_rows, plain_rows, prom
 from ranks import run_script
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.integrations import datasets_map
 from spmd_worker.integrations.datasets_map import DatasetRows, choose_devices
 
 NUM_ROWS = 12
@@ -31,7 +32,7 @@ if __name__ == "__main__":
     data = Dataset.from_dict({{"question": {questions!r}}})
     torch.set_num_threads(3)
     with Rows({model!r}, **{given!r}) as rows:
-        for num_proc in (None, 2):
+        for num_proc in (None, 1, 2):
             found = rows.answer_dataset(data, batch_size=3, num_proc=num_proc)
             sys.stdout.write("\\n".join(found["answer"]) + "\\n")
             rows.close()
@@ -103,6 +104,17 @@ def test_processes_have_their_own_devices(monkeypatch: pytest.MonkeyPatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
+def test_process_that_maps_computes_itself(monkeypatch: pytest.MonkeyPatch):
+    """Regression: a map that had ended early went on in this process with a rank, and divided its cores by none."""
+    rows = DatasetRows(MODEL, **GIVEN)
+    monkeypatch.setattr(rows, "columns_of", len, raising=False)
+    with datasets_map._told_processes(1):
+        assert rows({"question": prompts(2)}, [0, 1], 1) == 2
+        assert datasets_map._num_processes() == 0
+        monkeypatch.setattr(datasets_map.os, "getpid", lambda: -1)
+        assert datasets_map._num_processes() == 1
+
+
 def test_running_engine_is_not_forked():
     """Regression: an engine with other arguments was not found."""
     data = Dataset.from_dict({"question": prompts(2)})
@@ -120,6 +132,6 @@ def test_processes_equal_a_job(tmp_path: Path):
     script.write_text(IN_PROCESSES.format(questions=prompts(NUM_ROWS), model=MODEL, given=GIVEN))
     done = run_script([script], 240, {"OMP_NUM_THREADS": ""})
     assert done.returncode == 0, done.output
-    assert done.stdout.splitlines() == 2 * lines_of_job(tmp_path, plain_rows(NUM_ROWS))
+    assert done.stdout.splitlines() == 3 * lines_of_job(tmp_path, plain_rows(NUM_ROWS))
     num_own = max(len(os.sched_getaffinity(0)) // 2, 1)
     assert done.stderr.count(f"{num_own} threads\n") == 4

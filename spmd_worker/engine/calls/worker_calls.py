@@ -218,7 +218,7 @@ class WorkerCalls:
             self._engine.wake_up(self._agree("wake_up", prepare))
 
     def start_profile(self, folder: str | Path | None = None) -> None:
-        """Profile every rank with torch's profiler until `stop_profile`, or the end of this LLM, which writes as it does.
+        """Profile every rank with torch's profiler until `stop_profile` or the end of this LLM, which writes too.
         Raises WorkerEventError if a rank cannot write to `folder`, ValueError without a folder.
         """
 
