@@ -201,7 +201,7 @@ class PipelineRows:
 
 
 def has_engine() -> bool:
-    """Whether this process has an engine of any arguments."""
+    """True if this process has an engine, of any arguments."""
     return any(process == os.getpid() for process, _ in list(_engines))
 
 

@@ -85,8 +85,8 @@ def check(names: dict[str, tuple[str, ...]], tmp_path: Path, dtype: str = "float
     "is_complete", [pytest.param(False, marks=pytest.mark.matrix), pytest.param(True, marks=pytest.mark.stress)]
 )
 def test_families_with_each_layer_kind_match_one_rank(is_complete: bool, tmp_path: Path):
-    """In one of both layouts, in turns; in the stress tier in both. Stages and shards in threads have all of them in
-    test_families.py.
+    """Families take turns in the layouts, and have both in the stress tier. Stages and shards in threads have all of
+    them in test_families.py.
     """
     names = [name for name in ALL_CASES if name not in LIKE_OTHERS]
     check(

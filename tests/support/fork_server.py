@@ -309,8 +309,8 @@ def check_that_forks_are_safe() -> None:
 
 
 def try_products_once() -> None:
-    """What each process tries of oneDNN's products before its first, a third of the start of a small model: a fork
-    does, and where rows do not depend on the batch no other fork tries them again.
+    """A fork tries oneDNN's products, as each process does before its first, a third of the start of a small model; no
+    other fork tries them again where rows do not depend on the batch.
     """
     import torch
 
