@@ -25,6 +25,11 @@ class TraceProfiler:
         self._path, self._thread = Path(), 0
         self._profile: profile | None = None
 
+    @property
+    def _is_in_its_thread(self) -> bool:
+        """True in the thread that began the profile: torch crashes where another one writes it."""
+        return threading.get_ident() == self._thread
+
     def prepare_start_profile(self, folder: str) -> Path:
         """Path of the trace. Raises RuntimeError while a profile runs, OSError if the file cannot be written."""
         if self._profile is not None:
@@ -47,7 +52,7 @@ class TraceProfiler:
     def prepare_stop_profile(self, payload: None) -> None:
         if self._profile is None:
             raise RuntimeError("no profile is running: call start_profile first")
-        if threading.get_ident() != self._thread:
+        if not self._is_in_its_thread:
             raise RuntimeError("the profile is another thread's: call stop_profile in that which called start_profile")
 
     def commit_stop_profile(self, staged: None) -> str:
@@ -57,18 +62,16 @@ class TraceProfiler:
         atexit.unregister(self.close)
         try:
             recorded.stop()
-            if threading.get_ident() == self._thread:
+            if self._is_in_its_thread:
                 recorded.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError):
             logger.exception("rank %d could not write its trace %s", self._rank, self._path)
         return str(self._path)
 
     def close(self) -> None:
-        """Stop a profile that still runs, and write its trace: torch ends a process in which one does by SIGSEGV. In
-        another thread than that of its start it would crash while it writes.
-        """
+        """Stop a profile that still runs, and write its trace: torch ends a process in which one does by SIGSEGV."""
         if self._profile is not None:
-            is_here = threading.get_ident() == self._thread
-            told = f"writes its trace to {self._path}" if is_here else "has no trace, which another thread began"
+            is_written = self._is_in_its_thread
+            told = f"writes its trace to {self._path}" if is_written else "has no trace, which another thread began"
             logger.warning("stop_profile was not called: rank %d %s", self._rank, told)
             self.commit_stop_profile(None)
