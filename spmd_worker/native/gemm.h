@@ -56,6 +56,13 @@ struct Block {
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
 
-  // For micro-kernels that prefetch all panels during the first block.
-  const Element* to_prefetch() const { return number == 0 ? ahead : panels; }
+  // Micro-kernels in vector registers prefetch the panels during the first blocks, a share in each: memory takes longer than
+  // one block. Their pointer starts here and advances by `share_of(elements of a step)` in each step.
+  static constexpr int64_t kMostShares = 8;
+  int64_t num_shares() const { return num_blocks < kMostShares ? num_blocks : kMostShares; }
+  int64_t share_of(int64_t count) const { return count * int64_t(sizeof(Element)) / num_shares(); }  // bytes
+  const char* to_prefetch() const {
+    const bool has_share = number < num_shares();
+    return reinterpret_cast<const char*>(has_share ? ahead : panels) + has_share * number * share_of(num_inputs * kPanel);
+  }
 };

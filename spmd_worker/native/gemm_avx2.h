@@ -20,7 +20,7 @@ struct PanelByPanel : OfVectors<Panel, Element, Sum, kRowsOf> {
     for (int panel = 0; panel < kPanels; ++panel) {
       const int64_t at = panel * block.panel_size;
       Panel::template multiply_panel<kRows>(
-          block, block.panels + at, block.to_prefetch() + at, memory.sums + panel * kPanel,
+          block, block.panels + at, block.to_prefetch() + at * sizeof(Element), memory.sums + panel * kPanel,
           block.kept == nullptr ? nullptr : block.kept + panel * 32);
     }
   }
@@ -38,11 +38,12 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
   }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const Block<float>& block, const float* panel, const float* ahead, float* sums, float* kept) {
+      const Block<float>& block, const float* panel, const char* ahead, float* sums, float* kept) {
     const float* const x = block.x;
-    const int64_t x_stride = block.x_stride, end = block.num_inputs;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs, ahead_step = block.share_of(2 * kPanel);
     // Half a panel at a time: 12 sums of 16 registers.
-    for (int half = 0; half < kPanel; half += 8, panel += kPanel, ahead += kPanel, sums += 8) {
+    for (int half = 0; half < kPanel; half += 8, panel += kPanel, sums += 8) {
+      const char* next = ahead + half * 8;
       Floats totals[kRows][2] = {};
       if (kept != nullptr && !block.is_first_part) {
 #pragma GCC unroll 6
@@ -50,7 +51,8 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
           for (int v = 0; v < 2; ++v) totals[row][v] = load<Floats>(kept + row * 64 + half * 2 + v * kLanes);
       }
       for (int64_t input = 0; input < end; input += 2) {
-        __builtin_prefetch(ahead + input * kPanel, 0, 2);
+        __builtin_prefetch(next, 0, 2);
+        next += ahead_step;
         const Floats first = load<Floats>(panel + input * kPanel), second = load<Floats>(panel + input * kPanel + kLanes);
 #pragma GCC unroll 6
         for (int row = 0; row < kRows; ++row) {
@@ -78,12 +80,13 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
   SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const Block<uint16_t>& block, const uint16_t* panel, const uint16_t* ahead, float* sums, float*) {
+      const Block<uint16_t>& block, const uint16_t* panel, const char* ahead, float* sums, float*) {
     const uint16_t* const x = block.x;
-    const int64_t x_stride = block.x_stride, end = block.num_inputs;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs, ahead_step = block.share_of(2 * kPanel);
     Floats totals[kRows][2] = {};
     for (int64_t input = 0; input < end; input += 2) {
-      __builtin_prefetch(ahead + input * kPanel, 0, 2);
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += ahead_step;
       const uint16_t *first = panel + input * kPanel, *second = first + 2 * kLanes;
       const Floats even[] = {first_of_pairs(load<Words>(first)), first_of_pairs(load<Words>(second))};
 #pragma GCC unroll 6
@@ -118,13 +121,14 @@ struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
 struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const Block<int8_t>& block, const int8_t* panel, const int8_t* ahead, int32_t* sums, float*) {
+      const Block<int8_t>& block, const int8_t* panel, const char* ahead, int32_t* sums, float*) {
     const int8_t* const x = block.x;
-    const int64_t x_stride = block.x_stride, end = block.num_inputs;
+    const int64_t x_stride = block.x_stride, end = block.num_inputs, ahead_step = block.share_of(4 * kPanel);
     __m256i totals[kRows][4] = {};
     for (int64_t input = 0; input < end; input += 4) {
       const int8_t* rights = panel + input * kPanel;
-      __builtin_prefetch(ahead + input * kPanel, 0, 2);
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += ahead_step;
       __m256i left[kRows];
 #pragma GCC unroll 3
       for (int row = 0; row < kRows; ++row)
@@ -153,7 +157,7 @@ struct Avx2Int8 : PanelByPanel<Avx2Int8, int8_t, int32_t, 3> {
 struct Portable : PanelByPanel<Portable, int8_t, int32_t, 4> {
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const Block<int8_t>& block, const int8_t* panel, const int8_t*, int32_t* sums, float*) {
+      const Block<int8_t>& block, const int8_t* panel, const char*, int32_t* sums, float*) {
     const int8_t* const x = block.x;
     const int64_t x_stride = block.x_stride, end = block.num_inputs;
     for (int row = 0; row < kRows; ++row) {

@@ -81,8 +81,9 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
     using Vector = typename VectorOf<Sum>::Type;
     constexpr int kElements = 64 / sizeof(Element);
     Vector totals[kRows][kPanels][kVectors];
-    const Element *panels = block.panels, *ahead = block.to_prefetch();
-    const int64_t panel_size = block.panel_size;
+    const Element* panels = block.panels;
+    const char* ahead = block.to_prefetch();
+    const int64_t panel_size = block.panel_size, ahead_step = block.share_of(kInputs * kPanel);
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) {
       const Vector start =
@@ -103,9 +104,9 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = panel * panel_size + v * kElements;
           right[panel][v] = load<Vector>(panels + at);
-          __builtin_prefetch(ahead + at, 0, 2);
+          __builtin_prefetch(ahead + at * sizeof(Element), 0, 2);
         }
-      panels += kInputs * kPanel, ahead += kInputs * kPanel;
+      panels += kInputs * kPanel, ahead += ahead_step;
 #pragma GCC unroll 14
       for (int row = 0; row < kRows; ++row) {
         const Vector left = Step::left(x.row(row));
@@ -145,34 +146,78 @@ struct Avx512Bf16 : InRegisters<Avx512Bf16, uint16_t, float, 14, 2, 1> {
   SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
 };
 #else
+// Multiplies inputs of up to 14 rows of floats, written out: compilers add up an address for each row, keep some in mask
+// registers, on ports that multiply, and move sums to memory.
+class FloatRows {
+ public:
+  SPMD_INLINE_MEMBER FloatRows(const float* first, int64_t stride)
+      : first_(first), fourth_(first + 3 * stride), seventh_(first + 6 * stride), tenth_(first + 9 * stride),
+        thirteenth_(first + 12 * stride), stride_(stride * 4) {
+    asm volatile("" ::: "memory");  // the instructions do not tell what they read
+  }
+  // Adds input `kInput` of row `kRow` by `right` to the row's sums.
+  template <int kRow, int kInput>
+  SPMD_INLINE_MEMBER void add(Floats (&sums)[2][1], const Floats (&right)[2]) const {
+    Floats left;
+    if constexpr (kRow % 3 == 0)
+      asm("vbroadcastss %c6(%5), %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+          : "+v"(sums[0][0]), "+v"(sums[1][0]), "=&v"(left)
+          : "v"(right[0]), "v"(right[1]), "r"(rows_of<kRow>()), "i"(kInput * 4));
+    else
+      asm("vbroadcastss %c6(%5,%7,%c8), %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+          : "+v"(sums[0][0]), "+v"(sums[1][0]), "=&v"(left)
+          : "v"(right[0]), "v"(right[1]), "r"(rows_of<kRow>()), "i"(kInput * 4), "r"(stride_), "i"(kRow % 3));
+  }
+  template <int kRow, int kInput>
+  SPMD_INLINE_MEMBER void add(Floats (&sums)[1][1], const Floats (&right)[1]) const {
+    const char* const at = reinterpret_cast<const char*>(rows_of<kRow>()) + kRow % 3 * stride_;
+    sums[0][0] = fused((Floats)_mm512_set1_ps(bits_at<float>(at + kInput * 4)), right[0], sums[0][0]);
+  }
+  SPMD_INLINE_MEMBER void advance(int count) {
+    first_ += count, fourth_ += count, seventh_ += count, tenth_ += count, thirteenth_ += count;
+    asm volatile("" : "+r"(first_), "+r"(fourth_), "+r"(seventh_), "+r"(tenth_), "+r"(thirteenth_));
+  }
+
+ private:
+  template <int kRow>
+  SPMD_INLINE_MEMBER const float* rows_of() const {
+    return kRow < 3 ? first_ : kRow < 6 ? fourth_ : kRow < 9 ? seventh_ : kRow < 12 ? tenth_ : thirteenth_;
+  }
+  const float *first_, *fourth_, *seventh_, *tenth_, *thirteenth_;
+  int64_t stride_;  // bytes
+};
+
 // Rows are floats already (`OwnRows`); of the panels' pairs the first inputs are widened, and then the second.
 struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
   static constexpr bool kHasRegisters = true, kWidens = true, kSplits = true;
   static constexpr int64_t kRowsBytes = 256 << 10;  // twice as many of floats
+  static constexpr int64_t kPanelsBytes = 64 << 10;
 
   template <int kRows, int kPanels, class Epilogue>
   static void multiply(const Block<uint16_t>& block, const Epilogue& epilogue) {
     Floats totals[kRows][kPanels][1] = {};
     if (block.kept != nullptr && !block.is_first_part)
       each_vector(totals, [&](Floats& total, int at) { total = load<Floats>(block.kept + at); });
-    const uint16_t *panels = block.panels, *ahead = block.to_prefetch();
-    const int64_t panel_size = block.panel_size;
-    RowAddresses<float, kRows> x(reinterpret_cast<const float*>(block.x), block.x_stride / 2);
+    const uint16_t* panels = block.panels;
+    const char* ahead = block.to_prefetch();
+    const int64_t panel_size = block.panel_size, ahead_step = block.share_of(2 * kPanel);
+    FloatRows x(reinterpret_cast<const float*>(block.x), block.x_stride / 2);
+    constexpr std::make_integer_sequence<int, kRows> rows;
     for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= 2) {
       Floats right[kPanels];
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel) {
         right[panel] = first_of_pairs(load<Words>(panels + panel * panel_size));
-        __builtin_prefetch(ahead + panel * panel_size, 0, 2);
+        __builtin_prefetch(ahead + panel * panel_size * 2, 0, 2);
       }
-      add<0>(totals, x, right);
+      add<0>(totals, x, right, rows);
       // Loads the pairs again: no registers are left to keep them.
       asm volatile("" ::: "memory");
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
         right[panel] = second_of_pairs(load<Words>(panels + panel * panel_size));
-      add<1>(totals, x, right);
-      panels += 2 * kPanel, ahead += 2 * kPanel;
+      add<1>(totals, x, right, rows);
+      panels += 2 * kPanel, ahead += ahead_step;
       x.advance(2);
     }
     if (block.kept != nullptr && !block.is_last_part)
@@ -182,15 +227,11 @@ struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
   SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
 
  private:
-  template <int kInput, int kRows, int kPanels>
+  template <int kInput, int kRows, int kPanels, int... kRow>
   SPMD_INLINE void add(
-      Floats (&totals)[kRows][kPanels][1], const RowAddresses<float, kRows>& x, const Floats (&right)[kPanels]) {
-#pragma GCC unroll 14
-    for (int row = 0; row < kRows; ++row) {
-      const Floats left = (Floats)_mm512_set1_ps(x.row(row)[kInput]);
-#pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel) totals[row][panel][0] = fused(left, right[panel], totals[row][panel][0]);
-    }
+      Floats (&totals)[kRows][kPanels][1], const FloatRows& x, const Floats (&right)[kPanels],
+      std::integer_sequence<int, kRow...>) {
+    (x.add<kRow, kInput>(totals[kRow], right), ...);
   }
 };
 #endif
