@@ -153,7 +153,8 @@ class FloatRows {
   SPMD_INLINE_MEMBER FloatRows(const float* first, int64_t stride)
       : first_(first), fourth_(first + 3 * stride), seventh_(first + 6 * stride), tenth_(first + 9 * stride),
         thirteenth_(first + 12 * stride), stride_(stride * 4) {
-    asm volatile("" ::: "memory");  // the instructions do not tell what they read
+    // The instructions below do not tell what they read: their addresses are known here, where memory is written.
+    asm volatile("" : "+r"(first_), "+r"(fourth_), "+r"(seventh_), "+r"(tenth_), "+r"(thirteenth_)::"memory");
   }
   // Adds input `kInput` of row `kRow` by `right` to the row's sums.
   template <int kRow, int kInput>
