@@ -28,8 +28,8 @@
 //   that keeps no sums: half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks,
 //   kWidens (rows of a block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the
 //   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()`
-//   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item
-//   that keeps sums between two parts).
+//   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by
+//   `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums between two parts).
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
