@@ -232,10 +232,13 @@ def a_row_beside_one_that_is_not_finite_keeps_its_bits() -> None:
 
 def compare_tiles(kind: str) -> None:
     """Scales of blocks have the bits of the same scales by groups."""
+    # Interpreted, a dot over the inputs of two steps adds them up before it adds the sum, as no matrix unit does.
+    has_one_step = is_interpreted() and kind == "rows"
+    tiles = [replace(tile, steps=1) if has_one_step else tile for tile in fp8_tiles()]
     for shape in SHAPES:
         operands = scaled_operands(shape, kind)
         first = fp8.multiply(*operands, None, torch.float32, by_tma=False)
-        for tile in fp8_tiles():
+        for tile in tiles:
             for by_tma in (False, True):
                 how: dict[str, Any] = {"tile": tile, "by_tma": by_tma, "is_blocked": kind == "blocks"}
                 found = fp8.multiply(*operands, None, torch.float32, **how)
