@@ -70,14 +70,16 @@ def test_tool_choice_constrains_the_answer(calling: LLM, tool_choice: Any):
     markers = [calling.llm_engine.need_tokenizer().marker_id(each) for each in ("</think>", "<|end|>")]
     bias = {marker: 100.0 for marker in markers if marker is not None}
     params = replace(DRAWN, logit_bias=bias)
-    (output,) = calling.chat(TALK, params, use_tqdm=False, tools=TOOLS, tool_choice=tool_choice)
-    assert output.outputs[0].finish_reason == "stop", output
-    (message,) = calling.chat_messages(output, TOOLS, params, tool_choice=tool_choice)
-    names = [call["function"]["name"] for call in message["tool_calls"]]
-    assert set(names) <= {"add"} if tool_choice is NAMED else {"add", "stop"}
-    for call in message["tool_calls"]:
-        arguments = json.loads(call["function"]["arguments"])
-        assert set(arguments) == ({"a"} if call["function"]["name"] == "add" else set())
+    left_open = {"add_generation_prompt": False, "continue_final_message": True}
+    for talk, ends in (([*TALK, {"role": "assistant", "content": "So: "}], left_open), (TALK, {})):
+        (output,) = calling.chat(talk, params, use_tqdm=False, tools=TOOLS, tool_choice=tool_choice, **ends)
+        assert output.outputs[0].finish_reason == "stop", output
+        (message,) = calling.chat_messages(output, TOOLS, params, tool_choice=tool_choice)
+        names = [call["function"]["name"] for call in message["tool_calls"]]
+        assert set(names) <= {"add"} if tool_choice is NAMED else {"add", "stop"}
+        for call in message["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            assert set(arguments) == ({"a"} if call["function"]["name"] == "add" else set())
     # With none nothing is looked for, and the template still writes the tools.
     (free,) = calling.chat(TALK, replace(DRAWN, max_tokens=3), use_tqdm=False, tools=TOOLS, tool_choice="none")
     assert '"add"' in (free.prompt or "")

@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import (
+    NONE,
+    PYTHON_TAG,
+    REASONING_MARKERS,
+    ChatFormat,
+    goes_on_inside,
+    prompt_opens_reasoning,
+)
 from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
 from spmd_worker.chat.harmony import BODY_ENDS
 from spmd_worker.replica.grammar.llguidance_input import DEFAULT_WHITESPACE
@@ -24,10 +31,13 @@ _SPACES: Final = {"whitespace_pattern": DEFAULT_WHITESPACE}
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """Writes the grammars of one model. `token_id` returns the id of the token with this text in the vocabulary."""
+    """Writes the grammars of one model. `token_id` returns the id of the token with this text in the vocabulary.
+    `continued` is the text of the message that the answers continue: grammars are of the continuation alone.
+    """
 
     format: ChatFormat
     token_id: Callable[[str], int | None]
+    continued: str | None = None
 
     def compile(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
         """Grammar of the answers to a prompt, None if unconstrained. Raises InvalidRequestError and ValueError."""
@@ -39,9 +49,9 @@ class AnswerGrammar:
             )
         if not request.must_call and request.schema is None:
             return None
-        reasoning = self._reasoning(prompt)
+        reasoning, head = self._reasoning(prompt), self._final(prompt)
         has_calls = request.wants_calls and self.format.tool_calls != NONE
-        if not has_calls and not reasoning and not self.format.is_harmony:
+        if not has_calls and not reasoning and not head:
             return json_grammar(request.schema or ANY_OBJECT)
         rules = [f"start: {reasoning}answer"]
         answers = []
@@ -50,37 +60,37 @@ class AnswerGrammar:
             has_calls = self.token_id(PYTHON_TAG) is not None
         if has_calls:
             answers.append("calls")
-            rules += self._call_rules(request)
+            rules += self._call_rules(request, prompt)
         if not request.must_call:
             answers.append("content")
-            rules += [f"content: {self._final()}schema", f"schema: {_schema(request.schema or ANY_OBJECT)}"]
+            rules += [f"content: {head}schema", f"schema: {_schema(request.schema or ANY_OBJECT)}"]
         rules += [f"answer: {' | '.join(answers)}", *self._reasoning_rules()]
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
 
     def after_reasoning(self, params: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
         """A row's own grammar, applied to the content after reasoning. Raises ValueError for a too long grammar."""
-        reasoning = self._reasoning(prompt)
-        if params.around is not None or (not reasoning and not self.format.is_harmony):
+        reasoning, head = self._reasoning(prompt), self._final(prompt)
+        if params.around is not None or (not reasoning and not head):
             return params
-        rules = [f"start: {reasoning}{self._final()}@form", *self._reasoning_rules()]
+        rules = [f"start: {reasoning}{head}@form", *self._reasoning_rules()]
         return replace(params, around="\n".join(rules) + "\n")
 
     def _reasoning(self, prompt: str) -> str:
-        """Rule before the answer: `reasoning`, which the model may leave out, `reasons`, which the prompt's end has
-        opened, or nothing if the prompt's end closes it.
+        """Rule before the answer: `reasoning`, which the model may leave out, `reasons`, which the prompt has opened,
+        or nothing if the prompt's end closes it or the answer goes on inside content.
         """
+        reasoning = "" if self._is_inside(prompt) else "reasoning? "
         if self.format.is_harmony:
-            return "reasoning? "
+            return reasoning
         markers = REASONING_MARKERS.get(self.format.reasoning)
         if markers is None or prompt.rstrip().endswith(markers[1]):
             return ""
-        return "reasons " if prompt_opens_reasoning(self.format, prompt) else "reasoning? "
+        return "reasons " if prompt_opens_reasoning(self.format, prompt, self.continued) else reasoning
 
     def _reasoning_rules(self) -> list[str]:
         if self.format.is_harmony:
             head = f'{self._mark("<|channel|>")} "analysis" {self._mark("<|message|>")}'
-            turn = f'{self._mark("<|end|>")} {self._mark("<|start|>")} "assistant"'
-            return [f"reasoning: {head} TEXT {turn}", f"TEXT: {_text_without(*BODY_ENDS)}"]
+            return [f"reasoning: {head} TEXT {self._turn()}", f"TEXT: {_text_without(*BODY_ENDS)}"]
         markers = REASONING_MARKERS.get(self.format.reasoning)
         if markers is None:
             return []
@@ -92,18 +102,28 @@ class AnswerGrammar:
             body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_text_without(end)}"]
         return [f"reasoning: {self._mark(begin)} reasons", *body]
 
-    def _final(self) -> str:
-        if not self.format.is_harmony:
+    def _is_inside(self, prompt: str) -> bool:
+        return goes_on_inside(self.format, prompt, self.continued)
+
+    def _turn(self) -> str:
+        """End of a harmony message, and the beginning of the next one's head."""
+        return f'{self._mark("<|end|>")} {self._mark("<|start|>")} "assistant"'
+
+    def _final(self, prompt: str) -> str:
+        """Head of a harmony message of content, if the prompt does not have it."""
+        if not self.format.is_harmony or self._is_inside(prompt):
             return ""
         kind = f'(" "? {self._mark("<|constrain|>")} "json")?'
         return f'{self._mark("<|channel|>")} "final" {kind} {self._mark("<|message|>")} '
 
-    def _call_rules(self, request: ChatRequest) -> list[str]:
+    def _call_rules(self, request: ChatRequest, prompt: str) -> list[str]:
         """`calls` and the rules it needs: one for each function's arguments."""
         functions = request.functions
         rules = [f"arguments_{number}: {_schema(schema)}" for number, schema in enumerate(functions.values())]
         one = [self._one_call(name, f"arguments_{number}") for number, name in enumerate(functions)]
-        return [*rules, f"call: {' | '.join(one)}", f"calls: {self._calls(request)}"]
+        # A harmony call is a message of its own.
+        turn = f"{self._turn()} " if self.format.is_harmony and self._is_inside(prompt) else ""
+        return [*rules, f"call: {' | '.join(one)}", f"calls: {turn}{self._calls(request)}"]
 
     def _one_call(self, name: str, arguments: str) -> str:
         if self.format.tool_calls == "harmony":

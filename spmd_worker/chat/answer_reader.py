@@ -31,14 +31,15 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Parser settings for the answers of one request. `request` None has no tools; `starts_in_reasoning`: the prompt's
-    end has opened it. Without a tokenizer texts are used as given.
+    """Parser settings for the answers of one request. `request` None has no tools; `starts_in_reasoning`: the prompt
+    has opened it; `is_inside`: answers go on inside a text of the prompt. Without a tokenizer texts are used as given.
     """
 
     format: ChatFormat
     request: ChatRequest | None = None
     starts_in_reasoning: bool = False
     tokenizer: Tokenizer | None = None
+    is_inside: bool = False
 
     @property
     def reads(self) -> bool:
@@ -71,10 +72,10 @@ class AnswerStream:
         self._harmony: HarmonyReader | None = None
         if reader.format.is_harmony:
             is_json = request is not None and request.schema is not None
-            self._harmony = HarmonyReader(has_calls=reader.wants_calls, is_json=is_json)
+            self._harmony = HarmonyReader(has_calls=reader.wants_calls, is_json=is_json, is_inside=reader.is_inside)
         self._reasoning: ReasoningReader | None = None
         if markers is not None:
-            self._reasoning = ReasoningReader(markers, is_open=reader.starts_in_reasoning)
+            self._reasoning = ReasoningReader(markers, is_open=reader.starts_in_reasoning, is_inside=reader.is_inside)
         self._calls: CallReader = NoCalls()
         if request is not None and reader.wants_calls and self._harmony is None:
             self._calls = call_reader(reader.format.tool_calls, request)

@@ -97,10 +97,24 @@ def check_takes_tools(request: ChatRequest, chat_format: ChatFormat) -> None:
         raise InvalidRequestError(message, "tools_unsupported")
 
 
-def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:
-    """Whether the end of the prompt begins the reasoning that the answer continues."""
+def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str, continued: str | None = None) -> bool:
+    """Whether the end of the prompt begins the reasoning that the answer continues, or the text of the message that
+    the prompt leaves open, `continued`, is inside it.
+    """
     markers = REASONING_MARKERS.get(chat_format.reasoning)
-    return markers is not None and prompt.rstrip().endswith(markers[0])
+    if markers is None:
+        return False
+    begin, end = markers
+    return prompt.rstrip().endswith(begin) or (continued or "").rfind(begin) > (continued or "").rfind(end)
+
+
+def goes_on_inside(chat_format: ChatFormat, prompt: str, continued: str | None = None) -> bool:
+    """Whether an answer begins inside a text: that of the message which the prompt leaves open, `continued`, or of a
+    harmony message, whose head the prompt has.
+    """
+    if chat_format.is_harmony:
+        return max(_HARMONY_MARKERS, key=prompt.rfind) == "<|message|>"
+    return bool((continued or "").strip())
 
 
 def _tool_calls_in(template: str) -> str:

@@ -21,6 +21,7 @@ _FUNCTIONS: Final = "functions."
 _UNFINISHED_HEAD: Final = re.compile(r"\s*<\|(?:start|channel)\|>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*\Z")
 BODY_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE: Final = "<|message|>"
+_CONTENT: Final = _HEAD.fullmatch(f"<|channel|>final{_MESSAGE}")
 
 
 class _Message:
@@ -56,13 +57,16 @@ class _Message:
 
 class HarmonyReader:
     """Parser of one answer, whose text comes in pieces (`answer_parts.py`). `has_calls`: messages to functions are
-    calls, else content. `is_json`: content is JSON. Text that is not a message, and all after it, is content.
+    calls, else content. `is_json`: content is JSON. `is_inside`: the prompt has the head of the first message, which is
+    content. Text that is not a message, and all after it, is content.
     """
 
-    def __init__(self, *, has_calls: bool, is_json: bool = False) -> None:
+    def __init__(self, *, has_calls: bool, is_json: bool = False, is_inside: bool = False) -> None:
         self._has_calls, self._is_json = has_calls, is_json
         self._head = UpTo(_MESSAGE)
         self._message: _Message | None = None
+        if is_inside and _CONTENT is not None:
+            self._message = _Message(_CONTENT, has_calls=has_calls, is_json=is_json)
         self._rest: list[str] | None = None
         # Consecutive messages are separate lines.
         self._has_reasoning = self._is_behind_content = False

@@ -16,19 +16,22 @@ class _State(Enum):
 
 
 class ReasoningReader:
-    """Parser of one answer, whose text comes in pieces. `is_open`: the prompt's end has opened the reasoning. Without
-    an end marker all is reasoning. A begin marker after the first words is content.
+    """Parser of one answer, whose text comes in pieces. `is_open`: the prompt has opened the reasoning. Without an end
+    marker all is reasoning. A begin marker after the first words is content; `is_inside`: the prompt has first words,
+    of the reasoning or the content.
     """
 
-    def __init__(self, markers: tuple[str, str], *, is_open: bool) -> None:
+    def __init__(self, markers: tuple[str, str], *, is_open: bool, is_inside: bool = False) -> None:
         self._begin, end = markers
         self._is_open = is_open
         self._state = _State.HEAD
+        if is_inside:
+            self._state = _State.REASONING if is_open else _State.ANSWER
         # Beginning of the text, unchanged and without leading spaces, until it is decided.
         self._pieces: list[str] = []
         self._head = ""
         self._inside = PassOn(re.compile(re.escape(end)), end)
-        self._reasoning = Stripped()
+        self._reasoning = Stripped(keeps_beginning=is_inside)
 
     def read(self, text: str, *, is_end: bool) -> tuple[str, str]:
         """Reasoning, and text of the answer after it, that have become certain with the next piece."""

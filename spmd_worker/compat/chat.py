@@ -4,28 +4,32 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from spmd_worker.base.config.plain_values import asks, shown
 from spmd_worker.base.config.schema import ModelOptions
-from spmd_worker.base.errors import ChatTemplateError, ConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
-from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, check_takes_tools, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import (
+    ChatFormat,
+    chat_format_of,
+    check_takes_tools,
+    goes_on_inside,
+    prompt_opens_reasoning,
+)
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.content_format import FORMATS
+from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_MARK: Final = "\ue0f1\ue0f2"
-"""End of the continued message while it is rendered. A space is appended, to detect templates that strip it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +86,12 @@ def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenize
         prepared = [_checked_message(index, message) for index, message in enumerate(messages)]
     else:
         prepared, _ = prepared_messages(messages)
-    if options.continue_final_message:
-        _mark_end(prepared)
     variables = {**({"tools": list(options.tools)} if options.tools else {}), **options.variables}
     content_format = None if options.keeps_contents else options.content_format
-    text = tokenizer.apply_chat_template(
-        prepared, options.add_generation_prompt, variables, options.template, content_format
+    return tokenizer.apply_chat_template(
+        *(prepared, options.add_generation_prompt, variables, options.template, content_format),
+        continue_final_message=options.continue_final_message,
     )
-    return _before_mark(text) if options.continue_final_message else text
 
 
 def warn_unread_tools(options: ChatOptions, tokenizer: Tokenizer) -> None:
@@ -98,8 +100,10 @@ def warn_unread_tools(options: ChatOptions, tokenizer: Tokenizer) -> None:
         logger.warning("the chat template does not read tools: the model does not see them", extra=SAME_ON_EVERY_RANK)
 
 
-def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-    """Grammar that constrains the answers to a prompt; None without one. Raises ValueError for an invalid
+def answer_form(
+    prompt: str, messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer
+) -> StructuredOutputsParams | None:
+    """Grammar that constrains the answers to a prompt of `messages`; None without one. Raises ValueError for an invalid
     `tool_choice`, and, with one, for tools that are not OpenAI's or that the template does not read.
     """
     if options.tool_choice is None:
@@ -108,7 +112,8 @@ def answer_form(prompt: str, options: ChatOptions, tokenizer: Tokenizer) -> Stru
     if request is None:
         return None
     check_takes_tools(request, chat_format)
-    return AnswerGrammar(chat_format, tokenizer.marker_id).compile(request, prompt)
+    continued = continued_text(messages) if options.continue_final_message else None
+    return AnswerGrammar(chat_format, tokenizer.marker_id, continued).compile(request, prompt)
 
 
 def answer_messages(
@@ -116,8 +121,9 @@ def answer_messages(
 ) -> list[dict[str, Any]]:
     """Assistant message of each completion, as in OpenAI's API. Raises ValueError for tools that are not OpenAI's."""
     request, chat_format = _request(options), _chat_format(options, tokenizer)
-    is_open = prompt_opens_reasoning(chat_format, output.prompt or "")
-    reader = AnswerReader(chat_format, request, is_open, tokenizer)
+    prompt = output.prompt or ""
+    is_open, is_inside = prompt_opens_reasoning(chat_format, prompt), goes_on_inside(chat_format, prompt)
+    reader = AnswerReader(chat_format, request, is_open, tokenizer, is_inside)
     messages = []
     for completion in output.outputs:
         text = reader.marked_text(output.prompt_token_ids, sampling).read(completion)
@@ -170,28 +176,3 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{name} is a {type(message).__name__}: give a dict with role and content")
     return with_parsed_arguments(name, message)
-
-
-def _mark_end(messages: list[dict[str, Any]]) -> None:
-    """Append the mark to the text of the last message."""
-    content = messages[-1].get("content") if messages else None
-    if isinstance(content, str):
-        messages[-1]["content"] = f"{content}{_MARK} "
-        return
-    parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content or ()]
-    texts = [part for part in parts if isinstance(part.get("text"), str)]
-    if not texts:
-        raise ChatTemplateError("continue_final_message=True, but the last message has no content to continue")
-    texts[-1]["text"] += f"{_MARK} "
-    messages[-1]["content"] = parts
-
-
-def _before_mark(text: str) -> str:
-    """Text before the mark, without trailing spaces if the template strips its messages."""
-    before, mark, after = text.rpartition(_MARK)
-    if not mark:
-        raise ChatTemplateError(
-            "continue_final_message=True, but the chat template does not write the last message: pass "
-            "continue_final_message=False"
-        )
-    return before if after.startswith(" ") else before.rstrip()

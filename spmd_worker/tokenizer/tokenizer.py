@@ -13,6 +13,7 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
+from spmd_worker.tokenizer.continued_message import before_mark, with_mark
 from spmd_worker.tokenizer.conversion import older_files
 from spmd_worker.tokenizer.encoder import library_errors
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
@@ -181,14 +182,18 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         content_format: str | None = "auto",
+        continue_final_message: bool = False,
     ) -> str:
         """Prompt text of a conversation; encode it with `add_special_tokens=False`. `chat_template` is the name of one
         of the folder's, or the text of another; by default it is the folder's, the one for tools if `variables` has
-        tools. `content_format` as in `ChatTemplate.render`. Raises ChatTemplateError.
+        tools. `content_format` as in `ChatTemplate.render`. `continue_final_message` ends the prompt with the last
+        message's text. Raises ChatTemplateError.
         """
         has_tools = variables is not None and variables.get("tools") is not None
         template = self.chat_templates.template(chat_template, has_tools=has_tools)
-        return template.render(messages, add_generation_prompt, variables, content_format)
+        if not continue_final_message:
+            return template.render(messages, add_generation_prompt, variables, content_format)
+        return before_mark(template.render(with_mark(messages), add_generation_prompt, variables, content_format))
 
     def to_json(self) -> str:
         """Contents of tokenizer.json, with the tokens that the folder's other files add to its vocabulary."""

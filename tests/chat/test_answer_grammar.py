@@ -36,10 +36,13 @@ class Model:
         self.format = chat_format_of("auto", "auto", self.tokenizer.chat_template_source)
         self._compiler = GrammarCompiler(lambda: self.tokenizer, self.tokenizer.vocab_size, (1,))
 
-    def form(self, prompt: str = "", **body: Any) -> StructuredOutputsParams | None:
+    def grammar(self, continued: str | None = None) -> AnswerGrammar:
+        return AnswerGrammar(self.format, self.tokenizer.marker_id, continued)
+
+    def form(self, prompt: str = "", continued: str | None = None, **body: Any) -> StructuredOutputsParams | None:
         request = chat_request(body)
         assert request is not None
-        return AnswerGrammar(self.format, self.tokenizer.marker_id).compile(request, prompt)
+        return self.grammar(continued).compile(request, prompt)
 
     def may_be(self, text: str, prompt: str = "", **body: Any) -> bool:
         """True if the text, and then the end, matches the grammar."""
@@ -146,6 +149,36 @@ def test_json_answer_matches_its_schema_after_reasoning(model: Model):
         assert model.may_be(f"why{end}{good}", f"assistant\n{begin}\n", response_format=AS_PERSON)
         assert not model.may_be(good, f"assistant\n{begin}\n", response_format=AS_PERSON)
         assert not model.may_be(f"{begin}why{end}{good}", f"{begin}\n\n{end}\n", response_format=AS_PERSON)
+
+
+def test_continued_message_is_constrained_without_head(model: Model, request: pytest.FixtureRequest):
+    good, own = '{"name": "x"}', StructuredOutputsParams(choice=["yes"])
+    call = CHAT_MODELS[request.node.callspec.params["model"]].call
+    markers = {"think": ("<think>", "</think>\n"), "mistral": ("[THINK]", "[/THINK]")}.get(model.format.reasoning)
+    if model.format.is_harmony:
+        # The call is a message of its own.
+        call = f"<|end|><|start|>assistant{call.partition('<|start|>assistant')[2]}"
+    elif markers is not None:
+        call = call.partition(markers[1].strip())[2].strip()
+    inside = {"prompt": "<|start|>assistant<|message|>So: ", "continued": "So: "}
+    assert model.may_be(good, **inside, response_format=AS_PERSON)
+    assert not model.may_be(f"<|channel|>final<|message|>{good}", **inside, response_format=AS_PERSON)
+    assert model.has_form("yes", model.grammar("So: ").after_reasoning(own, inside["prompt"]))
+    for asked in ({"tool_choice": "required"}, {"response_format": AS_PERSON}):
+        if model.format.tool_calls != "llama3_json" or "tool_choice" in asked:
+            assert model.may_be(call, **inside, tools=TOOLS, **asked)
+            assert not model.may_be(f"!{call}", **inside, tools=TOOLS, **asked)
+    if markers is not None:
+        begin, end = markers
+        assert not model.may_be(f"{begin}why{end}{good}", **inside, response_format=AS_PERSON)
+        for continued in (f"{begin}\nhm", f"a{end}{begin}hm"):
+            ends = {"prompt": continued, "continued": continued}
+            assert model.may_be(f" why{end}{good}", **ends, response_format=AS_PERSON)
+            assert not model.may_be(good, **ends, response_format=AS_PERSON)
+            around = model.grammar(continued).after_reasoning(own, continued)
+            assert (model.has_form(f" why{end}yes", around), model.has_form("yes", around)) == (True, False)
+        # An empty message may begin with reasoning.
+        assert model.may_be(f"{begin}why{end}{good}", continued="", response_format=AS_PERSON)
 
 
 OWN_FORMS = {

@@ -30,8 +30,10 @@ LIST = f"[TOOL_CALLS][{OBJECT}]"
 PYTHON = "<|python_tag|>"
 
 
-def reader(chat_format: ChatFormat, request: ChatRequest | None = REQUEST, *, is_open: bool = False) -> AnswerReader:
-    return AnswerReader(chat_format, request, is_open)
+def reader(
+    chat_format: ChatFormat, request: ChatRequest | None = REQUEST, *, is_open: bool = False, is_inside: bool = False
+) -> AnswerReader:
+    return AnswerReader(chat_format, request, is_open, is_inside=is_inside)
 
 
 ANSWERS = [
@@ -188,6 +190,32 @@ def test_reasoning_opened_by_prompt_needs_no_begin_marker():
     assert reader(HERMES, is_open=True).read("cut o") == ChatAnswer("", "cut o")
 
 
+CONTINUED = [
+    (HERMES, False, " so ", ChatAnswer(" so ")),
+    (HERMES, False, "<think>no</think>", ChatAnswer("<think>no</think>")),
+    (HERMES, False, f" so\n{BLOCK}", ChatAnswer(" so", "", (CALL,))),
+    (HERMES, True, " it is.\n</think>\n\nyes", ChatAnswer("yes", " it is.")),
+    (MISTRAL, True, " cut o", ChatAnswer("", " cut o")),
+    (HARMONY, False, " so <|return|>", ChatAnswer(" so ")),
+    (
+        HARMONY,
+        False,
+        ' so<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>',
+        ChatAnswer(" so", "", (CALL,)),
+    ),
+]
+"""Answers that go on inside a text of the prompt: content, or with True reasoning."""
+
+
+def test_continued_message_keeps_its_beginning():
+    for chat_format, is_open, text, expected in CONTINUED:
+        found = reader(chat_format, is_open=is_open, is_inside=True)
+        assert found.read(text) == expected, text
+        check_cuts(found, text, range(len(text)))
+    # Negative control: as the beginning of an answer it is another one.
+    assert reader(HERMES).read("<think>no</think>") == ChatAnswer("", "no")
+
+
 def as_it_comes(chat_reader: AnswerReader, pieces: Sequence[str]) -> list[ChatAnswer]:
     """All that is certain after each piece, and then with the end."""
     stream, found = AnswerStream(chat_reader), [ChatAnswer("")]
@@ -240,12 +268,17 @@ CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
 @examples(150)
-@given(st.lists(st.sampled_from(PIECES), max_size=9), EACH_FORMAT, st.booleans(), st.booleans(), CUTS)
+@given(st.lists(st.sampled_from(PIECES), max_size=9), EACH_FORMAT, *[st.booleans()] * 3, CUTS)
 def test_streamed_answer_is_independent_of_the_cuts(
-    pieces: Sequence[str], chat_format: ChatFormat, is_open: bool, is_parallel: bool, cuts: Sequence[int]
+    pieces: Sequence[str],
+    chat_format: ChatFormat,
+    is_open: bool,
+    is_inside: bool,
+    is_parallel: bool,
+    cuts: Sequence[int],
 ):
     request = REQUEST if is_parallel else chat_request({"tools": TOOLS, "parallel_tool_calls": False})
-    check_cuts(reader(chat_format, request, is_open=is_open), "".join(pieces), cuts)
+    check_cuts(reader(chat_format, request, is_open=is_open, is_inside=is_inside), "".join(pieces), cuts)
 
 
 def test_written_answers_stream_character_by_character():

@@ -97,7 +97,7 @@ class PromptEncoder:
                 encoded = Encoded(text, token_ids, media=media, media_items=items)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
-            encoded.form = answer_form(text, options, tokenizer)
+            encoded.form = answer_form(text, messages, options, tokenizer)
             return encoded
         except (ConfigError, ChatTemplateError, ValueError) as error:
             return Encoded(None, (), str(error))

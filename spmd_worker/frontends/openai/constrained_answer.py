@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from spmd_worker.chat.answer_grammar import AnswerGrammar, json_grammar
 from spmd_worker.chat.answer_reader import AnswerReader
-from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import ChatFormat, goes_on_inside, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.prompt_values import invalid_request
-from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row import ChatPrompt, Row
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ def constrained_sampling(
             return replace(row.sampling, structured_outputs=json_grammar(request.schema))
         if row.kind != "chat" or prompt is None or tokenizer is None:
             return row.sampling
-        grammar = AnswerGrammar(chat_format, tokenizer.marker_id)
+        grammar = AnswerGrammar(chat_format, tokenizer.marker_id, _continued(row))
         params = None if request is None else grammar.compile(request, prompt)
         if params is None and own is not None:
             params = grammar.after_reasoning(own, prompt)
@@ -51,5 +51,11 @@ def answer_reader(
     """Parser of the answers of a row that can run; None if they are only content."""
     if row.kind != "chat" or prompt is None or not sampling.detokenize:
         return None
-    reader = AnswerReader(chat_format, row.request, prompt_opens_reasoning(chat_format, prompt), tokenizer)
+    continued = _continued(row)
+    is_open = prompt_opens_reasoning(chat_format, prompt, continued)
+    reader = AnswerReader(chat_format, row.request, is_open, tokenizer, goes_on_inside(chat_format, prompt, continued))
     return reader if reader.reads else None
+
+
+def _continued(row: Row) -> str | None:
+    return row.prompt.continued if isinstance(row.prompt, ChatPrompt) else None

@@ -11,6 +11,7 @@ from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
     PRIORITY_KEY,
+    TEMPLATE_KEYS,
     chat_prompt,
     check_keys,
     check_neutral,
@@ -92,7 +93,7 @@ _COMMON_KEYS: Final = (
     *(*IGNORED_KEYS, *_UNSUPPORTED),
 )
 _COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)
-_CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
+_CHAT_KEYS: Final = ("messages", "top_logprobs", *TEMPLATE_KEYS, *_COMMON_KEYS)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
 
@@ -157,7 +158,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
     check_neutral(body, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
     if body.get("messages") is None:
         raise InvalidRequestError("the body has no messages", "missing_prompt")
-    prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
+    prompt = chat_prompt(body)
     request = _chat_request(body, prompt)
     if request is not None and request.tools:
         prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})

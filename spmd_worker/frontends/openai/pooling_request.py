@@ -1,7 +1,6 @@
 """Parses pooling rows: bodies of /v1/embeddings, /v1/score and /v1/rerank, and plain rows with a task as key."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
@@ -19,7 +18,7 @@ from spmd_worker.frontends.openai.prompt_values import (
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
@@ -126,8 +125,7 @@ def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:
 
 def _conversation(given: Mapping[str, Any]) -> ChatPrompt:
     """A conversation that is pooled, as vLLM's bodies have it."""
-    prompt = chat_prompt(given.get("messages"), given.get("chat_template_kwargs"))
-    return replace(prompt, add_generation_prompt=optional_flag(given, "add_generation_prompt"))
+    return chat_prompt(given, add_generation_prompt=False)
 
 
 def _one(name: str, value: Any) -> TextPrompt | TokensPrompt:

@@ -107,6 +107,9 @@ def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
         message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
         raise InvalidRequestError(message, "chat_template_missing")
     try:
-        return tokenizer.apply_chat_template(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs)
+        return tokenizer.apply_chat_template(
+            *(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs),
+            continue_final_message=prompt.continue_final_message,
+        )
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error)[:500], "chat_template_error") from None

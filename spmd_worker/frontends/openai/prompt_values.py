@@ -12,7 +12,12 @@ from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, EncoderPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
+from spmd_worker.tokenizer.messages import (
+    InvalidRequestError,
+    checked_content,
+    optional_flag,
+    with_parsed_arguments,
+)
 
 _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 
@@ -20,6 +25,8 @@ _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec
 """Sampling keys for which null is a value, not a missing key."""
 
 PRIORITY_KEY: Final = "priority"
+TEMPLATE_KEYS: Final = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""Keys of a conversation's rendering."""
 LANGUAGE_KEYS: Final = ("target_language", "source_language")
 """Languages of a translator's answer and text."""
 DATA_URL: Final = "data:"
@@ -123,17 +130,28 @@ def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:
     return EmbedsPrompt(value)
 
 
-def chat_prompt(value: Any, template_kwargs: Any) -> ChatPrompt:
-    """A conversation of at least one message. Raises InvalidRequestError naming the invalid message and key."""
+def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True) -> ChatPrompt:
+    """The conversation of a row or body, of at least one message, with a default of `add_generation_prompt`. Raises
+    InvalidRequestError naming the invalid message and key.
+    """
+    value, template_kwargs = given.get("messages"), given.get("chat_template_kwargs")
     if not isinstance(value, list):
         raise InvalidRequestError(f"messages={shown(value)} must be a list of messages")
     if not value:
         raise InvalidRequestError("messages is empty: a conversation needs at least one message", "empty_prompt")
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise InvalidRequestError(f"chat_template_kwargs={shown(template_kwargs)} must be an object")
+    generates = optional_flag(given, "add_generation_prompt", default=add_generation_prompt)
+    continues = optional_flag(given, "continue_final_message")
+    if generates and continues:
+        raise InvalidRequestError(
+            "continue_final_message=true continues the last message, but add_generation_prompt=true, the default, "
+            "begins another: give add_generation_prompt=false with it",
+            "conflicting_keys",
+        )
     images: list[Any] = []
     messages = tuple([_message(index, item, images) for index, item in enumerate(value)])
-    return ChatPrompt(messages, template_kwargs or {}, images=tuple(images))
+    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images))
 
 
 def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:

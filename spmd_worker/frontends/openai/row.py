@@ -20,6 +20,7 @@ from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank"]
@@ -55,14 +56,20 @@ class TokensPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation for the chat template: plain JSON values, every message with a role. `template_kwargs` are further
-    variables the template may read (`enable_thinking`, `date_string`). `images` are those of the image parts, in order,
-    None for a part without one.
+    variables the template may read (`enable_thinking`, `date_string`). The last message is left open for the answer
+    with `continue_final_message`. `images` are those of the image parts, in order, None for a part without one.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     images: tuple[str | None, ...] = ()
+
+    @property
+    def continued(self) -> str | None:
+        """Text of the message that the answer continues; None if it begins a message."""
+        return continued_text(self.messages) if self.continue_final_message else None
 
 
 @dataclass(frozen=True, slots=True)

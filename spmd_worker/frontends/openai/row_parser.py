@@ -19,6 +19,7 @@ from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pool
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
     PRIORITY_KEY,
+    TEMPLATE_KEYS,
     adapter_name,
     chat_prompt,
     check_keys,
@@ -48,7 +49,7 @@ _PLAIN_KEYS: Final = (
     "adapter",
     "prompt_adapter",
     PRIORITY_KEY,
-    "chat_template_kwargs",
+    *TEMPLATE_KEYS,
     "decoder_prompt",
     *LANGUAGE_KEYS,
     *SAMPLING_KEYS,
@@ -176,9 +177,9 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
 
 def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
     value = fields[key]
-    template_kwargs = fields.get("chat_template_kwargs")
-    if template_kwargs is not None and key != "messages":
-        raise InvalidRequestError(f"chat_template_kwargs goes with messages, this row has {key}", "conflicting_keys")
+    for name in TEMPLATE_KEYS:
+        if fields.get(name) is not None and key != "messages":
+            raise InvalidRequestError(f"{name} goes with messages, this row has {key}", "conflicting_keys")
     if key == "prompt" and isinstance(value, list) and value:
         way_out = next(each for kind, each in _OTHER_KEYS if isinstance(value[0], kind))
         raise InvalidRequestError(f"prompt={shown(value)} must be a string: {way_out}")
@@ -190,7 +191,7 @@ def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
         return tokens_prompt(key, value)
     if key == "prompt_embeds":
         return embeds_prompt("prompt_embeds", value)
-    return chat_prompt(value, template_kwargs)
+    return chat_prompt(fields)
 
 
 def custom_id_digest(custom_id: str) -> bytes:

@@ -1,13 +1,12 @@
 """vLLM's `/tokenize` and `/detokenize`, answered without the engine."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.prompt_ids import encode
-from spmd_worker.frontends.openai.prompt_values import check_keys, text_prompt, tokens_prompt
+from spmd_worker.frontends.openai.prompt_values import TEMPLATE_KEYS, check_keys, text_prompt, tokens_prompt
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt
 from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.serve.request_reader import RequestReader, parse_body
@@ -20,8 +19,8 @@ DETOKENIZE_URL: Final = "/detokenize"
 MAX_CHARACTERS: Final = 1 << 20
 """Most characters of a text, and most ids to decode: encoding a megabyte takes about a second."""
 
-_CHAT_KEYS: Final = ("messages", "tools", "chat_template_kwargs")
-_FLAGS: Final = ("add_special_tokens", "return_token_strs", "add_generation_prompt")
+_CHAT_KEYS: Final = ("messages", "tools", *TEMPLATE_KEYS)
+_FLAGS: Final = ("add_special_tokens", "return_token_strs")
 _KEYS: Final = ("model", "prompt", *_CHAT_KEYS, *_FLAGS)
 
 
@@ -75,7 +74,7 @@ def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
     if row.prompt.images:
         message = "images are not counted here: send the request with max_tokens 1, whose usage counts their tokens"
         raise InvalidRequestError(message, "unsupported_value")
-    return replace(row.prompt, add_generation_prompt=optional_flag(body, "add_generation_prompt", default=True))
+    return row.prompt
 
 
 def _check_length(text: str) -> None:

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from tokenizer_folders import write_byte_level
 from transformers import PreTrainedTokenizerFast
 
+from spmd_worker import LLM
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
@@ -188,6 +189,58 @@ def test_returned_calls_are_objects_for_the_template(tmp_path: Path):
     row = Chat(tmp_path, "hermes").row(messages=[*USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
     assert isinstance(row, EncodedRow), row
     assert 'add{"a": 1}' in (row.prompt or "")
+
+
+# Messages that the answer continues.
+
+LEFT_OPEN = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "message"),
+    [
+        ("hermes", "So: ", " yes", (" yes", None)),
+        ("hermes with reasoning", "So: ", " <think>no</think>", (" <think>no</think>", None)),
+        ("hermes with reasoning", "<think>\nI", " add.\n</think>\n\nyes", ("yes", " add.")),
+        ("hermes with reasoning", "<think>\nI add.\n</think>\n\nSo", " yes", (" yes", None)),
+        ("harmony", "So: ", " yes<|return|>", (" yes", None)),
+    ],
+)
+def test_continued_row_answers_with_the_rest(name: str, content: str, said: str, message: Any, tmp_path: Path):
+    chat = Chat(tmp_path, name)
+    talk = [*USER, {"role": "assistant", "content": content}]
+    row = chat.row(messages=talk, **LEFT_OPEN)
+    assert isinstance(row, EncodedRow), row
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    assert list(row.prompt_token_ids) == expected
+    assert (row.prompt or "").endswith(content)
+    (choice,) = chat.answer(row, chat.completion(said)).choices
+    assert (choice.message.content, getattr(choice.message, "reasoning_content", None)) == message
+
+
+def test_message_without_text_cannot_be_continued(tmp_path: Path):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    row = Chat(tmp_path, "hermes").row(messages=[*USER, {"role": "assistant", "tool_calls": [call]}], **LEFT_OPEN)
+    assert isinstance(row, RowError)
+    assert (row.code, "the last message has no content to continue" in row.message) == ("chat_template_error", True)
+
+
+def test_continued_rows_equal_chat_of_llm(chat_folder: Path, tmp_path: Path):
+    talk = [*USER, {"role": "assistant", "content": "So: it is "}]
+    asked = {"max_tokens": 12, "temperature": 0}
+    body = {"messages": talk, **asked, **LEFT_OPEN}
+    rows = [openai_row("a", "/v1/chat/completions", {**body, "return_token_ids": True}), {"custom_id": "b", **body}]
+    rows.append(openai_row("c", "/v1/chat/completions", {"messages": talk, **asked, "return_token_ids": True}))
+    chat, plain, begun = answers_of_job(tmp_path, chat_folder, rows)
+    with LLM(chat_folder, dtype="float32", num_blocks=64) as llm:
+        (output,) = llm.chat(talk, SamplingParams(**asked), use_tqdm=False, **LEFT_OPEN)
+    (choice,), (completion,) = chat["response"]["body"]["choices"], output.outputs
+    assert chat["response"]["body"]["prompt_token_ids"] == output.prompt_token_ids
+    assert choice["token_ids"] == plain["outputs"][0]["token_ids"] == completion.token_ids
+    assert choice["message"]["content"] == plain["outputs"][0]["text"] == completion.text
+    # Negative control: the answer in a message of its own has another prompt.
+    assert begun["response"]["body"]["prompt_token_ids"] != output.prompt_token_ids
 
 
 # A job. The model's weights are random: what has a form has it from the sampler alone.

@@ -69,6 +69,23 @@ def test_plain_row_may_hold_token_ids_or_conversation():
     assert (row.kind, row.custom_id) == ("plain", None)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (True, False)),
+        ({"add_generation_prompt": None, "continue_final_message": None}, (True, False)),
+        ({"add_generation_prompt": False}, (False, False)),
+        ({"add_generation_prompt": False, "continue_final_message": True}, (False, True)),
+        ({"add_generation_prompt": True, "continue_final_message": False}, (True, False)),
+    ],
+)
+def test_conversation_ends_as_row_says(given, expected):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for prompt in (parse(chat(messages=messages, **given)).prompt, parse({"messages": messages, **given}).prompt):
+        assert (prompt.add_generation_prompt, prompt.continue_final_message) == expected
+        assert prompt.continued == ("b" if expected[1] else None)
+
+
 def test_every_sampling_key_is_known_in_both_shapes():
     values = {key: getattr(DEFAULTS, key) for key in SAMPLING_KEYS}
     assert parse({"prompt": "hi", **values}).sampling == DEFAULTS
@@ -209,6 +226,11 @@ BAD_PLAIN_ROWS = {
     "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "unsupported_value"),
     "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
     "template kwargs": ({"prompt": "a", "chat_template_kwargs": {}}, "conflicting_keys"),
+    "text to continue": ({"prompt": "a", "continue_final_message": True}, "conflicting_keys"),
+    "conversation ending twice": (
+        {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+        "conflicting_keys",
+    ),
     "template kwargs a list": (
         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": [1]},
         "invalid_value",
@@ -254,6 +276,10 @@ BAD_OPENAI_ROWS = {
     "stream as number": (completion(stream=1), "unsupported_value"),
     "echo as number": (completion(echo=1), "invalid_value"),
     "echo in a chat": (chat(echo=True), "unsupported_value"),
+    "continued and begun": (chat(continue_final_message=True, add_generation_prompt=True), "conflicting_keys"),
+    "continued as a number": (chat(continue_final_message=1), "invalid_value"),
+    "begun as a word": (chat(add_generation_prompt="no"), "invalid_value"),
+    "continued text": (completion(continue_final_message=True), "unknown_key"),
     "ids asked for by a word": (completion(return_token_ids="yes"), "invalid_value"),
     "no tokens without echo": (completion(max_tokens=0), "invalid_value"),
     "best_of below n": (completion(n=3, best_of=2), "invalid_value"),
@@ -492,7 +518,7 @@ def test_error_row_keeps_its_custom_id_and_error():
 
 OTHER_KEYS = (
     "prompt prompt_token_ids messages custom_id method url body role content stream tools logprobs top_logprobs "
-    "max_completion_tokens model chat_template_kwargs type text Infinity"
+    "max_completion_tokens model chat_template_kwargs continue_final_message add_generation_prompt type text Infinity"
 )
 KEYS = st.sampled_from([*OTHER_KEYS.split(), *SAMPLING_KEYS])
 TEXTS = st.one_of(

@@ -226,12 +226,34 @@ def test_tokenize_equals_transformers(client: Client, oracle: Any, text: str, ad
 
 
 @pytest.mark.finding(number="D3")
-@pytest.mark.parametrize("generates", [True, False])
-def test_tokenize_of_conversation_equals_transformers(client: Client, oracle: Any, generates: bool):
-    messages = [{"role": "system", "content": "sums"}, {"role": "user", "content": "add 1 2 ="}]
-    body = {"messages": messages, "add_generation_prompt": generates}
-    rendered = oracle.apply_chat_template(messages, add_generation_prompt=generates, tokenize=False)
-    assert client.ask("/tokenize", body)[1]["tokens"] == oracle.encode(rendered, add_special_tokens=False)
+@pytest.mark.parametrize(("generates", "continues"), [(True, False), (False, False), (False, True)])
+def test_tokenize_of_conversation_equals_transformers(client: Client, oracle: Any, generates: bool, continues: bool):
+    messages = [{"role": "user", "content": "add 1 2 ="}, {"role": "assistant", "content": "it is "}]
+    ends = {"add_generation_prompt": generates, "continue_final_message": continues}
+    rendered = oracle.apply_chat_template(messages, tokenize=False, **ends)
+    expected = oracle.encode(rendered, add_special_tokens=False)
+    assert client.ask("/tokenize", {"messages": messages, **ends})[1]["tokens"] == expected
+    asked = {"messages": messages, **ends, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    body, chunks = client.ask(CHAT, asked)[1], client.stream(CHAT, asked)
+    assert body["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == expected
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == oracle.decode(choice["token_ids"], skip_special_tokens=True)
+    streamed = "".join(each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"])
+    assert streamed == choice["message"]["content"]
+
+
+def test_conversation_ends_in_one_way(client: Client):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for given, code in (
+        ({"continue_final_message": True}, "conflicting_keys"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "conflicting_keys"),
+        ({"continue_final_message": "yes"}, "invalid_value"),
+        ({"add_generation_prompt": 0}, "invalid_value"),
+    ):
+        for path in (CHAT, "/tokenize"):
+            status, said, _ = client.ask(path, {"messages": messages, **given})
+            assert (status, said["error"]["code"]) == (400, code)
+            assert next(iter(given)) in said["error"]["message"]
 
 
 @pytest.mark.finding(number="D3")
