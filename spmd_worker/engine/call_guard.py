@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
+from spmd_worker.ops.default_device import host_by_default
 from spmd_worker.replica.sequence.events import CommitWeights, Event, ResetPrefixCache, SetWeightVersion
 
 
@@ -20,13 +21,16 @@ class CallGuard:
         # Reentrant: a finalizer or a signal handler may abort a request in the thread that queues one.
         self.lock = threading.RLock()
         self.events: list[Event] = []
+        self._earlier_versions: list[SetWeightVersion] = []
+        """Those of `events` that were set before the weights of the next commit were loaded."""
         self._thread: threading.Thread | None = None
         self._call, self._is_alone, self._depth = "", False, 0
 
     @contextmanager
     def inside(self, call: str, *, is_alone: bool = False) -> Iterator[None]:
-        """Block in which this thread is in `call` and signals are deferred. Other threads may queue requests unless
-        `is_alone`. The outermost of nested calls counts. Raises RuntimeError while another thread is in a call.
+        """Block in which this thread is in `call`, signals are deferred, and torch's default device is the host. Other
+        threads may queue requests unless `is_alone`. The outermost of nested calls counts. Raises RuntimeError while
+        another thread is in a call.
         """
         with deferred_signals():
             with self.lock:
@@ -35,7 +39,8 @@ class CallGuard:
                     self._thread, self._call, self._is_alone = threading.current_thread(), call, is_alone
                 self._depth += 1
             try:
-                yield
+                with host_by_default():
+                    yield
             finally:
                 with self.lock:
                     self._depth -= 1
@@ -62,12 +67,24 @@ class CallGuard:
             if not (self.events and isinstance(self.events[-1], ResetPrefixCache)):
                 self.events.append(ResetPrefixCache())
 
+    def queue_version(self, event: SetWeightVersion, *, is_of_next_commit: bool) -> None:
+        """Queue a version that the caller has set: of weights that are being loaded, or of those before them."""
+        with self.lock:
+            self.events.append(event)
+            if not is_of_next_commit:
+                self._earlier_versions.append(event)
+
     def queue_commit(self, event: CommitWeights) -> None:
-        """Queue a commit, in place of an earlier one, before the requests that wait to be admitted."""
+        """Queue a commit, in place of an earlier one, before the requests that wait to be admitted. Versions of earlier
+        weights come before it.
+        """
         with self.lock:
             for earlier in [each for each in self.events if isinstance(each, CommitWeights)]:
                 self.events.remove(earlier)
             self.events.insert(0, event)
+            for version in reversed(self._earlier_versions):
+                self.events.remove(version)
+                self.events.insert(0, version)
 
     def next_weight_version(self, version: int) -> int:
         """Version of the weights once the queued events have taken effect; `version` is the one before."""
@@ -81,7 +98,7 @@ class CallGuard:
         """Remove and return all queued events, for the step that begins."""
         with self.lock:
             # An event that a finalizer or a signal handler adds in this thread meanwhile is in one of the two lists.
-            taken, self.events = self.events, []
+            taken, self.events, self._earlier_versions = self.events, [], []
             return taken
 
     def _check(self, call: str) -> None:

@@ -100,13 +100,14 @@ class Changes:
                 self._calls.queue_reset()
 
     def set_weight_version(self, version: int) -> None:
-        """Set the version of the weights, from the next step on: cached blocks of another version are not used.
+        """Set the version of the weights, from the next step on: cached blocks of another version are not used. During
+        an update it is that of the new weights; a later commit has its own.
 
         Raises TypeError unless it is an integer, ValueError unless it fits 64 bits.
         """
         with self._calls.inside("set_weight_version"):
             self._life.check_not_closed()
-            self._calls.queue(SetWeightVersion(version))
+            self._calls.queue_version(SetWeightVersion(version), is_of_next_commit=self.weights.is_open)
 
     def commit_weights(self, *, is_partial: bool = False) -> None:
         """Commit the loaded weights, all of them unless `is_partial`: the prefix cache is invalidated, and the next

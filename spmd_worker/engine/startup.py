@@ -39,6 +39,7 @@ from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.model.weights.sampled_digest import state_digest
+from spmd_worker.ops.default_device import host_by_default
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.environment import RankEnvironment, read_rank_environment
 from spmd_worker.ranks.groups import world_environment
@@ -109,7 +110,8 @@ def start_engine(
         is_on_gpu = resolved.device_type == "cuda"
         watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start(resolved, executor, watchdog, executor.start, engine_class, before_load=before_load)
+    with host_by_default():
+        return _start(resolved, executor, watchdog, executor.start, engine_class, before_load=before_load)
 
 
 def restart_engine(engine: _Engine, parallel: ParallelConfig) -> _Engine:

@@ -51,6 +51,11 @@ class WeightUpdates:
         return self._is_partial
 
     @property
+    def is_open(self) -> bool:
+        """Whether an update was begun, or weights were loaded or dropped since the last commit."""
+        return self.is_held or any(update is not None for update in self._executor.get_weight_updates())
+
+    @property
     def has_missing(self) -> bool:
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
 

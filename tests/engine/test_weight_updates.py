@@ -224,6 +224,43 @@ def test_partial_update_keeps_other_weights(llm: LLM, old: Any, new: Any):
     assert answers(llm) == old
 
 
+def test_set_version_is_of_its_weights(llm: LLM):
+    """A version that was set before an update without a step between once was that of the new weights."""
+    tensors = new_tensors()
+    llm.set_weight_version(1)
+    llm.load_weights(tensors.items())
+    committed = llm.weight_version
+    assert committed not in (0, 1)
+    llm.set_weight_version(2)
+    trainers_model(llm).load_weights(tensors.items())
+    llm.set_weight_version(3)
+    answers(llm)
+    assert llm.weight_version == 3
+    with llm.weight_update():
+        llm.update_weights(tensors.items())
+        llm.set_weight_version(4)
+    (output,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert output.outputs[0].weight_versions == [(0, 4)]
+
+
+def test_callers_default_device_changes_nothing(old: Any, new: Any):
+    """Host buffers once were made on the caller's default device: here without data, with "cuda" on a GPU."""
+    torch.set_default_device("meta")
+    try:
+        with open_llm() as llm:
+            assert answers(llm) == old
+            digest = llm.weights_digest()
+            llm.apply_model(lambda model: model.get_parameter(NORM).mul_(1))
+            assert (answers(llm), llm.weights_digest()) == (old, digest)
+            with torch.device("cpu"):
+                tensors = new_tensors()
+            trainers_model(llm).load_weights(tensors.items())
+            assert answers(llm) == new
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
 def test_open_update_blocks_steps(llm: LLM, new: Any):
     with pytest.raises(RuntimeError, match="start_weight_update"):
         llm.finish_weight_update()
@@ -256,7 +293,8 @@ def test_failed_update_block_requires_all_weights(llm: LLM, new: Any):
 
 def test_rejected_tensors_change_nothing(llm: LLM, old: Any, tmp_path: Path):
     model, tensors = trainers_model(llm), new_tensors()
-    for name, tensor in (("norm", tensors[NORM]), (NORM, tensors[NORM][1:]), (NORM, tensors[NORM] / 0)):
+    wrong = (("norm", tensors[NORM]), (NORM, tensors[NORM][1:]), (NORM, tensors[NORM] / 0))
+    for name, tensor in (*wrong, (NORM, tensors[NORM].to_sparse())):
         with pytest.raises(ValueError, match=rf"^{name}: "):
             model.load_weights([(name, tensor)])
     save_file({**load_file(MODEL / "model.safetensors"), "more": torch.ones(1)}, tmp_path / "model.safetensors")

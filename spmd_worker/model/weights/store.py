@@ -63,6 +63,7 @@ from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.model_config.weight_format import Quantization
 from spmd_worker.native.threads import use_single_threaded_torch
+from spmd_worker.ops.default_device import host_by_default
 from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
@@ -272,7 +273,13 @@ class WeightStore:
         """
         if isinstance(weights, Collection):
             self.check_whole(weights)
-        return {name for name, tensor in self._normalised(weights) if self._write(name, tensor, f"{name}:")}
+        # Trainers call this directly, too.
+        found = set()
+        for name, tensor in self._normalised(weights):
+            with host_by_default():
+                if self._write(name, tensor, f"{name}:"):
+                    found.add(name)
+        return found
 
     def check_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise CheckpointError for a wrong name, shape or dtype of full tensors, TypeError for anything else."""

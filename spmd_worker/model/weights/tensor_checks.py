@@ -51,6 +51,8 @@ def check_data(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise CheckpointError(f"{name}: is on the meta device and has no data")
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"{name}: has the layout {tensor.layout}, but weights must be dense: give its to_dense()")
     if tensor.dtype not in WEIGHT_DTYPES.values():
         dtypes = ", ".join(map(str, WEIGHT_DTYPES.values()))
         raise CheckpointError(f"{name}: has the dtype {tensor.dtype}, but weights must have one of {dtypes}")
