@@ -331,7 +331,7 @@ def test_config_error_quotes_an_unreadable_value():
     assert said.endswith("as in \"executor.worker_cls='a=b (1)'\"")
 
 
-@pytest.mark.parametrize("value", ['say "=" once', '["=', "it's = \"$HOME\"", "`=` \\", '=\\"', "=\\\\ \\'"])
+@pytest.mark.parametrize("value", ['say "=" once', '["=', 'it\'s = "$HOME"', "`=` \\", '=\\"', "=\\\\ \\'"])
 def test_quotes_of_an_error_can_be_typed(value: str):
     """A double quote in the value ended the shell's, a dollar was expanded, and a quote at the value's end was lost."""
     _, _, words = error_result(f"executor.worker_cls={value}").rpartition(", as in ")
