@@ -302,7 +302,8 @@ def _parse(text: str, allows_nan: bool) -> Any:
         return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=parse_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.rstrip() else f"character {error.pos}"
-        raise JsonError("invalid_json", f"is not JSON: {error.msg} at {where}") from None
+        # Some of Python's messages end in "at".
+        raise JsonError("invalid_json", f"is not JSON: {error.msg.removesuffix(' at')} at {where}") from None
     except JsonError:
         raise
     except ValueError:

@@ -96,6 +96,8 @@ BAD = {
     "a byte order mark": (b"\xef\xbb\xbf{}", "invalid_json", "is not JSON: Unexpected UTF-8 BOM"),
     "cut short": (b'{"a": ', "invalid_json", "is not JSON: Expecting value at character 6"),
     "several lines": (b'{\n"a": }\n', "invalid_json", "is not JSON: Expecting value at line 2, column 6"),
+    "a control character": (b'{"\n": 1}', "invalid_json", "is not JSON: Invalid control character at line 1, column 3"),
+    "text without end": (b'{"a', "invalid_json", "is not JSON: Unterminated string starting at character 1"),
     "two objects": (b"{} {}", "invalid_json", "is not JSON: Extra data at character 3"),
     "a key twice": (b'{"x": {"a": 1, "a": 2}}', "invalid_json", "the key 'a' appears twice in one object"),
     "NaN": (b'{"a": NaN}', "invalid_json", "is not JSON: it has NaN"),

@@ -176,6 +176,12 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+def _in_shell(text: str) -> str:
+    """Text in double quotes of the shell, with a backslash before what they leave its meaning."""
+    escaped = re.sub(r'\\{2,}|\\(?=["$`])|["$`]', lambda found: "".join([f"\\{each}" for each in found[0]]), text)
+    return f'"{escaped}"'
+
+
 def _is_literal_path(override: str) -> bool:
     """Whether the override gives a path that bypasses Hydra."""
     key, sign, value = override.partition("=")
@@ -228,10 +234,11 @@ def _parse(parser: OverridesParser, text: str) -> Override:
     except ValueError:  # a number of thousands of digits
         raise ConfigError(f"{key}: a number of {len(value)} digits is too long") from None
     except OverrideParseException:
-        quoted = value.strip("'\"").replace("'", "\\'")
+        # A quote that begins the value may lack its end.
+        text_in_quotes = _quoted(value.strip("'\"") if value.startswith(("'", '"')) else value)
         raise ConfigError(
             f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes "
-            f"that the shell leaves in place, as in \"{key}='{quoted}'\""
+            f"that the shell leaves in place, as in {_in_shell(f'{key}={text_in_quotes}')}"
         ) from None
 
 

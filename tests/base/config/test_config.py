@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -328,6 +329,14 @@ def test_config_error_quotes_an_unreadable_value():
     said = error_result("executor.worker_cls=a=b (1)")
     assert said.startswith("executor.worker_cls=a=b (1) cannot be read:")
     assert said.endswith("as in \"executor.worker_cls='a=b (1)'\"")
+
+
+@pytest.mark.parametrize("value", ['say "=" once', '["=', 'it\'s = "$HOME"', "`=` \\", '=\\"', "=\\\\ \\'"])
+def test_quotes_of_an_error_can_be_typed(value: str):
+    """A double quote in the value ended the shell's, a dollar was expanded, and a quote at the value's end was lost."""
+    _, _, words = error_result(f"executor.worker_cls={value}").rpartition(", as in ")
+    typed = subprocess.run(["sh", "-c", f"printf %s {words}"], capture_output=True, text=True, check=True).stdout
+    assert composed(typed).executor.worker_cls == value
 
 
 ODD = [*"=()[]{},#&;!?|<>*$'\"\\ \t", "é", "日本", "a=b (1) [2] {3}.jsonl", "trailing\\"]

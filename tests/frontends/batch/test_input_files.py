@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import json
+import lzma
 import os
 import sys
 import tracemalloc
@@ -53,12 +55,15 @@ def test_multi_part_files_of_many_chunks_are_read(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_file_cut_anywhere_is_error_never_fewer_rows(tmp_path, suffix):
-    whole = (gzip.compress if suffix == "gz" else zstandard.compress)(CONTENT)
-    path = tmp_path / f"a.{suffix}"
-    for length in range(1, len(whole)):
+    """One of 0 bytes was an input without rows."""
+    pack = gzip.compress if suffix == "gz" else zstandard.compress
+    whole, path = pack(CONTENT), tmp_path / f"a.{suffix}"
+    for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(OSError, match="truncated"):
             rows_of(path)
+    path.write_bytes(pack(b""))
+    assert rows_of(path) == []
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -119,6 +124,30 @@ def test_other_formats_are_rejected_by_suffix(tmp_path, name):
     for given in (name, "*"):
         with pytest.raises(ConfigError, match=rf"^job\.input={tmp_path}/{name}: \.\w+ {words}"):
             RowReader.of(str(tmp_path / given))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(CONTENT), "gzip by its .*: name it with .gz, or decompress it"),
+        (zstandard.compress(CONTENT), "zstd by its .*: name it with .zst, or decompress it"),
+        (b"PAR1\x15\x04", "Parquet by its .*: name it with .parquet"),
+        (lzma.compress(CONTENT), "xz by its .*: decompress it"),
+        (bz2.compress(CONTENT), "bzip2 by its .*: decompress it"),
+        (CONTENT.decode().encode("utf-16"), "UTF-16 by its .*: convert it to UTF-8"),
+    ],
+    ids=["gzip", "zstd", "Parquet", "xz", "bzip2", "UTF-16"],
+)
+def test_other_formats_are_rejected_by_first_bytes(tmp_path, monkeypatch, content, words):
+    """Pieces of a `.jsonl` that was gzip were error rows, "not UTF-8", of a job that ended well."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^job\.input={path} is {words}$"):
+        RowReader.of(str(path))
+    with path.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(ConfigError, match=rf"^job\.input=- is {words}$"):
+            list(RowReader.of("-"))
 
 
 def test_unreadable_input_is_rejected_by_its_key(tmp_path, monkeypatch):

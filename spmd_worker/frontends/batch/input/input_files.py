@@ -39,6 +39,17 @@ _FOREIGN: Final = (
     *(".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".orc", ".avro"),
 )
 """Suffixes of other formats, whose lines would all be error rows."""
+_CONTENTS: Final = (
+    (b"\x1f\x8b", "gzip", "name it with .gz, or decompress it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "name it with .zst, or decompress it"),
+    (b"PAR1", "Parquet", "name it with .parquet"),
+    (b"\xfd7zXZ\x00", "xz", "decompress it"),
+    (b"BZh", "bzip2", "decompress it"),
+    (b"\xff\xfe", "UTF-16", "convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16", "convert it to UTF-8"),
+)
+"""First bytes of other formats, which no line of JSON begins with: format, way out."""
+_CONTENT_BYTES: Final = max(len(mark) for mark, _, _ in _CONTENTS)
 _ZSTD_PIECE_BYTES: Final = 1024
 """Compressed bytes per read: their decompressed data, up to 32,768 times as much, is held in memory."""
 _BUFFER_BYTES: Final = 1 << 18
@@ -81,11 +92,22 @@ def open_stream(name: str) -> BinaryIO:
             raise ConfigError(
                 f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file"
             )
-        return open_input(Path(name))
+        return _checked_stream(name, open_input(Path(name)))
     if sys.stdin is None:
         raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
     # A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it.
-    return open(os.dup(sys.stdin.fileno()), "rb")
+    return _checked_stream(name, open(os.dup(sys.stdin.fileno()), "rb"))
+
+
+def _checked_stream(name: str, stream: BinaryIO) -> BinaryIO:
+    """The stream, closed if its content is of another format."""
+    assert isinstance(stream, io.BufferedReader), type(stream)
+    try:
+        _check_content(name, stream.peek())
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[FilePath, ...]:
@@ -109,6 +131,9 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     others = tuple(path for path in paths if not is_own(path))
     for path in others:
         check_format("job.input", path, name)
+        if path.suffix not in (*_COMPRESSED, PARQUET_SUFFIX):
+            with open(path, "rb") as file:
+                _check_content(path, file.read(_CONTENT_BYTES))
     if not others:
         raise ConfigError(
             f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
@@ -148,6 +173,13 @@ def check_format(key: str, path: FilePath, pattern: str = "") -> None:
         raise ConfigError(f"{key}={path}: {suffix} is not known: write {suffix.lower()}")
 
 
+def _check_content(name: str | Path, start: bytes) -> None:
+    """Raise ConfigError for a file or stream of plain lines that begins with `start` and is of another format."""
+    for mark, form, way_out in _CONTENTS:
+        if start.startswith(mark):
+            raise ConfigError(f"job.input={name} is {form} by its first bytes, and is read as lines of JSON: {way_out}")
+
+
 def open_bytes(path: FilePath) -> BinaryIO:
     """The file's bytes as they are stored. Raises OSError."""
     return open_remote(path.raw) if isinstance(path, RemotePath) else open(path, "rb")
@@ -185,9 +217,13 @@ class _GzipFile(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         try:
-            return self._stream.readinto(buffer)
+            num_bytes = self._stream.readinto(buffer)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise OSError(f"{self._path} is damaged or truncated ({error}): give the complete file") from None
+        # Time of the last header: the reader accepts a file without one.
+        if not num_bytes and self._stream.mtime is None:
+            raise OSError(f"{self._path} is truncated (it has no bytes): give the complete file")
+        return num_bytes
 
     def close(self) -> None:
         self._stream.close()
@@ -207,6 +243,7 @@ class _ZstdFile(io.RawIOBase):
         self._frame: Any = None
         self._compressed = b""
         self._ready = memoryview(b"")
+        self._has_begun = False
 
     def readable(self) -> bool:
         return True
@@ -218,7 +255,10 @@ class _ZstdFile(io.RawIOBase):
             if not piece:
                 if self._frame is not None:
                     raise OSError(f"{self._path} is truncated in the middle of a frame: give the complete file")
+                if not self._has_begun:
+                    raise OSError(f"{self._path} is truncated (it has no bytes): give the complete file")
                 return 0
+            self._has_begun = True
             self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
             try:
                 self._ready = memoryview(self._frame.decompress(piece))
