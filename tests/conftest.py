@@ -139,7 +139,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file's tests stay together: they share what takes long to make. Cases get their tier before one is chosen."""
-    is_complete = not config.getoption("lf") and not any("::" in argument for argument in config.args)
+    is_complete = not config.getoption("lf", default=False) and not any("::" in argument for argument in config.args)
     stress_tier.share(items, is_complete=is_complete)
     stress_tier.limit(items)
     paths = list(dict.fromkeys(item.path for item in items))
