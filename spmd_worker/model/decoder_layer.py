@@ -158,10 +158,13 @@ class DecoderLayer(nn.Module):
         norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
         assert len(norms) == 2, "layers with other norms are not joined"
+        query_norm, key_norm = attention.head_norms
         return LayerWeights(
             input_norm=norms[0].weight,
             qkv=attention.qkv_proj.weight,
             qkv_bias=attention.qkv_proj.bias,
+            query_norm=query_norm,
+            key_norm=key_norm,
             output=attention.o_proj.weight,
             output_bias=attention.o_proj.rank_bias,
             norm=norms[1].weight,
@@ -170,6 +173,7 @@ class DecoderLayer(nn.Module):
             down=feed_forward.down_proj.weight,
             down_bias=feed_forward.down_proj.rank_bias,
             window=attention.window,
+            has_angles=self.config.rope is not None,
         )
 
     def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:

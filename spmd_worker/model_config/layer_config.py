@@ -413,10 +413,16 @@ class LayerConfig:
     @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
+        return self.has_plain_scores and self.qk_norm == "none" and self.rope is not None
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether between projections and attention heads are at most normed, each by itself, and rotated, and scores
+        are only scaled.
+        """
         return (
             self.mixer == "attention"
-            and self.qk_norm == "none"
-            and self.rope is not None
+            and self.qk_norm in ("none", "head")
             and self.relative_bias is None
             and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
             and self.kv_layer is None

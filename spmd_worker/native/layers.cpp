@@ -5,6 +5,7 @@
 
 #include "adapters.h"
 #include "exports.h"
+#include "norm_rows.h"
 #include "thread_pool.h"
 
 namespace {
@@ -37,19 +38,20 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). A bias may be null.
+// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). A bias may be null, and so may the norms
+// of query and key heads be, both. Heads are rotated if the layer `has_angles`.
 template <class Element>
 struct Layer {
   const Element* input_norm;
   const void* qkv;
-  const Element* qkv_bias;
+  const Element *qkv_bias, *query_norm, *key_norm;
   const void* output;
   const Element *output_bias, *norm;
   const void* gates;
   const Element* gates_bias;
   const void* down;
   const Element* down_bias;
-  int64_t window;
+  int64_t window, has_angles;
 };
 
 // Sizes on this rank, and the ends of the leaves (ranks/leaves.py) in which the inputs of both row-parallel layers are
@@ -160,6 +162,19 @@ struct Run {
     });
   }
 
+  // Each query and key head, in place.
+  void norm_heads(const Layer<Element>& layer, int64_t projected_size) const {
+    if (layer.query_norm == nullptr) return;
+    const int64_t size = stack.head_size, num_heads = stack.num_heads, num_normed = num_heads + stack.num_kv_heads;
+    const int64_t num_threads = step.num_tokens * num_normed * size < kSmall ? 1 : step.num_threads;
+    parallel_for(step.num_tokens, num_threads, [&](int64_t token) {
+      for (int64_t head = 0; head < num_normed; ++head) {
+        Element* const row = step.projected + token * projected_size + head * size;
+        norm_row(row, size, head < num_heads ? layer.query_norm : layer.key_norm, stack.epsilon, row);
+      }
+    });
+  }
+
   // A row-parallel product: the next addend, `x`, or with several ranks this rank's `part` of it.
   void multiply_leaves(
       const Element* x, int64_t num_inputs, const void* weight, const Element* bias, const int64_t* leaf_ends,
@@ -212,10 +227,12 @@ struct Run {
       return result;
     multiply(normal, hidden, layer.qkv, projected_size, layer.qkv_bias, step.projected);
     add_adapters(adapters_of(number, kQkv), normal, hidden, step.projected, projected_size);
+    norm_heads(layer, projected_size);
+    const Element* const cos = layer.has_angles ? step.cos : nullptr;
     Calls<Element>::attend_projected(
         step.cache + number * step.layer_stride, step.block_stride, stack.num_kv_heads, stack.head_size,
-        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, step.cos,
-        step.sin, step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
+        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, cos, step.sin,
+        step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
         step.num_sequences, stack.scale, layer.window, step.attended, true, step.num_threads);
     multiply_leaves(
         step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);

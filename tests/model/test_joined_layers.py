@@ -177,15 +177,24 @@ def _other_bias(stack: Any) -> None:
     stack.layers[2].mlp.down_proj.bias.add_(0.5)
 
 
+def _other_norm(stack: Any) -> None:
+    stack.layers[2].self_attn.k_norm.weight.mul_(torch.linspace(1.0, 2.0, 16))
+
+
+def _other_rotation(stack: Any) -> None:
+    stack.layers[1].self_attn._rope = 0
+
+
 @needs_products
-@pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
+@pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias, _other_norm, _other_rotation])
 def test_comparison_detects_wrongly_joined_layers(change: Any):
     """Joined layers keep the sizes and addresses that they were joined with."""
-    model = new_model(SHAPES["biased"], torch.float32)
+    is_normed = change in (_other_norm, _other_rotation)
+    model = new_model(SHAPES["normed heads, some not rotated" if is_normed else "biased"], torch.float32)
     model.model.join_layers()
-    joined = model.model.joined_layers
-    bias = model.model.layers[2].mlp.down_proj.bias
-    model.model.layers[2].mlp.down_proj.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+    joined, last = model.model.joined_layers, model.model.layers[2]
+    owner, name = (last.self_attn.k_norm, "weight") if is_normed else (last.mlp.down_proj, "bias")
+    setattr(owner, name, torch.nn.Parameter(getattr(owner, name).clone(), requires_grad=False))
     change(model.model)
     model.model.joined_layers = joined
     assert not are_equal(*joined_and_one_by_one(model, PROMPTS))
@@ -194,7 +203,7 @@ def test_comparison_detects_wrongly_joined_layers(change: Any):
 @pytest.mark.parametrize(
     ("why", "model_config", "arguments"),
     [
-        ("a norm of queries and keys", with_layers(PLAIN, qk_norm="head"), {}),
+        ("a norm of all heads together", with_layers(PLAIN, qk_norm="flat"), {}),
         ("products of oneDNN", PLAIN, {"instruction_set": ONEDNN}),
         ("a product that does not fit the panels", with_layers(PLAIN, intermediate_size=104), {}),
         ("another attention", PLAIN, {"backend": SdpaBackend()}),

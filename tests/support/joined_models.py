@@ -48,6 +48,9 @@ SHAPES = {
     "plain": PLAIN,
     "biased": with_layers(PLAIN, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True),
     "windows": with_windows(with_layers(PLAIN, has_qkv_bias=True), 0, 20, 33),
+    "normed heads, some not rotated": replace(
+        PLAIN, layers=tuple(replace(LAYER, qk_norm="head", rope=rope) for rope in (0, None, 0))
+    ),
     "wide heads": replace(
         with_layers(PLAIN, head_size=32, scale=32**-0.5, num_heads=2, num_kv_heads=2),
         ropes=(RopeParameters(32),),

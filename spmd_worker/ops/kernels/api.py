@@ -43,14 +43,17 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer of one rank: weights from `pack` and `pack_gated`, biases that this rank adds.
+    """One decoder layer of one rank: weights from `pack` and `pack_gated`, biases that this rank adds, norms of query and
+    key heads or neither.
 
-    `window`: see `AttentionBackend.attend`.
+    `window`: see `AttentionBackend.attend`; `has_angles`: whether heads are rotated.
     """
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
     norm: Tensor
@@ -59,6 +62,7 @@ class LayerWeights:
     down: Tensor
     down_bias: Tensor | None
     window: int
+    has_angles: bool
 
 
 class JoinableLayer(Protocol):

@@ -34,7 +34,8 @@ _WEIGHTS: Final = ("qkv", "output", "gates", "down")
 AdapterStacks = Callable[[], Iterable[AdapterStack | None]]
 _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
-_TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
+_NUMBERS: Final = ("window", "has_angles")
+_TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name not in _NUMBERS)
 
 _MAX_CALL_TOKENS: Final = 4096
 """Layers times tokens of one call, which bounds how long a signal to stop the program waits."""
@@ -59,7 +60,7 @@ def _fields(*names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [*_fields(*_TENSORS, kind=ctypes.c_void_p), *_fields("window")]
+    _fields_ = [*_fields(*_TENSORS, kind=ctypes.c_void_p), *_fields(*_NUMBERS)]
 
 
 class _Stack(ctypes.Structure):
@@ -105,7 +106,9 @@ class NativeLayers:
         self._dtype, self._has_bytes = layers[0].input_norm.dtype, _has_bytes(layers[0])
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
-            _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window)
+            _Layer(
+                *(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window, layer.has_angles
+            )
             for layer in layers
         ]
         self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
@@ -215,7 +218,7 @@ def _computes(layer: LayerConfig) -> bool:
     """Whether the call computes layers of this kind."""
     is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu" and not layer.bound
     is_dense = is_dense and not layer.output_gate
-    return is_dense and layer.is_plain_wiring and layer.is_plain_attention and layer.residual_multiplier == 1.0
+    return is_dense and layer.is_plain_wiring and layer.has_plain_scores and layer.residual_multiplier == 1.0
 
 
 def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
@@ -241,7 +244,8 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
         return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_inputs * num_outputs
 
     counts = (
-        *(hidden, count(hidden, projected), projected, count(heads_size, hidden), hidden),
+        *(hidden, count(hidden, projected), projected, sizes.head_size, sizes.head_size),
+        *(count(heads_size, hidden), hidden),
         *(hidden, count(hidden, 2 * opened), 2 * opened, count(opened, hidden), hidden),
     )
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
