@@ -180,7 +180,8 @@ class DecoderStack(nn.Module):
         part = None
         if joined is not None and num_joined:
             assert isinstance(cache, Tensor), "joined layers have blocks of one shape"
-            part = joined.run(residual, (ropes[0].cos, ropes[0].sin), cache[:num_joined], metadata, adapters)
+            angles = [(rope.cos, rope.sin) for rope in ropes]
+            part = joined.run(residual, angles, cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):
             self._copy_stream(streams, index, part, residual)
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
@@ -308,8 +309,8 @@ class DecoderStack(nn.Module):
 
     def join_layers(self) -> None:
         """Join the layers into one call if possible. The weights are packed and keep their addresses from now on."""
-        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain(self.dtype) and not self._sums_in_layers
-        is_plain = is_plain and all(type(layer) is DecoderLayer for layer in self.layers)
+        is_plain = bool(self._rotaries) and all(rotary.is_plain(self.dtype) for rotary in self._rotaries)
+        is_plain = is_plain and not self._sums_in_layers and all(type(layer) is DecoderLayer for layer in self.layers)
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 
 

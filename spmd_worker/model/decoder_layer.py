@@ -14,7 +14,7 @@ from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.mixers import MIXERS
-from spmd_worker.model.layers.norm import Norm, RMSNorm, new_norm
+from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
@@ -155,25 +155,24 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights:
         attention, feed_forward = self._attention, self.mlp
-        norms = [norm for norm in (self.input_layernorm, self.post_attention_layernorm) if isinstance(norm, RMSNorm)]
         assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        assert len(norms) == 2, "layers with other norms are not joined"
-        query_norm, key_norm = attention.head_norms
         return LayerWeights(
-            input_norm=norms[0].weight,
+            input_norm=norm_weight(self.input_layernorm),
             qkv=attention.qkv_proj.weight,
             qkv_bias=attention.qkv_proj.bias,
-            query_norm=query_norm,
-            key_norm=key_norm,
+            query_norm=norm_weight(attention.q_norm),
+            key_norm=norm_weight(attention.k_norm),
             output=attention.o_proj.weight,
             output_bias=attention.o_proj.rank_bias,
-            norm=norms[1].weight,
+            attention_output_norm=norm_weight(self.attention_output_norm),
+            feed_forward_norm=norm_weight(self.post_attention_layernorm),
             gates=feed_forward.gate_up_proj.weight,
             gates_bias=feed_forward.gate_up_proj.bias,
             down=feed_forward.down_proj.weight,
             down_bias=feed_forward.down_proj.rank_bias,
+            feed_forward_output_norm=norm_weight(self.mlp_output_norm),
             window=attention.window,
-            has_angles=self.config.rope is not None,
+            rope=-1 if self.config.rope is None else self.config.rope,
         )
 
     def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
@@ -191,11 +190,24 @@ class DecoderLayer(nn.Module):
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
             intermediate_size=feed_forward.intermediate_size,
-            eps=self.config.norm.eps,
+            norm=self.config.norm,
             scale=attention.scale,
+            score_cap=self.config.score_cap,
+            activation=self.config.activation,
+            multiplier=self._multiplier,
+            defers=self._defers,
             output_leaf_ends=attention.o_proj.leaf_ends,
             down_leaf_ends=feed_forward.down_proj.leaf_ends,
         )
+
+
+def norm_weight(norm: nn.Module | None) -> Tensor | None:
+    """The weight of a norm of one row that has no bias; None without a norm."""
+    if norm is None:
+        return None
+    assert isinstance(norm, RMSNorm | FullNorm), "layers with other norms are not joined"
+    assert isinstance(norm, RMSNorm) or (norm.weight is not None and norm.bias is None), "norms are not joined with it"
+    return norm.weight
 
 
 def normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:

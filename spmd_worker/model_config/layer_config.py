@@ -413,18 +413,16 @@ class LayerConfig:
     @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
-        return self.has_plain_scores and self.qk_norm == "none" and self.rope is not None
+        return self.has_plain_heads and self.qk_norm == "none" and self.rope is not None and not self.score_cap
 
     @property
-    def has_plain_scores(self) -> bool:
-        """Whether between projections and attention heads are at most normed, each by itself, and rotated, and scores
-        are only scaled.
-        """
+    def has_plain_heads(self) -> bool:
+        """Whether heads are at most normed, each by itself, and rotated, and scores at most scaled and bounded."""
         return (
             self.mixer == "attention"
             and self.qk_norm in ("none", "head")
             and self.relative_bias is None
-            and not (self.has_sinks or self.score_cap or self.qkv_clip or self.output_gate or self.norms_values)
+            and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
             and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
         )

@@ -11,6 +11,9 @@
   extern "C" void spmd_add_rms_norm_##name(                                                                            \
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads);                                                      \
+  extern "C" void spmd_activate_##name(                                                                                \
+      const Element* x, int64_t stride, int64_t num_tokens, int64_t size, int64_t is_gate, int64_t kind, Element* to,  \
+      int64_t num_threads);                                                                                            \
   extern "C" void spmd_gemm_##name(                                                                                 \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, int64_t num_threads);                   \
@@ -39,7 +42,7 @@
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
       const int64_t* tables, int64_t table_stride, const Element* projected, int64_t token_stride, int64_t num_heads,  \
       const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
-      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
       int64_t window, Element* output, int64_t may_use_amx, int64_t num_threads);                                    \
   extern "C" void spmd_add_adapters_##name(                                                                            \
       const void* layer, const void* step, const Element* x, int64_t x_stride, Element* y, int64_t y_stride,           \

@@ -19,8 +19,8 @@ struct Calls;
 #define SPMD_CALLS(name, Element)                                                                                      \
   template <>                                                                                                          \
   struct Calls<Element> {                                                                                              \
-    static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
     static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
+    static constexpr auto activate = spmd_activate_##name;                                                             \
     static constexpr auto gemm = spmd_gemm_##name;                                                                     \
     static constexpr auto gemm_leaves = spmd_gemm_leaves_##name;                                                       \
     static constexpr auto int8_gemm = spmd_int8_gemm_##name;                                                     \
@@ -38,31 +38,37 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). A bias may be null, and so may the norms
-// of query and key heads be, both. Heads are rotated if the layer `has_angles`.
+// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). Biases and norms may be null; heads are
+// normed, both kinds or neither, and rotated by the angles of number `rope` or, below 0, not.
 template <class Element>
 struct Layer {
   const Element* input_norm;
   const void* qkv;
   const Element *qkv_bias, *query_norm, *key_norm;
   const void* output;
-  const Element *output_bias, *norm;
+  const Element *output_bias, *attention_output_norm, *feed_forward_norm;
   const void* gates;
   const Element* gates_bias;
   const void* down;
-  const Element* down_bias;
-  int64_t window, has_angles;
+  const Element *down_bias, *feed_forward_output_norm;
+  int64_t window, rope;
 };
 
+// The plain norm, fused with sums; one that is rounded once, and one of deviations from the mean.
+enum NormKind : int64_t { kPlainNorm, kNormOnce, kCentredNorm };
+constexpr int64_t kSilu = 0;  // of the activations in rows.cpp
+
+// With SiLU gates and up projection are in gated panels. In layers that defer, an output is added with the next norm.
 // Sizes on this rank, and the ends of the leaves (ranks/leaves.py) in which the inputs of both row-parallel layers are
 // summed: a single leaf is all inputs.
 template <class Element>
 struct Stack {
   const Layer<Element>* layers;
-  int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size, has_bytes;
+  int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size;
+  int64_t has_bytes, norm_kind, activation, defers;
   const int64_t *output_leaf_ends, *down_leaf_ends;
   int64_t num_output_leaves, num_down_leaves;
-  float epsilon, scale;
+  float epsilon, norm_offset, scale, score_cap, multiplier;
 };
 
 // A group, as in shared_memory.cpp.
@@ -84,13 +90,14 @@ enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
 // row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
 // rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
 // kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
-// up projections; otherwise all three are null. They are with several ranks: adapters add to complete sums.
+// up projections, which other activations than SiLU have too; otherwise all three are null. `angles`: cosines and sines of
+// each rope in turn. They are with several ranks: adapters add to complete sums.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
   int8_t* bytes;
   float *maxima, *wide;
-  const Element *cos, *sin;
+  const Element* const* angles;
   Element* cache;
   int64_t layer_stride, block_stride;
   const int64_t* tables;
@@ -141,6 +148,12 @@ struct Run {
     const Layer<Element>& layer = stack.layers[number];
     const int64_t size = stack.intermediate_size, num_columns = 2 * size;
     const void* const matrices = adapters_of(number, kGates);
+    if (stack.activation != kSilu) {
+      multiply(normal, stack.hidden_size, layer.gates, num_columns, layer.gates_bias, step.columns);
+      add_adapters(matrices, normal, stack.hidden_size, step.columns, num_columns);
+      return Calls<Element>::activate(
+          step.columns, num_columns, step.num_tokens, size, true, stack.activation, step.opened, step.num_threads);
+    }
     if (matrices == nullptr)
       return multiply(normal, stack.hidden_size, layer.gates, num_columns, layer.gates_bias, step.opened, true);
     // Columns, and so the bias, are in the order of gated panels.
@@ -162,6 +175,12 @@ struct Run {
     });
   }
 
+  void norm(const Element* row, int64_t size, const Element* weight, Element* to) const {
+    if (stack.norm_kind == kPlainNorm) return norm_row(row, size, weight, stack.epsilon, to);
+    full_norm_row<Element>(
+        row, size, weight, nullptr, stack.epsilon, stack.norm_offset, stack.norm_kind == kCentredNorm, to);
+  }
+
   // Each query and key head, in place.
   void norm_heads(const Layer<Element>& layer, int64_t projected_size) const {
     if (layer.query_norm == nullptr) return;
@@ -170,7 +189,39 @@ struct Run {
     parallel_for(step.num_tokens, num_threads, [&](int64_t token) {
       for (int64_t head = 0; head < num_normed; ++head) {
         Element* const row = step.projected + token * projected_size + head * size;
-        norm_row(row, size, head < num_heads ? layer.query_norm : layer.key_norm, stack.epsilon, row);
+        norm(row, size, head < num_heads ? layer.query_norm : layer.key_norm, row);
+      }
+    });
+  }
+
+  template <class Work>
+  void for_rows(Work work) const {
+    parallel_for(step.num_tokens, num_elements() < kSmall ? 1 : step.num_threads, [&](int64_t token) {
+      work(step.residual + token * stack.hidden_size, step.x + token * stack.hidden_size);
+    });
+  }
+
+  // The norm of the residual stream; the stream itself without a weight.
+  const Element* normed(const Element* weight) const {
+    if (weight == nullptr) return step.residual;
+    for_rows([&](const Element* residual, Element* x) { norm(residual, stack.hidden_size, weight, x); });
+    return step.x;
+  }
+
+  // An output in `x`, complete: scaled if it is still to be added, else normed if there is a weight, scaled and added.
+  void end_output(const Element* weight) const {
+    const int64_t size = stack.hidden_size;
+    if (stack.defers && stack.multiplier == 1.0f) return;
+    for_rows([&](Element* residual, Element* x) {
+      if (weight != nullptr) norm(x, size, weight, x);
+      for (int64_t index = 0; index < size; index += kLanes) {
+        const int64_t count = size - index;
+        Floats output = load_some(x + index, count);
+        if (stack.multiplier != 1.0f) output = as_kept<Element>(output * broadcast(stack.multiplier));
+        if (stack.defers)
+          store_some(x + index, output, count);
+        else
+          store_some(residual + index, output + load_some(residual + index, count), count);
       }
     });
   }
@@ -195,8 +246,13 @@ struct Run {
     return step.wide;
   }
 
-  // The residual stream += the sum of all parts; `normal` points to its norm then. Returns 0, or an error.
-  int64_t add_and_norm(const Element* weight, Element*& normal) const {
+  // The residual stream += the sum of all parts of a deferred output; `normal` points to its norm then. Returns 0, or an
+  // error.
+  int64_t add_and_norm(const Element* weight, const Element*& normal) const {
+    if (!stack.defers) {
+      normal = normed(weight);
+      return 0;
+    }
     normal = step.x;
     if (ranks == nullptr) {
       Calls<Element>::add_rms_norm(
@@ -206,7 +262,7 @@ struct Run {
     }
 #if defined(__linux__)
     if (char* const common = spmd_shared_common_norms(SPMD_THE_RANKS, num_elements()))
-      normal = reinterpret_cast<Element*>(common);
+      normal = reinterpret_cast<const Element*>(common);
     return Calls<Element>::sum_add_rms_norm(
         SPMD_THE_RANKS, part(), step.residual, step.num_tokens, stack.hidden_size, weight, stack.epsilon, step.x);
 #else
@@ -218,30 +274,31 @@ struct Run {
     const Layer<Element>& layer = stack.layers[number];
     const int64_t hidden = stack.hidden_size, heads_size = stack.num_heads * stack.head_size;
     const int64_t projected_size = heads_size + 2 * stack.num_kv_heads * stack.head_size;
-    Element* normal = step.x;
+    const Element* normal = step.x;
     if (number == 0)
-      Calls<Element>::rms_norm(
-          step.residual, hidden, 0, step.num_tokens, 1, hidden, layer.input_norm, stack.epsilon, step.x,
-          step.num_threads);
+      normal = normed(layer.input_norm);
     else if (const int64_t result = add_and_norm(layer.input_norm, normal); result != 0)
       return result;
     multiply(normal, hidden, layer.qkv, projected_size, layer.qkv_bias, step.projected);
     add_adapters(adapters_of(number, kQkv), normal, hidden, step.projected, projected_size);
     norm_heads(layer, projected_size);
-    const Element* const cos = layer.has_angles ? step.cos : nullptr;
+    const Element *const cos = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope],
+                  *const sin = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope + 1];
     Calls<Element>::attend_projected(
         step.cache + number * step.layer_stride, step.block_stride, stack.num_kv_heads, stack.head_size,
-        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, cos, step.sin,
+        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, cos, sin,
         step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
-        step.num_sequences, stack.scale, layer.window, step.attended, true, step.num_threads);
+        step.num_sequences, stack.scale, stack.score_cap, layer.window, step.attended, true, step.num_threads);
     multiply_leaves(
         step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);
     add_adapters(adapters_of(number, kOutput), step.attended, heads_size, step.x, hidden);
-    if (const int64_t result = add_and_norm(layer.norm, normal); result != 0) return result;
+    end_output(layer.attention_output_norm);
+    if (const int64_t result = add_and_norm(layer.feed_forward_norm, normal); result != 0) return result;
     open(number, normal);
     multiply_leaves(
         step.opened, stack.intermediate_size, layer.down, layer.down_bias, stack.down_leaf_ends, stack.num_down_leaves);
     add_adapters(adapters_of(number, kDown), step.opened, stack.intermediate_size, step.x, hidden);
+    end_output(layer.feed_forward_output_norm);
     return 0;
   }
 };

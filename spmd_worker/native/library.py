@@ -23,7 +23,7 @@ _DTYPES = ("float32", "bfloat16")
 _SIGNATURES: Final = {
     "write": f"{_CACHE} {_STRIDED} {_STRIDED} {_ANGLES} pp ii",
     "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffii pp pi i pii",
-    "attend_projected": f"{_CACHE} pi pii {_ANGLES} ppi ppi fi pii",
+    "attend_projected": f"{_CACHE} pi pii {_ANGLES} ppi ppi ffi pii",
     "full_norm": f"{_STRIDED} iii pp ff ip i",
     "rms_norm": f"{_STRIDED} iii pf p i",
     "add_rms_norm": "pi pi ii pf i",

@@ -32,6 +32,14 @@ LAYER = LayerConfig(
     scale=16**-0.5,
     norm=NORM,
 )
+GEMMA_LAYER = replace(
+    LAYER,
+    norm=NormConfig(eps=1e-6, offset=1.0, rounds_once=True),
+    norms=(True, True, True, True),
+    qk_norm="head",
+    activation="gelu_tanh",
+    score_cap=30.0,
+)
 PLAIN = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=96,
@@ -55,6 +63,20 @@ SHAPES = {
         with_layers(PLAIN, head_size=32, scale=32**-0.5, num_heads=2, num_kv_heads=2),
         ropes=(RopeParameters(32),),
         has_tied_embeddings=True,
+    ),
+    "four norms, two ropes": replace(
+        PLAIN,
+        layers=tuple(
+            replace(GEMMA_LAYER, window=window, rope=rope) for window, rope in ((20, 1), (20, 1), (0, 0), (20, 1))
+        ),
+        ropes=(RopeParameters(16, rope_theta=1e6), RopeParameters(16)),
+    ),
+    "norms of outputs": with_layers(
+        PLAIN, norms=(False, True, False, True), qk_norm="head", has_mlp_bias=True, activation="gelu"
+    ),
+    "scaled outputs": with_layers(PLAIN, residual_multiplier=0.22),
+    "norms of deviations": with_layers(
+        PLAIN, norm=replace(NORM, kind="layer"), activation="relu2", residual_multiplier=0.7
     ),
     # Four leaves, of unequal sizes in the feed-forward; the others have two.
     "many leaves": with_layers(PLAIN, num_heads=8, num_kv_heads=4, intermediate_size=160, has_output_bias=True),

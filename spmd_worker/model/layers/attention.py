@@ -13,7 +13,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
-from spmd_worker.model.layers.norm import HeadNorms, Norm, RMSNorm, new_norm
+from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
@@ -149,17 +149,6 @@ class Attention(nn.Module):
             attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
         output: Tensor = self.o_proj(attended, adapters)
         return output
-
-    @property
-    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of the plain norms of each query and each key head; twice None without norms."""
-        query, key = self.q_norm, self.k_norm
-        if query is None and key is None:
-            return None, None
-        assert self._qk_norm == "head", "layers with other norms of heads are not joined"
-        assert isinstance(query, RMSNorm), type(query)
-        assert isinstance(key, RMSNorm), type(key)
-        return query.weight, key.weight
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
         """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq, 1 or D]."""

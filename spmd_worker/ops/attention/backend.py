@@ -24,13 +24,14 @@ class JoinedLayers(Protocol):
     def run(
         self,
         residual: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[tuple[Tensor, Tensor]],
         cache: Tensor,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The residual stream [T, hidden], which is updated up to the last layer's output; cosines and sines [T, D /
-        2]; `cache` [layers, blocks, *block_shape] -> this rank's part of the last layer's output, [T, hidden].
+        2] of each rope; `cache` [layers, blocks, *block_shape] -> this rank's part of the last layer's output, [T,
+        hidden], or None if layers add their outputs at once.
 
         As many layers run as the cache has.
         """

@@ -182,7 +182,7 @@ class CpuBackend(AttentionBackend):
             *(angles[0].data_ptr(), angles[1].data_ptr()),
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr(), num_tokens),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, window, output.data_ptr(), self._may_use_amx, num_threads()),
+            *(scale, 0.0, window, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
 
@@ -243,12 +243,12 @@ class CpuLayers:
     def run(
         self,
         residual: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[tuple[Tensor, Tensor]],
         cache: Tensor,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
-    ) -> Tensor:
-        pointers = self._backend.addresses(metadata, cache[0], 2 * angles[0].shape[1])
+    ) -> Tensor | None:
+        pointers = self._backend.addresses(metadata, cache[0], 2 * angles[0][0].shape[1])
         return self._layers.run(residual, angles, cache, pointers, adapters)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.base.numerical_policy import Region
-from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
@@ -26,7 +26,9 @@ PROB_WEIGHT_BITS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Sizes that all layers of a model share, on one rank. `eps`: epsilon of the norms; `scale`: attention scale.
+    """Sizes and kinds that all layers of a model share, on one rank. `norm` is the kind of all norms; `scale` and
+    `score_cap`, 0 for none, are of attention; `activation` is one of `Kernels.activate`; outputs of attention and
+    feed-forward are scaled by `multiplier`. Layers that `defer` leave an output to be added with the next norm.
     `output_leaf_ends` and `down_leaf_ends`: see `Kernels.linear_of_leaves`.
     """
 
@@ -35,34 +37,40 @@ class LayerSizes:
     num_kv_heads: int
     head_size: int
     intermediate_size: int
-    eps: float
+    norm: NormConfig
     scale: float
+    score_cap: float
+    activation: str
+    multiplier: float
+    defers: bool
     output_leaf_ends: tuple[int, ...]
     down_leaf_ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer of one rank: weights from `pack` and `pack_gated`, biases that this rank adds, norms of query and
-    key heads or neither.
+    """One decoder layer of one rank: weights from `pack`, gates of SiLU from `pack_gated`, biases that this rank adds;
+    norms of the stream, of outputs before they are added, and of each query and key head.
 
-    `window`: see `AttentionBackend.attend`; `has_angles`: whether heads are rotated.
+    `window`: see `AttentionBackend.attend`; `rope`: index of its angles, -1 if heads are not rotated.
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    norm: Tensor
+    attention_output_norm: Tensor | None
+    feed_forward_norm: Tensor | None
     gates: Tensor
     gates_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    feed_forward_output_norm: Tensor | None
     window: int
-    has_angles: bool
+    rope: int
 
 
 class JoinableLayer(Protocol):
@@ -73,7 +81,7 @@ class JoinableLayer(Protocol):
         """The kind of layer."""
 
     def weights(self) -> LayerWeights:
-        """Weights of a dense gated layer with plain norms before attention and feed-forward."""
+        """Weights of a dense gated layer."""
 
     def sizes(self) -> LayerSizes:
         """Sizes on this rank."""

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
+from spmd_worker.ops.kernels.cpu.native import ACTIVATIONS
 from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name, leaf_integers
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
@@ -34,7 +35,9 @@ _WEIGHTS: Final = ("qkv", "output", "gates", "down")
 AdapterStacks = Callable[[], Iterable[AdapterStack | None]]
 _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
-_NUMBERS: Final = ("window", "has_angles")
+_NORMS: Final = ("input_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
+"""Norms of the stream and of outputs."""
+_NUMBERS: Final = ("window", "rope")
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name not in _NUMBERS)
 
 _MAX_CALL_TOKENS: Final = 4096
@@ -67,10 +70,11 @@ class _Stack(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         *_fields(
-            "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size", "has_bytes"
+            *("hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size"),
+            *("has_bytes", "norm_kind", "activation", "defers"),
         ),
         *_fields("output_leaf_ends", "down_leaf_ends", "num_output_leaves", "num_down_leaves"),
-        *_fields("epsilon", "scale", kind=ctypes.c_float),
+        *_fields("epsilon", "norm_offset", "scale", "score_cap", "multiplier", kind=ctypes.c_float),
     ]
 
 
@@ -81,8 +85,7 @@ class _Ranks(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [
         *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "wide"),
-        *_fields("cos", "sin"),
-        *_fields("cache", "layer_stride", "block_stride", "tables", "table_stride"),
+        *_fields("angles", "cache", "layer_stride", "block_stride", "tables", "table_stride"),
         *_fields("blocks", "offsets", "query_starts", "context_lengths"),
         *_fields("num_sequences", "num_tokens", "num_threads", "adapters", "layer_adapters", "columns"),
     ]
@@ -103,39 +106,43 @@ class NativeLayers:
         """`adapter_stacks` has those of the layers, in the order of calls."""
         self._adapter_stacks = adapter_stacks or (lambda: ())
         self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
-        self._dtype, self._has_bytes = layers[0].input_norm.dtype, _has_bytes(layers[0])
+        self._has_bytes = _has_bytes(layers[0])
+        self._dtype = next(norm.dtype for norm in _norms(layers[0]) if norm is not None)
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
-            _Layer(
-                *(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window, layer.has_angles
-            )
+            _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window, layer.rope)
             for layer in layers
         ]
         self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
             *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes),
+            *(_norm_kind(sizes.norm), ACTIVATIONS.index(sizes.activation), sizes.defers),
             *(ctypes.addressof(ends) for ends in self._leaf_ends),
-            *(*map(len, self._leaf_ends), sizes.eps, sizes.scale),
+            *(*map(len, self._leaf_ends), sizes.norm.eps, sizes.norm.offset),
+            *(sizes.scale, sizes.score_cap, sizes.multiplier),
         )
 
     def run(
         self,
         residual: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[tuple[Tensor, Tensor]],
         cache: Tensor,
         step: StepPointers,
         adapters: StepAdapters | None = None,
-    ) -> Tensor:
-        """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2];
-        `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of the last
-        layer's output, [T, H]; of several ranks float32, and no row of their steps has an adapter.
+    ) -> Tensor | None:
+        """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2] of
+        each rope; `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of
+        the last layer's output, [T, H], None if layers do not defer; of several ranks float32, and no row of their
+        steps has an adapter.
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
         assert fast is None or adapters is None, "adapters add to complete sums"
         check_tensor(residual, self._dtype, (num_tokens, sizes.hidden_size))
-        for each in angles:
+        assert all(layer.rope < len(angles) for layer in self._layers), len(angles)
+        for each in chain.from_iterable(angles):
             check_tensor(each, self._dtype, (num_tokens, sizes.head_size // 2))
+        addresses = (ctypes.c_void_p * (2 * len(angles)))(*(each.data_ptr() for each in chain.from_iterable(angles)))
         assert cache.ndim == 3, cache.shape
         assert len(cache) <= len(self._layers), (cache.shape, len(self._layers))
         block_elements = 2 * sizes.num_kv_heads * self._stack.block_size * sizes.head_size
@@ -155,10 +162,11 @@ class NativeLayers:
         rows_of_adapters, stacks, columns = 0, None, None
         if adapters is not None:
             rows_of_adapters, stacks = adapters.layout.address, self._adapter_addresses()
+        if adapters is not None or sizes.activation != "silu":
             columns = torch.empty((num_tokens + 1, 2 * sizes.intermediate_size), dtype=self._dtype)
         arguments = _Step(
             *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima))),
-            *(0 if wide is None else wide.data_ptr(), *(each.data_ptr() for each in angles)),
+            *(0 if wide is None else wide.data_ptr(), ctypes.addressof(addresses)),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
             *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
             *(step.num_sequences, num_tokens, num_threads(), rows_of_adapters),
@@ -172,7 +180,7 @@ class NativeLayers:
             if fast is not None:
                 fast.check(result)
         if fast is None:
-            return work[0]
+            return work[0] if sizes.defers else None
         # The last GEMM wrote its part there, and no other collective has begun since.
         part = fast.part_buffer(shape, torch.float32) if wide is None else wide
         assert part is not None, "parts of one size have a slot or none"
@@ -197,12 +205,14 @@ def join_layers(
     fast = group.fast
     if group.size > 1 and not (isinstance(fast, SharedMemoryGroup) and group.has_tree):
         return None
-    if not layers or not all(_computes(layer.config) for layer in layers):
+    if not layers or not all(_computes(layer.config, group.size) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
     if any(layer.sizes() != sizes for layer in layers):
         return None
-    if not (all(map(_is_packed, weights)) or (group.size == 1 and all(map(_has_bytes, weights)))):
+    is_gated = sizes.activation == "silu"
+    are_packed = all(_is_packed(each, is_gated=is_gated) for each in weights)
+    if not (are_packed or (group.size == 1 and all(map(_has_bytes, weights)))):
         return None
     for each in weights:
         _check_shapes(each, sizes)
@@ -214,19 +224,35 @@ def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]
     return chain.from_iterable(layer.adapter_stacks() for layer in layers)
 
 
-def _computes(layer: LayerConfig) -> bool:
-    """Whether the call computes layers of this kind."""
-    is_dense = layer.experts is None and layer.is_gated and layer.activation == "silu" and not layer.bound
-    is_dense = is_dense and not layer.output_gate
-    return is_dense and layer.is_plain_wiring and layer.has_plain_scores and layer.residual_multiplier == 1.0
+def _computes(layer: LayerConfig, num_ranks: int) -> bool:
+    """Whether the call computes layers of this kind on so many ranks."""
+    if num_ranks > 1 and not (layer.is_plain_wiring and layer.residual_multiplier == 1.0):
+        return False
+    is_dense = layer.has_feed_forward and layer.experts is None and layer.is_gated and not layer.bound
+    is_dense = is_dense and layer.activation in ACTIVATIONS
+    has_other_wires = layer.is_parallel or layer.has_cross_attention or layer.norms_sums or layer.has_scalar
+    has_norms = any(layer.norms) and layer.norm.has_weight and not layer.norm.has_bias
+    return is_dense and not has_other_wires and not layer.input_size and has_norms and layer.has_plain_heads
+
+
+def _norm_kind(norm: NormConfig) -> int:
+    """Numbered as in `layers.cpp`."""
+    return 0 if norm.is_plain else 2 if norm.kind == "layer" else 1
 
 
 def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
     return tuple(getattr(layer, name) for name in _TENSORS)
 
 
-def _is_packed(layer: LayerWeights) -> bool:
-    return all(are_panels(each) for each in (layer.qkv, layer.output, layer.down)) and are_gated_panels(layer.gates)
+def _norms(layer: LayerWeights) -> tuple[Tensor | None, ...]:
+    """Norms of the stream and of outputs."""
+    return tuple(getattr(layer, name) for name in _NORMS)
+
+
+def _is_packed(layer: LayerWeights, *, is_gated: bool) -> bool:
+    """Whether all weights are elements in panels, gates and up projection in one if `is_gated`."""
+    are_packed = are_gated_panels if is_gated else are_panels
+    return all(are_panels(each) for each in (layer.qkv, layer.output, layer.down)) and are_packed(layer.gates)
 
 
 def _has_bytes(layer: LayerWeights) -> bool:
@@ -238,24 +264,39 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, heads_size = sizes.hidden_size, sizes.num_heads * sizes.head_size
     projected, opened = heads_size + 2 * sizes.num_kv_heads * sizes.head_size, sizes.intermediate_size
-    has_bytes, dtype = _has_bytes(layer), layer.input_norm.dtype
+    has_bytes = _has_bytes(layer)
+    (dtype,) = {norm.dtype for norm in _norms(layer) if norm is not None}
 
     def count(num_inputs: int, num_outputs: int) -> int:
         return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_inputs * num_outputs
 
-    counts = (
-        *(hidden, count(hidden, projected), projected, sizes.head_size, sizes.head_size),
-        *(count(heads_size, hidden), hidden),
-        *(hidden, count(hidden, 2 * opened), 2 * opened, count(opened, hidden), hidden),
-    )
+    counts = {
+        **dict.fromkeys(_NORMS, hidden),
+        "query_norm": sizes.head_size,
+        "key_norm": sizes.head_size,
+        "qkv": count(hidden, projected),
+        "qkv_bias": projected,
+        "output": count(heads_size, hidden),
+        "output_bias": hidden,
+        "gates": count(hidden, 2 * opened),
+        "gates_bias": 2 * opened,
+        "down": count(opened, hidden),
+        "down_bias": hidden,
+    }
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
-    assert not has_bytes or (layer.gates.shape[1], layer.qkv.shape[1]) == (2, 1), (layer.gates.shape, layer.qkv.shape)
-    if not has_bytes:
+    assert (layer.query_norm is None) == (layer.key_norm is None), "norms of heads come together"
+    if has_bytes:
+        num_parts = 2 if sizes.activation == "silu" else 1
+        assert (layer.gates.shape[1], layer.qkv.shape[1]) == (num_parts, 1), (layer.gates.shape, layer.qkv.shape)
+    else:
         assert (sizes.output_leaf_ends[-1], sizes.down_leaf_ends[-1]) == (heads_size, opened), sizes
-    for name, tensor, expected in zip(_TENSORS, _tensors(layer), counts, strict=True):
+    if sizes.defers:
+        # An output is added with the next norm.
+        assert [each is not None for each in _norms(layer)] == [True, False, True, False], _norms(layer)
+    for name, tensor in zip(_TENSORS, _tensors(layer), strict=True):
         if tensor is not None:
             is_of_bytes = has_bytes and name in _WEIGHTS
-            assert tensor.numel() == expected, (name, tensor.shape, expected)
+            assert tensor.numel() == counts[name], (name, tensor.shape, counts[name])
             assert tensor.dtype == (torch.int8 if is_of_bytes else dtype), (name, tensor.dtype)
             assert tensor.is_cpu, (name, tensor.device)
             assert tensor.is_contiguous(), (name, tensor.stride())

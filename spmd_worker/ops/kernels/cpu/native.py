@@ -6,6 +6,7 @@ T: tokens; H: hidden size; D: head size; I: intermediate size.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ _FUNCTIONS = (
 )
 """Functions that the library has for every dtype."""
 _HEADS_NDIM = 5  # of the weights of heads in panels
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
 
 
 def cpu_kernels(dtype: torch.dtype, *, has_argmax_prefilter: bool = False) -> tuple[Kernels, str | None]:
@@ -355,7 +356,7 @@ class CpuKernels(PackedKernels):
         x = contiguous_rows(x)
         output = torch.empty((x.shape[0], size), dtype=x.dtype)
         self._functions["activate", x.dtype](
-            *(x.data_ptr(), x.stride(0), x.shape[0], size, is_gate, _ACTIVATIONS.index(activation)),
+            *(x.data_ptr(), x.stride(0), x.shape[0], size, is_gate, ACTIVATIONS.index(activation)),
             *(output.data_ptr(), num_threads()),
         )
         return output
