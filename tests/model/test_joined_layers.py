@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
+from joined_models import DTYPES, ONE_RANK_SHAPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
 from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512, needs_products
 from our_model import prompt_logits
@@ -26,6 +26,7 @@ from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import Stage
 
 LIMIT_S = 240.0
+ALL_SHAPES = {**SHAPES, **ONE_RANK_SHAPES}
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
 
 UNFUSED = {
@@ -49,7 +50,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 )
 @needs_products
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("model_config", ALL_SHAPES.values(), ids=ALL_SHAPES)
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
 @each_dtype
 def test_joined_layers_have_equal_bits(
@@ -60,13 +61,11 @@ def test_joined_layers_have_equal_bits(
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("model_config", [SHAPES["biased"], SHAPES["wide heads"]], ids=["biased", "wide heads"])
+@pytest.mark.parametrize("name", ["biased", "wide heads", "four norms, two ropes"])
 @each_library
 @each_dtype
-def test_joined_int8_layers_have_equal_bits(
-    dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
-):
-    model = new_model(model_config, dtype, instruction_set=instruction_set, has_bytes=True)
+def test_joined_int8_layers_have_equal_bits(dtype: torch.dtype, instruction_set: str, name: str, chunk: int | None):
+    model = new_model(ALL_SHAPES[name], dtype, instruction_set=instruction_set, has_bytes=True)
     assert model.model.layers[0].self_attn.qkv_proj.weight.dtype == torch.int8
     assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
 
@@ -234,7 +233,7 @@ SOURCE = """
     sys.path.insert(0, sys.argv[1])
     import torch, torch.distributed as dist
     from dataclasses import replace
-    from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
+    from joined_models import DTYPES, ONE_RANK_SHAPES, SHAPES, are_equal, joined_and_one_by_one, new_model
     from our_model import prompt_logits
     from spmd_worker.ranks import shared_memory
     from spmd_worker.ops.kernels.cpu import layers
@@ -259,6 +258,8 @@ SOURCE = """
         gloo = GroupHandle(tuple(range(size)), rank, dist.group.WORLD, adds_by_tree=True)
         group = share_memory(gloo, 30.0)
         assert group.fast is not None
+        for shape in ONE_RANK_SHAPES.values():
+            assert new_model(shape, torch.float32, group).model.joined_layers is None
         for (name, type_name), of_model in itertools.groupby(cases, lambda case: case[:2]):
             dtype = DTYPES[type_name]
             model = new_model(SHAPES[name], dtype, group)

@@ -64,6 +64,10 @@ SHAPES = {
         ropes=(RopeParameters(32),),
         has_tied_embeddings=True,
     ),
+    # Four leaves, of unequal sizes in the feed-forward; the others have two.
+    "many leaves": with_layers(PLAIN, num_heads=8, num_kv_heads=4, intermediate_size=160, has_output_bias=True),
+}
+ONE_RANK_SHAPES = {
     "four norms, two ropes": replace(
         PLAIN,
         layers=tuple(
@@ -78,9 +82,8 @@ SHAPES = {
     "norms of deviations": with_layers(
         PLAIN, norm=replace(NORM, kind="layer"), activation="relu2", residual_multiplier=0.7
     ),
-    # Four leaves, of unequal sizes in the feed-forward; the others have two.
-    "many leaves": with_layers(PLAIN, num_heads=8, num_kv_heads=4, intermediate_size=160, has_output_bias=True),
 }
+"""Shapes whose layers are not joined on several ranks: outputs are complete before they are added."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

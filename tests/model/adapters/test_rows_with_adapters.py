@@ -51,7 +51,7 @@ def sources(family: str) -> list[AdapterSource]:
 @pytest.mark.parametrize(("family", "dtype", "quantization"), CASES)
 def test_row_has_equal_bits_in_any_batch(family: str, dtype: str, quantization: str | None):
     model = load_model(family_folder(family), dtype=dtype, quantization=quantization)
-    assert (model.model.joined_layers is not None) == (family == "seed_oss")
+    assert model.model.joined_layers is not None
     without = prompt_logits(model, PROMPTS)
     loaded, digests = LoadedAdapters(model, LIMITS), [0, *(source.digest for source in sources(family)), 0]
     for source in sources(family):
