@@ -100,7 +100,7 @@ def test_async_step_launches_before_previous_ids_are_read(is_async: bool):
     assert (device.num_filled >= 5) == is_async
 
 
-@pytest.mark.gate("preempted-slow, with state", "room-at once", "preempted-at once")
+@pytest.mark.gate("preempted-slow, with state", "room-at once")
 @pytest.mark.parametrize("worker_cls", [None, NAME, STATEFUL_NAME], ids=["at once", "slow", "slow, with state"])
 @pytest.mark.parametrize("num_blocks", [200, 16], ids=["room", "preempted"])
 def test_async_scheduling_answers_equal_synchronous_ones(expected: list[Any], worker_cls: str | None, num_blocks: int):

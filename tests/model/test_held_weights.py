@@ -114,7 +114,14 @@ def group_of(size: int, rank: int) -> GroupHandle:
     return GroupHandle(tuple(range(size)), rank, None)
 
 
-@of_each_kind
+@pytest.mark.gate(
+    "plain-*-native",
+    "plain-bfloat16-onednn",
+    "wide heads-bfloat16-panels",
+    "no panels-float32-reference",
+    "windows-bfloat16-reference",
+    "biased-bfloat16-native",
+)
 @pytest.mark.matrix
 @each_kernels
 @each_dtype

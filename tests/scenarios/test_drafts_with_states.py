@@ -121,7 +121,6 @@ def drafted(kind: str, drafts: str, way: str, num_samples: int = 1) -> Turns:
 
 @pytest.mark.gate(
     "lfm2-chance-plenty",
-    "lfm2-chance-recompute",
     "lfm2-chance-swap",
     "lfm2-chance-ahead of ids",
     "lfm2-chance-chunks*",
