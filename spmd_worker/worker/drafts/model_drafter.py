@@ -81,8 +81,15 @@ class ModelDrafter:
         aux: tuple[Tensor, ...],
         media: StepMedia | None = None,
     ) -> None:
-        """The draft computes from tokens alone."""
-        del scheduled, batch, hidden, aux, media
+        """The draft computes from tokens alone. Of a row that is recomputed it has nothing: others may have written to
+        its blocks meanwhile, also where it was given the same again.
+        """
+        del batch, hidden, aux, media
+        for sequence, _, _ in scheduled:
+            computed = self._computed.get(sequence.key)
+            # A step begins with the last token that was sampled.
+            if computed is not None and sequence.num_computed_tokens < computed.num_tokens - 1:
+                del self._computed[sequence.key]
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Drop what is known of sequences that ended, and of requests."""
