@@ -211,6 +211,8 @@ class Allocator:
         sequence.num_lost_tokens = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.is_known = False
+        # The step that recomputes its tokens samples the first of them.
+        sequence.worker_drafts = ()
         sequence.status = SequenceStatus.PREEMPTED
 
     def drop_swapped(self, sequence: Sequence) -> None:

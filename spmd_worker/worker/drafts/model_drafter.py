@@ -39,12 +39,15 @@ class _Computed:
     guesses: tuple[int, ...]
 
     def num_valid(self, row: StepRow, limits: DraftLimits) -> int:
-        """Number of the row's tokens whose keys these are."""
+        """Number of the row's tokens whose keys these are. Blocks of drafts may have been given away where the list is
+        another.
+        """
         own = row.sequence.block_ids
-        num_blocks = self.num_blocks if own is self.block_ids else _num_equal(self.block_ids[: self.num_blocks], own)
+        is_same = own is self.block_ids
+        num_blocks = self.num_blocks if is_same else _num_equal(self.block_ids[: self.num_blocks], own)
         num_slots = num_blocks // limits.num_groups * limits.block_size
         count = min(self.num_tokens, num_slots)
-        if count == self.num_tokens:
+        if is_same and count == self.num_tokens:
             tokens = row.token_ids(count, min(count + len(self.guesses), row.end, num_slots))
             count += _num_equal(self.guesses, tokens)
         return count
