@@ -217,7 +217,9 @@ def logprobs_with_text(
 def _prompt_logprobs(group: SequenceGroup, tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
     """Log-probabilities of the prompt's tokens; the first has none, nor have rows of embeddings and image tokens."""
     request = group.request
-    positions, ids = list(group.prompt_logprobs), list(request.prompt_token_ids)
+    positions = list(group.prompt_logprobs)
+    # An aborted request may have computed only some of its prompt.
+    ids = list(request.prompt_token_ids[: len(positions)])
     for rows in reversed(request.rows):
         positions[rows.start : rows.end] = [None] * len(positions[rows.start : rows.end])
         del ids[rows.start : rows.end]

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tokenizer_folders import write_byte_level
 
 import spmd_worker.engine.outputs as engine_outputs
 from spmd_worker.engine.outputs import request_output
@@ -12,6 +14,7 @@ from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, Requ
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 def group_of(sums: list[float], **sampling: object) -> SequenceGroup:
@@ -114,3 +117,18 @@ def test_image_tokens_have_no_prompt_logprob():
         found = request_output(group, None, None).prompt_logprobs
         assert found is not None
         assert [each and next(iter(each)) for each in found] == [None, 5, None, None, 6, None, 7]
+
+
+def test_prompt_logprobs_aborted_halfway_have_their_texts(tmp_path: Path):
+    """They had those after the prompt's end: half of a character that was not computed yet."""
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path))
+    request = Request(RequestId(3), tuple(tokenizer.encode("a text 🙂")), SamplingParams(prompt_logprobs=0), 0)
+    entries = [None, *({each: Logprob(-1.0, 1)} for each in request.prompt_token_ids[1:])]
+    found = []
+    for num_computed in (len(entries), 3):
+        group = SequenceGroup(request, [Sequence(request, 0, finish_reason=FinishReason.ABORT)])
+        group.prompt_logprobs = entries[:num_computed]
+        found.append(request_output(group, None, tokenizer).prompt_logprobs)
+    complete, halfway = found
+    assert complete is not None
+    assert halfway == complete[:3]

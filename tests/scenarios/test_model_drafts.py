@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -156,6 +157,20 @@ def test_draft_equal_to_its_target_is_always_accepted():
         assert all(len(each) <= NUM_DRAFTS for each in taken.draft_token_ids)
         assert executor.take_draft_token_ids() is None, "they are given once"
     assert counters.num_drafted_tokens == counters.num_accepted_tokens > 60, counters
+
+
+def test_equal_draft_of_preempted_rows_is_accepted():
+    """Rows had drafts from before they were recomputed, and were given blocks again whose keys others had replaced."""
+    chance, folder = Random(1), checkpoint_folder(EAGLE_TARGET)
+    prompts = [{"prompt_token_ids": [chance.randrange(5, 90) for _ in range(count)]} for count in (34, 53, 27)]
+    params = [replace(GREEDY, max_tokens=count) for count in (51, 55, 16)]
+    config = {**speculation("draft_model"), "model": str(folder)}
+    given: dict[str, Any] = {"num_blocks": 34, "block_size": 4, "preemption_mode": "recompute", "max_model_len": 128}
+    with LLM(str(folder), dtype="float32", speculative_config=config, **given) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        counters = llm.llm_engine.counters
+    assert counters.num_preemptions == 2
+    assert counters.num_drafted_tokens == counters.num_accepted_tokens > 40, counters
 
 
 def write_echo(folder: Path, source: Path) -> None:

@@ -211,6 +211,8 @@ class Allocator:
         sequence.num_lost_tokens = sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.is_known = False
+        # The step that recomputes its tokens samples the first of them.
+        sequence.worker_drafts = ()
         sequence.status = SequenceStatus.PREEMPTED
 
     def drop_swapped(self, sequence: Sequence) -> None:
@@ -310,7 +312,7 @@ class Allocator:
             return False
         if self.states is not None and not self.states.can_swap_out(sequence):
             return False
-        self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
+        self._set_last_hashes(sequence)
         # Blocks for drafts hold nothing of the sequence.
         self._cache.truncate(sequence.table, sequence.num_tokens)
         host_table = self._cache.swap_out(sequence.table, self._computed_hashes(sequence))
@@ -341,9 +343,16 @@ class Allocator:
         return hashes if self.states is None else hashes[: self.states.num_usable(hashes, len(hashes))]
 
     def _release_table(self, sequence: Sequence) -> None:
-        self._set_full_block_hashes(sequence, num_written_tokens=sequence.num_computed_tokens)
+        self._set_last_hashes(sequence)
         self._cache.release(sequence.table)
         sequence.num_hashed_blocks = 0
+
+    def _set_last_hashes(self, sequence: Sequence) -> None:
+        """Set the hashes of all full blocks of a table that is about to be released."""
+        num_computed = sequence.num_computed_tokens
+        self._set_full_block_hashes(sequence, num_written_tokens=num_computed)
+        # Again: a block stayed without its hash where another one had it, which may be evicted by now.
+        self._cache.set_hashes(sequence.table, self._hashes(sequence, sequence.num_hashed_blocks), 0, num_computed)
 
     def _set_full_block_hashes(self, sequence: Sequence, *, num_written_tokens: int) -> None:
         # A token that is computed ahead of its id is not hashed.

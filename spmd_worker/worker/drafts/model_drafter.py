@@ -39,12 +39,15 @@ class _Computed:
     guesses: tuple[int, ...]
 
     def num_valid(self, row: StepRow, limits: DraftLimits) -> int:
-        """Number of the row's tokens whose keys these are."""
+        """Number of the row's tokens whose keys these are. Blocks of drafts may have been given away where the list is
+        another.
+        """
         own = row.sequence.block_ids
-        num_blocks = self.num_blocks if own is self.block_ids else _num_equal(self.block_ids[: self.num_blocks], own)
+        is_same = own is self.block_ids
+        num_blocks = self.num_blocks if is_same else _num_equal(self.block_ids[: self.num_blocks], own)
         num_slots = num_blocks // limits.num_groups * limits.block_size
         count = min(self.num_tokens, num_slots)
-        if count == self.num_tokens:
+        if is_same and count == self.num_tokens:
             tokens = row.token_ids(count, min(count + len(self.guesses), row.end, num_slots))
             count += _num_equal(self.guesses, tokens)
         return count
@@ -81,8 +84,15 @@ class ModelDrafter:
         aux: tuple[Tensor, ...],
         media: StepMedia | None = None,
     ) -> None:
-        """The draft computes from tokens alone."""
-        del scheduled, batch, hidden, aux, media
+        """The draft computes from tokens alone. Of a row that is recomputed it has nothing: others may have written to
+        its blocks meanwhile, also where it was given the same again.
+        """
+        del batch, hidden, aux, media
+        for sequence, _, _ in scheduled:
+            computed = self._computed.get(sequence.key)
+            # A step begins with the last token that was sampled.
+            if computed is not None and sequence.num_computed_tokens < computed.num_tokens - 1:
+                del self._computed[sequence.key]
 
     def forget(self, keys: Iterable[SequenceKey], request_ids: Iterable[RequestId]) -> None:
         """Drop what is known of sequences that ended, and of requests."""

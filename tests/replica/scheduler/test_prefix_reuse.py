@@ -51,6 +51,15 @@ def test_fully_cached_prompt_computes_its_last_block():
     assert run.cache.num_used_blocks == 0
 
 
+def test_copy_is_found_once_the_first_block_is_evicted():
+    """The second request computed tokens 4 to 7 again, beside their block in the cache, and then evicted that."""
+    run = asked_once(tokens(1, 8), max_tokens=5, num_blocks=4)
+    for length in (8, 9):
+        run.admit(0, tokens(1, 9)[:length], max_tokens=9 if length == 8 else 1)
+        run.finish()
+    assert [group.num_cached_tokens for group in run.ended.values()] == [0, 4, 8]
+
+
 def test_prompt_finds_nothing_without_the_cache():
     run = Run(caching=False)
     for _ in range(3):
