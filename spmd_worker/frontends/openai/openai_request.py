@@ -15,6 +15,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     chat_prompt,
     check_keys,
     check_neutral,
+    check_num_logprobs,
     embeds_prompt,
     for_encoder,
     model_name,
@@ -230,6 +231,7 @@ def _chat_logprobs(logprobs: Any, top_logprobs: Any) -> int | None:
         raise InvalidRequestError(f"logprobs={shown(logprobs)} must be true or false in a chat body")
     if top_logprobs is not None and type(top_logprobs) is not int:
         raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} must be an integer")
+    check_num_logprobs("top_logprobs", top_logprobs)
     if top_logprobs and not logprobs:
         raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true", "conflicting_keys")
     return (top_logprobs or 0) if logprobs else None
