@@ -218,6 +218,8 @@ def _sampling_values(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: body[key] for key in SAMPLING_KEYS if key in body}
     limit = body.get("max_completion_tokens")
     if limit is not None:
+        if type(limit) is not int or limit < (0 if body.get("echo") else 1):
+            raise InvalidRequestError(f"max_completion_tokens={shown(limit)} must be a whole number, 1 or more")
         if body.get("max_tokens") not in (None, limit):
             both = f"max_tokens={shown(body['max_tokens'])} and max_completion_tokens={shown(limit)}"
             raise InvalidRequestError(f"{both} differ: give one", "conflicting_keys")

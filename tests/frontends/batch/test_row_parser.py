@@ -112,10 +112,13 @@ def test_pooled_conversation_may_be_continued(url):
         (chat(logprobs=True, top_logprobs=99), "top_logprobs=99 must be from 0 to 64"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs=-1 requests the entire vocabulary: give at most 64"),
         ({"prompt": "a", "prompt_logprobs": 65, "prompt_logprob_start": 0}, None),
+        (chat(max_completion_tokens=0), "max_completion_tokens=0 must be a whole number, 1 or more"),
+        (chat(max_completion_tokens="5"), "max_completion_tokens='5' must be a whole number, 1 or more"),
+        (completion(max_completion_tokens=0, echo=True), None),
     ],
 )
-def test_message_of_logprobs_is_of_rows(fields, message):
-    """Regression: it offered -1, which no row gets, and named another key in a chat."""
+def test_message_names_keys_and_values_of_rows(fields, message):
+    """Regression: it offered -1, which no row gets, and named keys that the chat had not."""
     assert getattr(parse(fields), "message", None) == message
 
 
