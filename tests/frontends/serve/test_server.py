@@ -480,6 +480,16 @@ def test_failed_engine_answers_open_requests_with_error(words: tuple[str, ...], 
             assert server.client.ask(TEXT, LONG)[0] == 503
 
 
+def test_connections_outlive_those_of_idle_clients():
+    """Regression: OpenAI's client and the server gave up after 5 s, and a request sent at that moment failed."""
+    with bind("127.0.0.1", 0) as bound:
+        server = HttpServer(lambda *_: None, bound, 1, 1.0, lambda: None)
+    kept_s = min(http_protocol.IDLE_S, server._server.config.timeout_keep_alive)
+    assert kept_s > (openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry or 0)
+    # Proxies keep connections for a minute.
+    assert kept_s > 60
+
+
 def test_server_says_so_when_its_thread_ended():
     """Fork as soon as the server has ended, while its thread is alive, and later."""
     bound, said = bind("127.0.0.1", 0), list[str]()
