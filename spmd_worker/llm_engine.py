@@ -313,7 +313,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
 
     def get_metrics(self) -> list[Metric | Vector]:
         """Same as `LLM.get_metrics`."""
-        return engine_metrics(self.scheduler)
+        return engine_metrics(self.scheduler, self.resolved.location.name)
 
     @property
     def model_executor(self) -> Executor:

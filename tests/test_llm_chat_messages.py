@@ -128,6 +128,29 @@ def test_invalid_tool_choice_is_rejected(llm: LLM):
             llm.chat(TALK, params, use_tqdm=False, **given)
 
 
+@pytest.mark.parametrize(
+    ("begun", "expected"),
+    [
+        ("<think>So ", {"content": "yes", "reasoning_content": "hm"}),
+        ("It is ", {"content": "hm</think>yes"}),
+        ("<think>So</think>It is ", {"content": "hm</think>yes"}),
+    ],
+)
+def test_continued_message_is_read_where_it_ends(tmp_path: Path, begun: str, expected: dict[str, str]):
+    """Regression: within reasoning, the answer was read as a new one."""
+    with LLM(write_chat_model(tmp_path, "hermes with reasoning"), num_blocks=100) as llm:
+        end = llm.llm_engine.need_tokenizer().marker_id("</think>")
+        params = SamplingParams(
+            max_tokens=200, structured_outputs=StructuredOutputsParams(grammar=f'start: "hm" <[{end}]> "yes"')
+        )
+        talks = [[*TALK, {"role": "assistant", "content": each}] for each in (begun, "other")]
+        output, other = llm.chat(
+            talks, params, use_tqdm=False, add_generation_prompt=False, continue_final_message=True
+        )
+        assert llm.chat_messages(output, sampling_params=params) == [{"role": "assistant", **expected}]
+        assert llm.chat_messages(other, sampling_params=params)[0]["content"] == "hm</think>yes"
+
+
 # Stop strings in reasoning.
 
 

@@ -25,7 +25,6 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.content_format import FORMATS
-from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -101,10 +100,11 @@ def warn_unread_tools(options: ChatOptions, tokenizer: Tokenizer) -> None:
 
 
 def answer_form(
-    prompt: str, messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer
+    prompt: str, continued: str | None, options: ChatOptions, tokenizer: Tokenizer
 ) -> StructuredOutputsParams | None:
-    """Grammar that constrains the answers to a prompt of `messages`; None without one. Raises ValueError for an invalid
-    `tool_choice`, and, with one, for tools that are not OpenAI's or that the template does not read.
+    """Grammar that constrains the answers to a prompt, which continue the text `continued`; None without one. Raises
+    ValueError for an invalid `tool_choice`, and, with one, for tools that are not OpenAI's or that the template does
+    not read.
     """
     if options.tool_choice is None:
         return None
@@ -112,7 +112,6 @@ def answer_form(
     if request is None:
         return None
     check_takes_tools(request, chat_format)
-    continued = continued_text(messages) if options.continue_final_message else None
     return AnswerGrammar(chat_format, tokenizer.marker_id, continued).compile(request, prompt)
 
 
@@ -121,8 +120,8 @@ def answer_messages(
 ) -> list[dict[str, Any]]:
     """Assistant message of each completion, as in OpenAI's API. Raises ValueError for tools that are not OpenAI's."""
     request, chat_format = _request(options), _chat_format(options, tokenizer)
-    prompt = output.prompt or ""
-    is_open, is_inside = prompt_opens_reasoning(chat_format, prompt), goes_on_inside(chat_format, prompt)
+    given = (chat_format, output.prompt or "", output.continued)
+    is_open, is_inside = prompt_opens_reasoning(*given), goes_on_inside(*given)
     reader = AnswerReader(chat_format, request, is_open, tokenizer, is_inside)
     messages = []
     for completion in output.outputs:

@@ -1,13 +1,13 @@
 """An engine's counters and gauges, under the names of vLLM's `LLM.get_metrics()`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A named value. `labels` are empty: there is one engine."""
+    """A named value. The engine's have the label `model_name`."""
 
     name: str
     value: float
@@ -38,10 +38,10 @@ class Vector:
         return [Counter(self.name, value, {**self.labels, "position": str(number)}) for number, value in positions]
 
 
-def engine_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
+def engine_metrics(scheduler: Scheduler, model_name: str) -> list[Metric | Vector]:
     """Counters since the start of the engine, and current gauges."""
     counters, cache = scheduler.counters, scheduler.cache
-    return [
+    metrics: list[Metric | Vector] = [
         Gauge("vllm:num_requests_running", len(scheduler.running)),
         Gauge("vllm:num_requests_waiting", scheduler.queues.num_waiting),
         Gauge("vllm:kv_cache_usage_perc", cache.num_used_blocks / cache.num_blocks if cache.num_blocks else 0.0),
@@ -52,6 +52,7 @@ def engine_metrics(scheduler: Scheduler) -> list[Metric | Vector]:
         Counter("vllm:request_success", counters.num_finished),
         *_draft_metrics(scheduler),
     ]
+    return [replace(each, labels={"model_name": model_name}) for each in metrics]
 
 
 def _draft_metrics(scheduler: Scheduler) -> list[Metric | Vector]:

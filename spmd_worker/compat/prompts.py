@@ -101,7 +101,8 @@ class Encoded:
     `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
     the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
     `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded. `media_items` say which tokens take the
-    rows of each of its images, `media`.
+    rows of each of its images, `media`. `continued` is the text of the message that the answer continues, None if it
+    begins one.
 
     `encoder` is the input of an encoder-decoder model's encoder: text, and then `encoder_text` is that text if it was
     given as one, or the only one of `media`, audio. The ids are then the decoder's prompt, and `rules` are those of its
@@ -129,6 +130,7 @@ class Encoded:
     encoder_text: str | None = None
     priority: int = 0
     rules: TokenRules | None = None
+    continued: str | None = None
 
     @property
     def num_virtual_tokens(self) -> int:

@@ -74,14 +74,14 @@ class PoolingConfig:
 
     `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
-    difference of these tokens' logits. `matryoshka_dimensions` are the lengths to which vectors may be cut;
-    `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for the
-    model's maximum. A `head` precedes the scores of an encoder. `is_encoder`: texts that are scored together are
-    encoded as the tokenizer encodes a pair, not concatenated; `has_token_types`: the model accepts token types, and
-    gets them if the tokenizer outputs them (`outputs_token_types`). `is_sentence_model`: the folder is of
-    sentence-transformers, which encodes texts of decoders like those of encoders. `text` is the transformation of a
-    text before encoding, `similarity` the comparison of two vectors. Vectors are cut to `max_dimensions` after the
-    normalisation, 0 for no cut.
+    difference of these tokens' logits. `labels` are the names of the scores in config.json, None for one without a
+    name; empty if it has none. `matryoshka_dimensions` are the lengths to which vectors may be cut; `is_matryoshka`:
+    any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for the model's maximum. A
+    `head` precedes the scores of an encoder. `is_encoder`: texts that are scored together are encoded as the tokenizer
+    encodes a pair, not concatenated; `has_token_types`: the model accepts token types, and gets them if the tokenizer
+    outputs them (`outputs_token_types`). `is_sentence_model`: the folder is of sentence-transformers, which encodes
+    texts of decoders like those of encoders. `text` is the transformation of a text before encoding, `similarity` the
+    comparison of two vectors. Vectors are cut to `max_dimensions` after the normalisation, 0 for no cut.
     """
 
     task: str
@@ -104,6 +104,7 @@ class PoolingConfig:
     text: TextTransform = PLAIN_TEXT
     similarity: str = "cosine"
     max_dimensions: int = 0
+    labels: tuple[str | None, ...] = ()
 
     @property
     def encodes_inside(self) -> bool:
@@ -237,11 +238,15 @@ def _classifier(
 ) -> PoolingConfig:
     if encoder is not None and encoder.head is None:
         raise reader.error("architectures", "is not supported: the encoder's family has no score head")
-    labels = reader.get("id2label")
-    num_labels = len(labels) if isinstance(labels, Mapping) and labels else reader.config.get("num_labels", 2)
-    num_labels = checked_integer(num_labels, reader.where("num_labels"), 1, MAX_SIZE)
+    given = reader.get("id2label")
+    names = [given.get(str(index)) for index in range(len(given))] if isinstance(given, Mapping) else []
+    num_labels = checked_integer(
+        len(names) or reader.config.get("num_labels", 2), reader.where("num_labels"), 1, MAX_SIZE
+    )
     activation = _score_activation(reader, num_labels, sentence)
     pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)
+    # Some configurations name a label by a number.
+    pooling = replace(pooling, labels=tuple([None if name is None else str(name) for name in names]))
     if encoder is not None:
         pooling = replace(pooling, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
     return pooling

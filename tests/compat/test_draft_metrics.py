@@ -29,7 +29,7 @@ def metrics_of(found: SchedulerCounters, speculation: SpeculativeConfig | None) 
         queues=SimpleNamespace(num_waiting=0),
         cache=SimpleNamespace(num_used_blocks=0, num_blocks=0),
     )
-    return {each.name: each for each in engine_metrics(scheduler) if "spec_decode" in each.name}
+    return {each.name: each for each in engine_metrics(scheduler, "m") if "spec_decode" in each.name}
 
 
 def job_metrics_of(*replicas: SchedulerCounters) -> dict[str, Any]:

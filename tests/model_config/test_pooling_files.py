@@ -101,7 +101,17 @@ def test_classifier_has_its_labels_and_activation(
     tmp_path: Path, config: dict[str, Any], num_labels: int, activation: str
 ) -> None:
     found = read(tmp_path, "LlamaForSequenceClassification", **config).model_config.pooling
-    assert found == PoolingConfig("classify", "last", 32, num_labels=num_labels, activation=activation)
+    labels = tuple(config.get("id2label", {}).values())
+    assert found == PoolingConfig("classify", "last", 32, num_labels=num_labels, activation=activation, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels"), [({"0": 0, "2": "c"}, ("0", None)), ({}, ()), (["a", "b"], ()), (None, ())]
+)
+def test_labels_without_name_are_none(tmp_path: Path, id2label: Any, labels: tuple[str | None, ...]) -> None:
+    found = read(tmp_path, "LlamaForSequenceClassification", id2label=id2label).model_config.pooling
+    assert found is not None
+    assert (found.labels, found.num_labels) == (labels, 2)
 
 
 def test_digest_covers_the_pooling_files(tmp_path: Path) -> None:

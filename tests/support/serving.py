@@ -64,7 +64,7 @@ class Client:
 
     def metric(self, name: str) -> float:
         text = self.ask("/metrics", method="GET")[1]["text"]
-        return float(re.search(rf"(?m)^{re.escape(name)} (\S+)$", text)[1])
+        return float(re.search(rf"(?m)^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text)[1])
 
 
 def read_events(response: http.client.HTTPResponse) -> list[str]:

@@ -126,6 +126,7 @@ class PromptCalls:
         `continue_final_message`, with `add_generation_prompt=False`, leaves the last message open, for the answer to
         continue.
         """
+        continued: list[str | None] = []
 
         def encode() -> list[Encoded]:
             template = self._chat_template if chat_template is None else chat_template
@@ -140,13 +141,17 @@ class PromptCalls:
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._encoder.render(messages, options, sampling_params)
+            continued.extend([each.continued for each in encoded])
             check_extras(tokenization_kwargs, mm_processor_kwargs)
             self._encoder.set_priorities(encoded, priority)
             set_lora_requests(encoded, lora_request)
             set_prompt_adapters(encoded, prompt_adapter_request)
             return encoded
 
-        return self._runner.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
+        outputs = self._runner.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
+        for output, text in zip(outputs, continued, strict=True):
+            output.continued = text
+        return outputs
 
     def chat_messages(
         self,

@@ -18,6 +18,7 @@ from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.continued_message import continued_text
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -97,7 +98,8 @@ class PromptEncoder:
                 encoded = Encoded(text, token_ids, media=media, media_items=items)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
-            encoded.form = answer_form(text, messages, options, tokenizer)
+            encoded.continued = continued_text(messages) if options.continue_final_message else None
+            encoded.form = answer_form(text, encoded.continued, options, tokenizer)
             return encoded
         except (ConfigError, ChatTemplateError, ValueError) as error:
             return Encoded(None, (), str(error))

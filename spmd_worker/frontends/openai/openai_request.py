@@ -15,6 +15,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     chat_prompt,
     check_keys,
     check_neutral,
+    check_num_logprobs,
     embeds_prompt,
     for_encoder,
     model_name,
@@ -35,6 +36,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     "/v1/embeddings": "embedding",
     **dict.fromkeys(("/v1/score", "/score"), "score"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
+    "/classify": "classify",
 }
 """OpenAI's names and vLLM's."""
 URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS, *AUDIO_TASKS)
@@ -216,6 +218,8 @@ def _sampling_values(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: body[key] for key in SAMPLING_KEYS if key in body}
     limit = body.get("max_completion_tokens")
     if limit is not None:
+        if type(limit) is not int or limit < (0 if body.get("echo") else 1):
+            raise InvalidRequestError(f"max_completion_tokens={shown(limit)} must be a whole number, 1 or more")
         if body.get("max_tokens") not in (None, limit):
             both = f"max_tokens={shown(body['max_tokens'])} and max_completion_tokens={shown(limit)}"
             raise InvalidRequestError(f"{both} differ: give one", "conflicting_keys")
@@ -229,6 +233,7 @@ def _chat_logprobs(logprobs: Any, top_logprobs: Any) -> int | None:
         raise InvalidRequestError(f"logprobs={shown(logprobs)} must be true or false in a chat body")
     if top_logprobs is not None and type(top_logprobs) is not int:
         raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} must be an integer")
+    check_num_logprobs("top_logprobs", top_logprobs)
     if top_logprobs and not logprobs:
         raise InvalidRequestError(f"top_logprobs={shown(top_logprobs)} needs logprobs=true", "conflicting_keys")
     return (top_logprobs or 0) if logprobs else None

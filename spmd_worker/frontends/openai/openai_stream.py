@@ -133,6 +133,10 @@ class _Sent:
     text: MarkedText | None = None
     answer: AnswerStream | None = None
 
+    def add_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        self.num_logprobs += len(logprobs or ())
+        self.offset += sum(map(num_characters, logprobs or ()))
+
 
 @dataclass(slots=True)
 class ChunkWriter:
@@ -190,9 +194,9 @@ class ChunkWriter:
         # Only now: the first chunk of a choice carries the role.
         self._sent[completion.index] = sent
         sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
-        sent.num_logprobs += len(logprobs or ())
         sent.has_ended = sent.has_ended or is_end
-        first_offset, sent.offset = sent.offset, sent.offset + sum(map(num_characters, logprobs or ()))
+        first_offset = sent.offset
+        sent.add_logprobs(logprobs)
         if self.row.kind == "chat":
             role = {"role": "assistant"} if is_first else {}
             return chat_choice(part, {"delta": {**role, "content": part.text}}, self.row)
@@ -218,12 +222,12 @@ class ChunkWriter:
         calls = call_records(new.tool_calls, call_ids(self.row, completion.index), num_calls)
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]
-        part = completion
-        if completion.logprobs is not None:
-            part = replace(completion, logprobs=completion.logprobs[sent.num_tokens :] or None)
-        if not (delta or part.logprobs or is_end):
+        logprobs = _ready_logprobs(completion, sent, is_text=True)
+        if not (delta or logprobs or is_end):
             return None
+        sent.add_logprobs(logprobs)
         sent.num_tokens, sent.has_ended = len(completion.token_ids), is_end
+        part = replace(completion, logprobs=logprobs)
         return chat_choice(ended(self.row, part, sent.answer.num_calls), {"delta": delta}, self.row)
 
     def _chunk(self, choices: list[JsonObject]) -> JsonObject:

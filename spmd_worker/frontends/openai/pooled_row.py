@@ -20,8 +20,9 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, and
-    `adapter_id` is the number of the row's adapter. `media_items` are the tokens of its images, `media`.
+    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, `labels`
+    name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the tokens of its images,
+    `media`.
     """
 
     row: Row
@@ -32,6 +33,7 @@ class EncodedPooledRow:
     adapter_id: int = 0
     media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
+    labels: tuple[str | None, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -83,7 +85,8 @@ def encode_pooled(
         assert encoded.pooling is not None, "resolved by apply_pooling"
         texts.append((encoded.token_ids, encoded.pooling))
     images = (with_images.media, with_images.media_items)
-    return EncodedPooledRow(row, params, tuple(texts), are_pairs, config.similarity, adapter_id, *images)
+    compared = (are_pairs, config.similarity)
+    return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, labels=config.labels)
 
 
 def _truncated(

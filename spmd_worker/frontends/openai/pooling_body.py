@@ -1,4 +1,4 @@
-"""Output records of pooling rows: OpenAI's for embeddings, vLLM's for scores, Jina's for reranking.
+"""Output records of pooling rows: OpenAI's for embeddings, vLLM's for scores and classes, Jina's for reranking.
 
 Every value depends only on the row, as in `openai_body.py`. Vectors are float32; a number is written with its shortest
 unique digits.
@@ -63,10 +63,13 @@ def pooling_body(
     if row.kind == "rerank":
         results = _ranked(inputs, _scores(encoded, inputs, outputs))
         return {"id": f"rerank-{row.index}", "model": model, "usage": counts, "results": results}
-    if row.kind == "score":
-        scores = _scores(encoded, inputs, outputs)
-        data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
-        top: JsonObject = {"id": f"score-{row.index}", "object": "list", "created": 0}
+    if row.kind in ("score", "classify"):
+        if row.kind == "score":
+            scores = _scores(encoded, inputs, outputs)
+            data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+        else:
+            data = [_class(index, output, encoded.labels, format_vector) for index, output in enumerate(outputs)]
+        top: JsonObject = {"id": f"{row.kind}-{row.index}", "object": "list", "created": 0}
         return {**top, "model": model, "data": data, "usage": counts}
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(output, inputs, format_vector)}
@@ -95,6 +98,16 @@ def _ranked(inputs: PoolingInputs, scores: Sequence[float]) -> list[JsonObject]:
         assert isinstance(document, TextPrompt)
         results.append({"index": index, "document": {"text": document.text}, "relevance_score": scores[index]})
     return results
+
+
+def _class(index: int, output: RequestOutput, labels: Sequence[str | None], format_vector: FormatVector) -> JsonObject:
+    """The scores of a text, with the label of the highest, the first of equal ones."""
+    scores = output.vector
+    assert scores is not None
+    highest = scores.index(max(scores))
+    # transformers' name of a label that config.json does not name.
+    label = labels[highest] if labels else f"LABEL_{highest}"
+    return {"index": index, "label": label, "probs": format_vector(scores), "num_classes": len(scores)}
 
 
 def _vector(output: RequestOutput, inputs: PoolingInputs, format_vector: FormatVector) -> Any:

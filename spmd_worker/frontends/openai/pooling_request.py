@@ -1,4 +1,6 @@
-"""Parses pooling rows: bodies of /v1/embeddings, /v1/score and /v1/rerank, and plain rows with a task as key."""
+"""Parses pooling rows: bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify, and plain rows with a task as
+key.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,6 +8,7 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
     PRIORITY_KEY,
+    TEMPLATE_KEYS,
     adapter_name,
     chat_prompt,
     check_keys,
@@ -25,10 +28,11 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward")
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
 _COMMON_KEYS: Final = ("model", "user", "metadata", PRIORITY_KEY)
-_CHAT_KEYS: Final = ("messages", "chat_template_kwargs", "add_generation_prompt")
+_CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
 _EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
+_CLASSIFY_KEYS: Final = ("input", *_CHAT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
@@ -41,7 +45,7 @@ def pooling_row(
     index: int, custom_id: str | None, kind: PoolingKind, body: Mapping[str, Any], defaults: SamplingParams
 ) -> Row:
     """Row of an OpenAI batch line. Raises InvalidRequestError."""
-    inputs = {"embedding": _embedding, "score": _score, "rerank": _rerank}[kind](body)
+    inputs = {"embedding": _embedding, "score": _score, "rerank": _rerank, "classify": _classification}[kind](body)
     return Row(index, custom_id, kind, inputs.prompts[0], defaults, model_name(body), pooling=inputs)
 
 
@@ -65,15 +69,15 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
 
 def _embedding(body: Mapping[str, Any]) -> PoolingInputs:
     check_keys(body, _EMBEDDING_KEYS, " in body")
-    value, encoding = body.get("input"), body.get("encoding_format")
-    if value is None and body.get("messages") is None:
-        raise InvalidRequestError("the body has no input", "missing_prompt")
-    if value is not None and body.get("messages") is not None:
-        raise InvalidRequestError("the body has input and messages: give one of them", "conflicting_prompts")
+    prompts, encoding = _texts_or_conversation(body), body.get("encoding_format")
     if encoding not in (None, "float", "base64"):
         raise InvalidRequestError(f"encoding_format={shown(encoding)} must be 'float' or 'base64'")
-    prompts = (_conversation(body),) if value is None else _inputs("input", value)
     return PoolingInputs(prompts, _params(body, "embed"), is_base64=encoding == "base64")
+
+
+def _classification(body: Mapping[str, Any]) -> PoolingInputs:
+    check_keys(body, _CLASSIFY_KEYS, " in body")
+    return PoolingInputs(_texts_or_conversation(body), _params(body, "classify"))
 
 
 def _score(body: Mapping[str, Any]) -> PoolingInputs:
@@ -114,6 +118,15 @@ def _check_texts_alone(body: Mapping[str, Any], *names: str) -> None:
 def _params(given: Mapping[str, Any], task: str) -> PoolingParams:
     with invalid_request():
         return PoolingParams(task=task, **{key: given[key] for key in _PARAM_KEYS if key in given})
+
+
+def _texts_or_conversation(body: Mapping[str, Any]) -> tuple[_Prompt, ...]:
+    value = body.get("input")
+    if value is None and body.get("messages") is None:
+        raise InvalidRequestError("the body has no input", "missing_prompt")
+    if value is not None and body.get("messages") is not None:
+        raise InvalidRequestError("the body has input and messages: give one of them", "conflicting_prompts")
+    return (_conversation(body),) if value is None else _inputs("input", value)
 
 
 def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:

@@ -11,7 +11,7 @@ from spmd_worker.compat.encoder_prompts import OF_TEXT
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, EncoderPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.record_checks import INT64
-from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     checked_content,
@@ -24,6 +24,8 @@ _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value, not a missing key."""
 
+_SCORE_KEYS: Final = ("prompt_logprob_token_ids", "prompt_logprob_start")
+"""Keys of scores in arrays, which may have more alternatives."""
 PRIORITY_KEY: Final = "priority"
 TEMPLATE_KEYS: Final = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Keys of a conversation's rendering."""
@@ -144,9 +146,10 @@ def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True)
     generates = optional_flag(given, "add_generation_prompt", default=add_generation_prompt)
     continues = optional_flag(given, "continue_final_message")
     if generates and continues:
+        default = ", the default," if add_generation_prompt else ""
         raise InvalidRequestError(
-            "continue_final_message=true continues the last message, but add_generation_prompt=true, the default, "
-            "begins another: give add_generation_prompt=false with it",
+            f"continue_final_message=true continues the last message, but add_generation_prompt=true{default} begins "
+            f"another: give add_generation_prompt=false with it",
             "conflicting_keys",
         )
     images: list[Any] = []
@@ -216,12 +219,25 @@ def adapter_name(fields: Mapping[str, Any], key: str = "adapter") -> str | None:
     return adapter
 
 
+def check_num_logprobs(name: str, value: Any) -> None:
+    """Raise InvalidRequestError for a number of alternatives that no row gets: -1, all of them, is for Python alone."""
+    if type(value) is not int or 0 <= value <= MAX_LOGPROBS:
+        return
+    if value == ALL_LOGPROBS:
+        message = f"{name}=-1 requests the entire vocabulary: give at most {MAX_LOGPROBS}"
+        raise InvalidRequestError(message, "limit_exceeded")
+    raise InvalidRequestError(f"{name}={shown(value)} must be from 0 to {MAX_LOGPROBS}")
+
+
 def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """The defaults, overridden by the row's values. Raises InvalidRequestError with the violated rule."""
     overrides = {key: value for key, value in given.items() if value is not None or key in _KEYS_WITH_NULL}
     for key, value in overrides.items():
         if key != "seed" and isinstance(value, int) and abs(value) > _MAX_INTEGER:
             raise InvalidRequestError(f"{key}={shown(value)} must be at most {_MAX_INTEGER}")
+    check_num_logprobs("logprobs", overrides.get("logprobs"))
+    if all(overrides.get(key) is None for key in _SCORE_KEYS):
+        check_num_logprobs("prompt_logprobs", overrides.get("prompt_logprobs"))
     with invalid_request():
         return replace(defaults, **overrides)
 

@@ -23,6 +23,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     adapter_name,
     chat_prompt,
     check_keys,
+    check_num_logprobs,
     embeds_prompt,
     for_encoder,
     priority_of,
@@ -38,7 +39,7 @@ from spmd_worker.frontends.openai.row import (
     RowError,
     shape_of,
 )
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages", "encoder_prompt")
@@ -129,9 +130,9 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
             entries = "" if isinstance(value, int) else "entries of "
             raise InvalidRequestError(f"{entries}{key}: {number} is more than limits.{limit}={most}", "limit_exceeded")
     for key in ("logprobs", "prompt_logprobs"):
+        # A default, perhaps.
         if getattr(sampling, key) == ALL_LOGPROBS:
-            message = f"{key}=-1 requests the entire vocabulary: give at most {MAX_LOGPROBS}"
-            raise InvalidRequestError(message, "limit_exceeded")
+            check_num_logprobs(key, ALL_LOGPROBS)
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:

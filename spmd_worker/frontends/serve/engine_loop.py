@@ -145,4 +145,5 @@ class EngineLoop:
             self._engine.requests.abort(list(self._requests))
 
     def _publish(self) -> None:
-        self._exchange.metrics = engine_metrics(self._engine.scheduler)
+        engine = self._engine
+        self._exchange.metrics = engine_metrics(engine.scheduler, engine.resolved.location.name)

@@ -21,7 +21,11 @@ from spmd_worker.frontends.serve.connections import Connections
 
 HEADER_BYTES: Final = 32 * 1024
 HEADER_S: Final = 30.0
-"""Time limit for a request's complete header, from the connection or the last response on."""
+"""Time limit for the first request's complete header, from the connection on."""
+IDLE_S: Final = 75.0
+"""The same of the next request, from the last response on. Longer than clients and proxies keep a connection (httpx
+5 s, others up to 60): they would send a request on one that is being closed.
+"""
 LINGER_S: Final = 30.0
 
 _MESSAGES: Final = {
@@ -69,7 +73,7 @@ class HttpConnection(H11Protocol):
         """Mark as idle before the next request, which may have arrived already, begins."""
         if not self.transport.is_closing():
             self._connections.idle(self._socket)
-            self._arm(HEADER_S)
+            self._arm(IDLE_S)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:

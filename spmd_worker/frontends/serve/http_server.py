@@ -12,7 +12,6 @@ from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.serve.responses import AsgiApp
 
-_IDLE_S: Final = 5
 MORE_CONNECTIONS: Final = 64
 """Connections in addition to one per open request: health checks, and idle ones that can be closed for others."""
 _FLUSH_S: Final = 2
@@ -77,7 +76,7 @@ class HttpServer:
     ) -> None:
         import uvicorn
 
-        from spmd_worker.frontends.serve.http_protocol import AcceptingServer, HttpConnection
+        from spmd_worker.frontends.serve.http_protocol import IDLE_S, AcceptingServer, HttpConnection
 
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Else data left in buffers would keep a connection. Accepted ones inherit it.
@@ -95,7 +94,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=_IDLE_S,
+            timeout_keep_alive=math.ceil(IDLE_S),
             timeout_graceful_shutdown=_FLUSH_S,
         )
         self._server = AcceptingServer(config, bound, most_requests + MORE_CONNECTIONS)

@@ -1,7 +1,7 @@
 """Responses as ASGI applications, and metrics in Prometheus' text format."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.compat.metrics import Counter, Metric, Vector
 from spmd_worker.frontends.openai.row_writer import json_line
@@ -12,6 +12,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = tuple[tuple[str, str], ...]
+
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+"""Characters of a label's value that Prometheus reads with a backslash."""
 
 
 class PlainResponse:
@@ -46,9 +49,10 @@ def prometheus_text(metrics: Sequence[Metric | Vector]) -> bytes:
         heading = f"# TYPE {name} {'counter' if is_counter else 'gauge'}"
         if heading not in lines:
             lines.append(heading)
-        labels = ",".join(f'{key}="{value}"' for key, value in each.labels.items())
+        labels = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in each.labels.items())
         lines.append(f"{name}{f'{{{labels}}}' if labels else ''} {each.value}")
-    return ("\n".join(lines) + "\n").encode()
+    # A folder's name may have bytes that are not UTF-8.
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
 
 def response_start(status: int, headers: Headers) -> Message:

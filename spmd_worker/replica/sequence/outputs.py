@@ -93,7 +93,8 @@ class RequestOutput:
     `kv_transfer_params` is vLLM's name for a feature that does not exist here. `prompt_weight_versions` are spans
     (first prompt token, version) of the weights that computed `prompt_logprobs`, or the vector; None without either.
     `prompt_scores` are log-probabilities of the prompt as arrays (`prompt_logprob_token_ids`, `prompt_logprob_start`).
-    `prompt_routed_experts` are the experts of its tokens, as `CompletionOutput.routed_experts`.
+    `prompt_routed_experts` are the experts of its tokens, as `CompletionOutput.routed_experts`. `continued` is the text
+    of the message that the answer continues (`continue_final_message` of `LLM.chat`), None if it begins one.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class RequestOutput:
     prompt_weight_versions: list[tuple[int, int]] | None = field(default=None, compare=False)
     prompt_scores: PromptScores | None = None
     prompt_routed_experts: NDArray[Any] | None = field(default=None, compare=False)
+    continued: str | None = field(default=None, compare=False)
 
     @property
     def prompt_token_id_logprobs(self) -> NDArray[np.float32] | None:

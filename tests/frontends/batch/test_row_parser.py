@@ -86,6 +86,42 @@ def test_conversation_ends_as_row_says(given, expected):
         assert prompt.continued == ("b" if expected[1] else None)
 
 
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/classify", None])
+def test_pooled_conversation_may_be_continued(url):
+    """Regression: it was an unknown key."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def row_of(**given):
+        body = {"messages": messages, **given}
+        return parse({"embed": body} if url is None else body_row(url, **body))
+
+    prompt = row_of(continue_final_message=True).prompt
+    assert (prompt.add_generation_prompt, prompt.continued) == (False, "b")
+    both = row_of(continue_final_message=True, add_generation_prompt=True)
+    assert both.code == "conflicting_keys"
+    assert "the default" not in both.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "a", "logprobs": 99}, "logprobs=99 must be from 0 to 64"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs=-1 requests the entire vocabulary: give at most 64"),
+        ({"prompt": "a", "prompt_logprobs": 65}, "prompt_logprobs=65 must be from 0 to 64"),
+        (completion(logprobs=-2), "logprobs=-2 must be from 0 to 64"),
+        (chat(logprobs=True, top_logprobs=99), "top_logprobs=99 must be from 0 to 64"),
+        (chat(logprobs=True, top_logprobs=-1), "top_logprobs=-1 requests the entire vocabulary: give at most 64"),
+        ({"prompt": "a", "prompt_logprobs": 65, "prompt_logprob_start": 0}, None),
+        (chat(max_completion_tokens=0), "max_completion_tokens=0 must be a whole number, 1 or more"),
+        (chat(max_completion_tokens="5"), "max_completion_tokens='5' must be a whole number, 1 or more"),
+        (completion(max_completion_tokens=0, echo=True), None),
+    ],
+)
+def test_message_names_keys_and_values_of_rows(fields, message):
+    """Regression: it offered -1, which no row gets, and named keys that the chat had not."""
+    assert getattr(parse(fields), "message", None) == message
+
+
 def test_every_sampling_key_is_known_in_both_shapes():
     values = {key: getattr(DEFAULTS, key) for key in SAMPLING_KEYS}
     assert parse({"prompt": "hi", **values}).sampling == DEFAULTS

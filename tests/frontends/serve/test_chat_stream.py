@@ -216,6 +216,17 @@ def test_tool_requests_are_answered_alike_when_streamed(server: ServedHere):
 
 
 @pytest.mark.matrix
+def test_logprobs_wait_for_possible_stop_string(server: ServedHere):
+    """Regression: the stream of a chat that may have calls sent bytes which the stop string then removed."""
+    body = {"messages": USER, "tools": TOOLS, "structured_outputs": {"choice": ["so abcd"]}, "stop": ["bcd"]}
+    asked = {**body, "max_tokens": 30, "temperature": 0, "logprobs": True}
+    _, whole, _ = server.client.ask(CHAT, asked)
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("so a", "bcd")
+    assert joined(server.client.stream(CHAT, asked))["choices"] == whole["choices"]
+
+
+@pytest.mark.matrix
 def test_invalid_tools_are_an_error_response(server: ServedHere):
     status, body, _ = server.client.ask(CHAT, {"messages": USER, "tools": [{"type": "function"}]})
     assert status == 400

@@ -19,12 +19,13 @@ from jobs_of_rows import answers_of_job, openai_row
 from serving import JSON, KEY, MODEL, Client, ServedHere, joined, read_events, without_names
 from waiting import LIMIT_S, wait_until
 
+from spmd_worker.compat.metrics import Gauge
 from spmd_worker.frontends.serve import app, command, http_protocol, request_reader
 from spmd_worker.frontends.serve.app import Answer, ServerApp
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import RequestExchange
 from spmd_worker.frontends.serve.http_server import HttpServer, bind
-from spmd_worker.frontends.serve.responses import Message, Scope, Send
+from spmd_worker.frontends.serve.responses import Message, Scope, Send, prometheus_text
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -207,6 +208,17 @@ def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     (model,) = client.ask("/v1/models", method="GET")[1]["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("model", "model", 256)
     assert client.ask("/v1/models/model", method="GET")[1] == model
+
+
+def test_metrics_of_vllm_name_the_model(client: Client):
+    """Regression: dashboards select by `model_name`."""
+    (model,) = client.ask("/v1/models", method="GET")[1]["data"]
+    lines = client.ask("/metrics", method="GET")[1]["text"].splitlines()
+    values = [line for line in lines if line.startswith("vllm:")]
+    assert len(values) > 5
+    assert [line for line in values if f'{{model_name="{model["id"]}"}} ' not in line] == []
+    # A folder may have any name.
+    assert prometheus_text([Gauge("a", 1, {"b": 'c"\\\n\ud800'})]) == b'# TYPE a gauge\na{b="c\\"\\\\\\n?"} 1\n'
 
 
 @pytest.mark.guarantee("The server: nothing is told without the key")
@@ -466,6 +478,16 @@ def test_failed_engine_answers_open_requests_with_error(words: tuple[str, ...], 
         assert str(server.error) == "".join(words)
         with contextlib.suppress(OSError):
             assert server.client.ask(TEXT, LONG)[0] == 503
+
+
+def test_connections_outlive_those_of_idle_clients():
+    """Regression: OpenAI's client and the server gave up after 5 s, and a request sent at that moment failed."""
+    with bind("127.0.0.1", 0) as bound:
+        server = HttpServer(lambda *_: None, bound, 1, 1.0, lambda: None)
+    kept_s = min(http_protocol.IDLE_S, server._server.config.timeout_keep_alive)
+    assert kept_s > (openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry or 0)
+    # Proxies keep connections for a minute.
+    assert kept_s > 60
 
 
 def test_server_says_so_when_its_thread_ended():

@@ -1,5 +1,7 @@
 """A server of a model that pools: bodies are those of a job's rows, and OpenAI's client takes them."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,15 +10,17 @@ from typing import Any
 import openai
 import pytest
 from jobs_of_rows import answers_of_job, openai_row
-from pooling_models import pooling_folder
+from pooling_models import pooling_folder, reference_logits_of_labels
 from serving import KEY, ServedHere
 from waiting import wait_until
 
 from spmd_worker.frontends.openai import openai_stream
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.matrix
 
 TEXTS = ["hello world", "the cache", "naïve café 你好"]
+LABELS = ["no", "perhaps", "yes"]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": TEXTS[0]}),
     ("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}),
@@ -102,6 +106,54 @@ def test_unanswerable_request_is_reported(
     status, found, _ = server.client.ask(url, body)
     assert (status, found["error"]["code"]) == (400, code)
     assert words in found["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose labels have names."""
+    folder = tmp_path_factory.mktemp("classifier")
+    shutil.copytree(pooling_folder("labels"), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["id2label"] = {str(index): name for index, name in enumerate(LABELS)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_classes_equal_transformers_and_rows(classifier: Path, tmp_path: Path) -> None:
+    """Regression: there was no /classify."""
+    tokenizer = Tokenizer.open(classifier)
+    prompts = [tokenizer.encode(text) for text in [*TEXTS, "add 1 2", "z"]]
+    body = {"input": prompts, "model": "named"}
+    with ServedHere(model=classifier, max_queued=12) as served:
+        status, found, _ = served.client.ask("/classify", body)
+        texts = served.client.ask("/classify", {"input": TEXTS})[1]
+        raw = served.client.ask("/classify", {"input": TEXTS[0], "use_activation": False})[1]["data"]
+        refused = served.client.ask("/v1/embeddings", {"input": "a"})[1]["error"]
+    assert (status, found["object"], found["model"], found["id"][:9]) == (200, "list", "named", "classify-")
+    num_tokens = sum(map(len, prompts))
+    assert found["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    logits = [reference_logits_of_labels("labels", prompt) for prompt in prompts]
+    for index, (entry, expected) in enumerate(zip(found["data"], logits, strict=True)):
+        assert entry["probs"] == pytest.approx(expected.softmax(0).tolist(), abs=1e-5)
+        named = {"index": index, "label": LABELS[int(expected.argmax())], "num_classes": 3}
+        assert entry == {**named, "probs": entry["probs"]}
+    assert len({entry["label"] for entry in found["data"]}) > 1
+    assert texts["data"] == found["data"][:3]
+    assert raw[0]["probs"] == pytest.approx(logits[0].tolist(), abs=1e-5)
+    assert refused["code"] == "wrong_runner"
+    rows = [openai_row("a", "/classify", body), openai_row("b", "/classify", {"input": TEXTS[0]})]
+    first, second = answers_of_job(tmp_path, classifier, rows, "out.parquet", num_blocks=64)
+    assert without_names(json.loads(first["json"])["response"]["body"]) == without_names(found)
+    assert (first["scores"], second["scores"]) == (None, pytest.approx(found["data"][0]["probs"]))
+
+
+def test_labels_without_names_have_those_of_transformers() -> None:
+    with ServedHere(model=pooling_folder("reward"), max_queued=4) as served:
+        ((entry,), scores) = (
+            served.client.ask(url, body)[1]["data"]
+            for url, body in (("/classify", {"input": "a b"}), ("/score", {"text_1": "a", "text_2": " b"}))
+        )
+    assert entry == {"index": 0, "label": "LABEL_0", "probs": [scores[0]["score"]], "num_classes": 1}
 
 
 def test_leaving_client_frees_slots_of_its_texts(server: ServedHere) -> None:
