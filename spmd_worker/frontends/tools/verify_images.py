@@ -29,9 +29,9 @@ class ImagesError(Exception):
     """The images of a run cannot be read again; the message names the file or row, and the reason."""
 
 
-def compare_images(run_dir: Path) -> str | None:
-    """The difference between the images of an ended job and what its provenance has; None for the same ones. Raises
-    ImagesError.
+def compare_images(run_dir: Path) -> tuple[int, str | None]:
+    """The number of rows of an ended job that have images, and the difference between these and what its provenance
+    has; None for the same ones. Raises ImagesError.
     """
     try:
         provenance = read_json_object(run_dir / PROVENANCE_NAME)
@@ -43,9 +43,8 @@ def compare_images(run_dir: Path) -> str | None:
     if not manifest["has_ended"] and any(provenance.get(key) != manifest.get(key) for key in ("run", "starts")):
         raise ImagesError(f"{run_dir}: {PROVENANCE_NAME} is of an earlier job, and this one has not ended: let it end")
     recorded, found = provenance.get("images"), chained_digest(_digests(manifest))
-    if found == recorded:
-        return None
-    return f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"
+    difference = f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"
+    return 0 if found is None else found["rows"], None if found == recorded else difference
 
 
 def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
