@@ -126,7 +126,7 @@ COLLISIONS = {
         {"input": "*.jsonl", "output": "part-*.jsonl"},
         "job.output=part-*.jsonl matches job.input=*.jsonl",
     ),
-    "manifest of parts that a pattern finds": ({"input": "*.js*", "output": "part-*.gz"}, "part-*.gz matches job.input"),
+    "manifest of parts that a pattern finds": ({"input": "*.js*", "output": "part-*.gz"}, "matches job.input"),
     "output of a pool that a pattern finds": (
         {"input": "*.jsonl", "pool": "pool"},
         "job.output=out.jsonl matches job.input=*.jsonl",

@@ -251,3 +251,17 @@ def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str
     os.close(writer)
     assert "Pipe" not in done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["collect", "verify", pytest.param("report", marks=pytest.mark.stress)])
+def test_tool_names_a_full_standard_output(runs: Path, tmp_path: Path, name: str):
+    """Regression: a traceback, and 1, by which verify means outputs that differ."""
+    run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
+    arguments = [str(runs / "ended" / "out.jsonl")] * 2 if name == "verify" else [str(run_dir)]
+    command = [sys.executable, "-m", f"spmd_worker.tools.{name}", *arguments]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=120, check=False
+        )
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert f"{name}: standard output: No space left on device: redirect it elsewhere\n" in done.stderr

@@ -119,11 +119,11 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     elif glob.has_magic(name):
         paths = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if path.is_file()]
         if not paths:
-            raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
+            bracket = " ([ that is part of a name is [[] in a pattern)" if "[" in name else ""
+            raise ConfigError(f"job.input={name} matches no file: give a pattern that does{bracket}")
     else:
         raise ConfigError(
-            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
-            f"or - for standard input"
+            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, or a pattern such as 'rows/*.jsonl'"
         )
     for path in paths:
         if not os.access(path, os.R_OK):
