@@ -111,6 +111,22 @@ def test_tools_agree_on_ended_run(say, runs: Path):
     assert "digests equal" in told["replay"][1]
 
 
+def test_tools_find_relative_output_from_any_folder(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Regression: they looked for it below their own working directory, also after both had moved."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    config = config_of(runs / "ended")
+    run_job(replace(config, job=replace(config.job, output="out.jsonl")), RankEnvironment())
+    monkeypatch.chdir(runs)
+    for name in ("job", "moved"):
+        (tmp_path / "job").rename(tmp_path / name)
+        run_dir = tmp_path / name / "out.jsonl.run"
+        assert tool("verify", capsys)("--images", run_dir)[0] == 0
+        assert f": read {tmp_path / name / 'out.jsonl'}\n" in tool("collect", capsys)(run_dir)[2]
+
+
 @pytest.mark.finding(number="D11")
 def test_tools_agree_on_failed_run(say, runs: Path):
     """Its output is complete, and doctor said that it had ended well."""

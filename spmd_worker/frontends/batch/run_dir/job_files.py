@@ -178,7 +178,7 @@ def check_files(resolved: ResolvedRun) -> None:
         for claim in files:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
-    pattern, made = job.input or "", [("prometheus_file", prometheus)]
+    pattern, made = job.input or "", list[tuple[str, FilePath | None]]([("prometheus_file", prometheus)])
     if is_parts(output) or job.pool is not None:
         made += [("output", part_path(output, 0)), ("output", last_path(output))]
     for key, path in made:
