@@ -95,6 +95,14 @@ def test_input_without_a_file_is_rejected(tmp_path):
         RowReader.of(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_closed_standard_input_is_no_empty_input(monkeypatch, name):
+    """Regression: the device was /dev/null then, and the job ended well with an output of no rows."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match=f"job.input={name}, and standard input is closed: give it rows"):
+        input_files.open_stream(name)
+
+
 def test_pattern_that_matches_other_formats_is_named(tmp_path):
     for name in ("a.jsonl", "notes.csv"):
         (tmp_path / name).write_bytes(CONTENT)

@@ -87,14 +87,15 @@ def is_stream(name: str) -> bool:
 
 def open_stream(name: str) -> BinaryIO:
     """Decompressed bytes of a stream (`is_stream`). Raises OSError and ConfigError."""
+    if name in (STANDARD_INPUT, _STANDARD_INPUT_DEVICE) and sys.stdin is None:
+        # The device is /dev/null then (`open_standard_streams`), and has no rows.
+        raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
     if name != STANDARD_INPUT:
         if Path(name).suffix == PARQUET_SUFFIX:
             raise ConfigError(
                 f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file"
             )
         return _checked_stream(name, open_input(Path(name)))
-    if sys.stdin is None:
-        raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
     # A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it.
     return _checked_stream(name, open(os.dup(sys.stdin.fileno()), "rb"))
 
