@@ -530,6 +530,8 @@ def test_output_that_is_also_read_is_rejected(s3, tmp_path, monkeypatch):
         for output in ("part-00000.jsonl", "part-*.jsonl"):
             with pytest.raises(ConfigError, match="is also read"):
                 run(input=f"{folder}/{pattern}.jsonl", output=f"{folder}/{output}")
+    with pytest.raises(ConfigError, match=r"part-\*\.jsonl matches job\.input=s3://.*, and would be read too"):
+        run(input=f"{s3.bucket}/*/*[l]", output=f"{s3.bucket}/new/part-*.jsonl")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "part-00000.jsonl").write_bytes(LINES[0])
     with pytest.raises(ConfigError, match="would replace"):

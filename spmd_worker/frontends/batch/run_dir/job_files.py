@@ -178,16 +178,10 @@ def check_files(resolved: ResolvedRun) -> None:
         for claim in files:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
-    pattern, made = job.input or "", list[tuple[str, FilePath | None]]([("prometheus_file", prometheus)])
+    _reject_found(job, "prometheus_file", prometheus)
     if is_parts(output) or job.pool is not None:
-        made += [("output", part_path(output, 0)), ("output", last_path(output))]
-    for key, path in made:
-        if isinstance(path, Path) and glob.has_magic(pattern) and matches(pattern, path):
-            # A resumed run, or the next world, would read the first one's file.
-            raise ConfigError(
-                f"job.{key}={getattr(job, key)} matches job.input={pattern}, and would be read too: give another file, "
-                f"such as one in another folder"
-            )
+        _reject_found(job, "output", part_path(output, 0))
+        _reject_found(job, "output", last_path(output))
     check_run_dir(run)
     if is_parts(output):
         earlier_parts(output)
@@ -228,6 +222,18 @@ def _reject_parts(output: Path, read: Sequence[Name], key: str = "job.output") -
     for name in read:
         if is_named_by(output, name.path):
             raise ConfigError(f"{key}={output} would replace {name.path}, which is read: give another")
+
+
+def _reject_found(job: JobConfig, key: str, path: FilePath | None) -> None:
+    """Raise ConfigError for a file that the input's pattern finds: a resumed job, or the next world, would read it."""
+    pattern, value = job.input or "", shown_name(getattr(job, key) or "")
+    is_alike = path is not None and is_remote(pattern) == isinstance(path, RemotePath)
+    own = Path(path.raw) if isinstance(path, RemotePath) else path or Path()
+    if is_alike and glob.has_magic(pattern) and matches(pattern, own):
+        raise ConfigError(
+            f"job.{key}={value} matches job.input={shown_name(pattern)}, and would be read too: give another file, such "
+            f"as one in another folder"
+        )
 
 
 def _claim(key: str, value: str, path: Path) -> Claim:
