@@ -231,8 +231,8 @@ def _reject_found(job: JobConfig, key: str, path: FilePath | None) -> None:
     own = Path(path.raw) if isinstance(path, RemotePath) else path or Path()
     if is_alike and glob.has_magic(pattern) and matches(pattern, own):
         raise ConfigError(
-            f"job.{key}={value} matches job.input={shown_name(pattern)}, and would be read too: give another file, such "
-            f"as one in another folder"
+            f"job.{key}={value} matches job.input={shown_name(pattern)}, and would be read too: give another file, "
+            f"such as one in another folder"
         )
 
 
