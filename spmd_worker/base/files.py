@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import secrets
@@ -60,6 +61,11 @@ def is_plain_name(name: str) -> bool:
     if not name.isprintable() or name in ("", ".", ".."):
         return False
     return len(name.encode()) <= _MAX_NAME_BYTES and "/" not in name and "\\" not in name
+
+
+def name_pattern(name: str) -> str:
+    """Pattern for fnmatch of the names that `name` means by a `*`: its `?` and brackets are themselves."""
+    return glob.escape(name).replace("[*]", "*")
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:

@@ -49,12 +49,13 @@ def list_remote(pattern: str) -> list[str]:
     """Names of the files that match the pattern, sorted; of one file, if the name is its. Raises OSError."""
     store = open_store(pattern)
 
-    if "*" not in pattern and "[" not in pattern:
+    if "*" not in pattern:
         try:
             _state(store)
+            return [pattern]
         except FileNotFoundError:
-            return []
-        return [pattern]
+            if "[" not in pattern:
+                return []
 
     def found() -> list[str]:
         store.fs.invalidate_cache()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from spmd_worker.base.files import name_pattern
 from spmd_worker.base.remote_names import check_writable, shown_name
 from spmd_worker.base.remote_store import Store, open_store
 
@@ -100,7 +101,7 @@ def remove_leftovers(name: str) -> int:
     bucket, pattern = store.bucket_and_key().values()
     num_aborted = 0
     for upload in _uploads(store):
-        if fnmatchcase(upload["Key"], pattern):
+        if fnmatchcase(upload["Key"], name_pattern(pattern)):
             _abort(replace(store, path=f"{bucket}/{upload['Key']}"), upload["UploadId"])
             num_aborted += 1
     return num_aborted

@@ -3,6 +3,7 @@
 Needs no package: a program imports it before everything else.
 """
 
+import errno
 import io
 import os
 import sys
@@ -34,6 +35,16 @@ def open_standard_streams() -> None:
     stderr = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True, write_through=True)
     # The types' stubs say that the second name is never assigned.
     vars(sys).update(stderr=stderr, __stderr__=stderr)
+
+
+def discard_output() -> None:
+    """Nothing more can be written to standard output, at the end of the process either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_full(error: OSError) -> bool:
+    """True for an error of a full disk that names no file, as that of standard output."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None
 
 
 class _LossyFile(io.FileIO):

@@ -9,6 +9,7 @@ import faulthandler
 import inspect
 import logging
 import os
+import signal
 import sys
 import textwrap
 import threading
@@ -28,6 +29,7 @@ from spmd_worker.base.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.base.liveness.signals import EndingSignals
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.process import outlive_parent
+from spmd_worker.base.standard_streams import discard_output, is_full
 from spmd_worker.base.urls import without_credentials
 from spmd_worker.ranks.cores import look_at_node, share_cores, take_share, waiting_variables
 from spmd_worker.ranks.environment import RankEnvironment
@@ -81,7 +83,12 @@ def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
             print(text(), flush=True)
         except BrokenPipeError:
             # The reader has closed the pipe, as in `spmd-worker --help | head`.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
+        except OSError as error:
+            discard_output()
+            if not is_full(error):
+                raise
+            raise ConfigError(f"standard output: {error.strerror}: free space, or redirect it elsewhere") from None
     return 0
 
 
@@ -167,6 +174,8 @@ def run_rank(
     signals = EndingSignals(
         *(lambda: watchdog.before_exit(), watchdog.signalled, patience_s, begin, limit_s),
         is_reporting=lambda: watchdog.is_reporting,
+        # Of several ranks the diagnosis says which received it.
+        report=_report_signal if environment.world_size == 1 and drain is None else lambda number: None,
     )
     signals.install()
     watchdog.start()
@@ -219,6 +228,12 @@ def fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: t
     if not (is_ending or threading.Event()).wait(_PATIENCE_S):
         print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _report_signal(number: int) -> None:
+    text = f"error: received {signal.Signals(number).name}: the same command resumes the job"
+    # Below the bar of a terminal.
+    print(f"{os.linesep if sys.stderr.isatty() else ''}{text}", file=sys.stderr, flush=True)
 
 
 def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> int:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from spmd_worker.base.liveness.bounded import within
@@ -40,8 +41,8 @@ class EndingSignals:
     """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
 
     `patience_s` is the time that the main thread then has to learn the cause, and to end by itself; while the process
-    `is_reporting` it, it stays a little longer. With `drain`, which must not block, the first signal calls that alone,
-    and the rest begins `drain_s` later.
+    `is_reporting` it, it stays a little longer; `report` is called last, with the number. With `drain`, which must not
+    block, the first signal calls that alone, and the rest begins `drain_s` later.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class EndingSignals:
         drain: Callable[[], None] | None = None,
         drain_s: float = 0.0,
         is_reporting: Callable[[], bool] = lambda: False,
+        report: Callable[[int], None] = lambda number: None,
     ) -> None:
-        self._is_reporting = is_reporting
+        self._is_reporting, self._report = is_reporting, report
         self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
         self._drain, self._drain_s = drain, drain_s
         self._num_interrupts = 0
@@ -140,6 +142,8 @@ class EndingSignals:
             if not self._is_reporting():
                 break
             time.sleep(_TICK_S)
+        # Bounded: a terminal may be stopped.
+        within(_REPORTED_S, partial(self._report, number))
         os._exit(128 + number)
 
     def _leave(self, number: int) -> NoReturn:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError, JournalError
 from spmd_worker.base.remote_names import FilePath, file_path
+from spmd_worker.base.standard_streams import is_full
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
@@ -80,6 +81,8 @@ def print_rows(run_dir: Path) -> int:
         print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else NO_JOB}")
         return EXIT_CANNOT_TELL
     except (RunDirError, JournalError, OSError) as error:
+        if isinstance(error, OSError) and is_full(error):
+            raise
         print_error("collect", error)
         return EXIT_CANNOT_TELL
     last = f", the last of them is row {last_row}" if num_rows else ""

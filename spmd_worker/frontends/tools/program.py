@@ -1,7 +1,6 @@
 """Name, arguments and help of a tool's program, which is run as an installed command or as a module."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.remote_names import is_remote, shown_name
-from spmd_worker.base.standard_streams import open_standard_streams
+from spmd_worker.base.standard_streams import discard_output, is_full, open_standard_streams
 from spmd_worker.base.urls import without_credentials
 
 
@@ -20,7 +19,9 @@ def program_name(tool: str) -> str:
 
 
 def ends_with_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """`main`, which ends without an error when its reader has: `spmd-worker-doctor RUN_DIR | head`."""
+    """`main`, which ends without an error when its reader has: `spmd-worker-doctor RUN_DIR | head`. On a full disk it
+    ends with 2, which means for all tools that the result is unknown.
+    """
 
     @wraps(main)
     def run(arguments: list[str] | None = None) -> int:
@@ -31,9 +32,14 @@ def ends_with_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            # Nothing more can be written, at the end of the process either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 0
+        except OSError as error:
+            if not is_full(error):
+                raise
+            discard_output()
+            print_error(main.__module__.rpartition(".")[2], f"standard output: {error.strerror}: redirect it elsewhere")
+            return 2
 
     return run
 

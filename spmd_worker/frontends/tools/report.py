@@ -68,9 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (RunDirError, StepStatsError, ConfigError, PoolError) as error:
         print_error("report", error)
         return EXIT_CANNOT_TELL
-    except BrokenPipeError:
-        raise
     except OSError as error:
+        if error.filename is None:
+            # Of standard output.
+            raise
         print_error("report", f"cannot write {error.filename}: {error.strerror}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE

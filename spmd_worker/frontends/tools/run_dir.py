@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from spmd_worker.base.files import JsonError, open_job_file, read_json_object
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
-from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
+from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
 
 WHERE: Final = "a run's directory is job.run_dir, by default <job.output>.run"
@@ -38,7 +38,7 @@ class RunState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory with the run's state. `output` is `job.output` as given to the job, or its shard's file."""
+    """A run directory with the run's state. `output` is the job's, or its shard's file."""
 
     folder: Path
     state: RunState
@@ -69,7 +69,7 @@ def look_at_run(folder: Path) -> Run:
     if manifest is None:
         return Run(folder, RunState.UNKNOWN)
     # An older version may lack it.
-    output = str((manifest.get("shard") or manifest.get("config", {}).get("job", {})).get("output", ""))
+    output = str(output_in(folder, manifest) or "")
     if manifest["has_ended"]:
         return Run(folder, RunState.ENDED, output)
     if _is_locked(folder / LOCK_NAME):

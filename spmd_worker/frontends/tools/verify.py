@@ -61,10 +61,15 @@ class Row:
 
 @dataclass(slots=True)
 class Totals:
-    """Numbers of compared rows and tokens."""
+    """Numbers of compared rows and tokens, and of answers without ids or log-probabilities, of which texts are."""
 
     rows: int = 0
     tokens: int = 0
+    texts: int = 0
+
+    def __str__(self) -> str:
+        texts = f", and {self.texts} answers by their text alone" if self.texts else ""
+        return f"{self.rows} rows, {self.tokens} tokens{texts}"
 
 
 def compare_files(first: FilePath, other: FilePath, *, tokens_only: bool, totals: Totals) -> str | None:
@@ -134,6 +139,7 @@ def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: b
         if difference is not None:
             return f"sample {index}, {difference}"
         totals.tokens += len(one["tokens"] or ())
+        totals.texts += one["tokens"] is None
     if len(my_samples) != len(their_samples):
         return f"{len(my_samples)} samples in the first, {len(their_samples)} in the second"
     return None
@@ -301,7 +307,10 @@ def main(arguments: list[str] | None = None) -> int:
             if is_remote(options.images):
                 where = shown_name(options.images)
                 raise VerifyError(f"{where}: a run directory is on the machine of the job: copy it to a folder")
-            difference = compare_images(Path(options.images))
+            num_rows, difference = compare_images(Path(options.images))
+            if not num_rows and difference is None:
+                print(f"{options.images}: no row of the job has images or audio: nothing is compared")
+                return 0
         elif options.bytes:
             difference = compare_bytes(options.first, options.second)
         else:
@@ -313,6 +322,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(difference)
         return 1
     if not options.bytes and options.images is None:
-        print(f"{totals.rows} rows, {totals.tokens} tokens")
+        print(totals)
     print("same")
     return 0

@@ -16,7 +16,7 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.output_file import read_lines
 from spmd_worker.frontends.batch.output_parts import files_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
-from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
+from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row
 from spmd_worker.frontends.openai.row_parser import parse_row
@@ -29,9 +29,9 @@ class ImagesError(Exception):
     """The images of a run cannot be read again; the message names the file or row, and the reason."""
 
 
-def compare_images(run_dir: Path) -> str | None:
-    """The difference between the images of an ended job and what its provenance has; None for the same ones. Raises
-    ImagesError.
+def compare_images(run_dir: Path) -> tuple[int, str | None]:
+    """The number of rows of an ended job that have images, and the difference between these and what its provenance
+    has; None for the same ones. Raises ImagesError.
     """
     try:
         provenance = read_json_object(run_dir / PROVENANCE_NAME)
@@ -42,20 +42,20 @@ def compare_images(run_dir: Path) -> str | None:
         raise ImagesError(f"{run_dir}: the job read a stream, which cannot be read again")
     if not manifest["has_ended"] and any(provenance.get(key) != manifest.get(key) for key in ("run", "starts")):
         raise ImagesError(f"{run_dir}: {PROVENANCE_NAME} is of an earlier job, and this one has not ended: let it end")
-    recorded, found = provenance.get("images"), chained_digest(_digests(manifest))
-    if found == recorded:
-        return None
-    return f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"
+    recorded, found = provenance.get("images"), chained_digest(_digests(run_dir, manifest))
+    difference = f"images or audio: {_shown(recorded)} when the job ran, {_shown(found)} now"
+    return 0 if found is None else found["rows"], None if found == recorded else difference
 
 
-def _digests(manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
+def _digests(run_dir: Path, manifest: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """(row, digest of its images or its audio) of the rows that ran with any."""
     config = manifest["config"]
     limits, root = RowLimits(**config["limits"]), manifest["answers"].get("job.media_root")
     inputs = RowReader([file_path(each) for each in manifest["input"]], limits.num_line_bytes)
-    shard = manifest.get("shard") or {"start": 0, "stop": None, "output": config["job"]["output"]}
+    shard, output = manifest.get("shard") or {"start": 0, "stop": None}, output_in(run_dir, manifest)
+    assert output is not None
     try:
-        outputs = chain.from_iterable(map(read_lines, files_of(file_path(shard["output"]))))
+        outputs = chain.from_iterable(map(read_lines, files_of(output)))
         for (index, line), answer in zip(islice(inputs, shard["start"], shard["stop"]), outputs):
             row = parse_row(index, line, SamplingParams(), limits)
             sources = () if isinstance(row, RowError) else _sources(row, limits)

@@ -160,6 +160,14 @@ def test_images_of_a_run_are_read_again(tmp_path: Path, capfd: pytest.CaptureFix
     assert "is not the run directory of an ended job" in capfd.readouterr().err
 
 
+def test_job_without_images_is_not_called_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run_dir = ended_run(tmp_path)
+    write_lines([b'{"prompt": "a"}\n'] * 3, tmp_path / "in.jsonl")
+    (run_dir / PROVENANCE_NAME).write_text('{"images": null}')
+    assert verify(["--images", str(run_dir)]) == 0
+    assert capfd.readouterr().out == f"{run_dir}: no row of the job has images or audio: nothing is compared\n"
+
+
 @pytest.mark.parametrize("output", ["out.jsonl.gz", "part-*.jsonl"])
 def test_images_of_a_remote_run_are_read_again(s3: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], output: str):
     """Regression: remote names were taken for paths, and parts for the name of a file."""

@@ -95,6 +95,14 @@ def test_input_without_a_file_is_rejected(tmp_path):
         RowReader.of(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_closed_standard_input_is_no_empty_input(monkeypatch, name):
+    """Regression: the device was /dev/null then, and the job ended well with an output of no rows."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match=f"job.input={name}, and standard input is closed: give it rows"):
+        input_files.open_stream(name)
+
+
 def test_pattern_that_matches_other_formats_is_named(tmp_path):
     for name in ("a.jsonl", "notes.csv"):
         (tmp_path / name).write_bytes(CONTENT)
@@ -153,10 +161,30 @@ def test_other_formats_are_rejected_by_first_bytes(tmp_path, monkeypatch, conten
 def test_unreadable_input_is_rejected_by_its_key(tmp_path, monkeypatch):
     """It was found when the model was loaded, as an error that did not name the key. `access` allows root all."""
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: os.path.isdir(path))
     for name in ("rows.jsonl", "*.jsonl"):
         with pytest.raises(ConfigError, match=r"job.input=.*/rows.jsonl cannot be read \(permission denied\)"):
             RowReader.of(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("pattern", ["*/*.jsonl", "**/*.jsonl", "*/rows.jsonl"])
+def test_pattern_leaves_out_no_folder_or_link(tmp_path, monkeypatch, pattern):
+    """Regression: rows in a folder that cannot be read, or behind a broken link, were missing from a job's output."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text("{}\n")
+    for name in ("c", "lost+found"):
+        (tmp_path / name).mkdir()
+    assert len(RowReader.of(str(tmp_path / pattern)).paths) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "lost+found")
+        assert len(RowReader.of(str(tmp_path / pattern)).paths) == 2
+        patch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "b")
+        with pytest.raises(ConfigError, match=rf"its folder {tmp_path}/b cannot be read \(permission denied\): change"):
+            RowReader.of(str(tmp_path / pattern))
+    (tmp_path / "c" / "rows.jsonl").symlink_to("gone")
+    with pytest.raises(ConfigError, match=rf"matches {tmp_path}/c/rows.jsonl, a link to a file that is not there"):
+        RowReader.of(str(tmp_path / pattern))
 
 
 def test_parquet_rows_are_objects_without_null_values(tmp_path):

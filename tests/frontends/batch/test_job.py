@@ -309,10 +309,16 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
         ({"output": "-"}, "job.output=-: rows are not written to standard output: give the file to write"),
         (
             {"input": "/no/such"},
-            "job.input=/no/such is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
-            "or - for standard input",
+            # Shards, pools and indices reject standard input, which was offered.
+            "job.input=/no/such is not a file: give a JSONL or Parquet file of rows, or a pattern such as "
+            "'rows/*.jsonl'",
         ),
         ({"input": "/no/such*"}, "job.input=/no/such* matches no file: give a pattern that does"),
+        (
+            {"input": "/no[1]/*"},
+            "job.input=/no[1]/* matches no file: give a pattern that does ([ that is part of a name is [[] in a "
+            "pattern)",
+        ),
         (
             {"output": rows},
             f"job.output={rows} is also read (job.input={rows}) and would be replaced: give another file",

@@ -36,6 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in MODEL.iterdir():
         Path("linked", path.name).symlink_to(tmp_path / "model" / path.name)
     Path("owners.json").write_text("{}")
+    Path("in[1]").mkdir()
+    Path("in[1]/r-00000.jsonl").write_bytes(ROWS)
     os.mkfifo("pipe")
     return tmp_path
 
@@ -111,6 +113,23 @@ COLLISIONS = {
     "metrics that a pattern finds": (
         {"input": "*.jsonl", "output": "inner/out", "prometheus_file": "m.jsonl"},
         "job.prometheus_file=m.jsonl matches job.input=*.jsonl",
+    ),
+    "parts over an input in brackets": (
+        {"input": "in[1]/r-00000.jsonl", "output": "in[1]/r-*.jsonl"},
+        "would replace in[1]/r-00000.jsonl, which is read",
+    ),
+    "parts over an input by a folder's link": (
+        {"input": "elsewhere/in[1]/r-00000.jsonl", "output": "in[1]/r-*.jsonl"},
+        "would replace elsewhere/in[1]/r-00000.jsonl, which is read",
+    ),
+    "parts that a pattern finds": (
+        {"input": "*.jsonl", "output": "part-*.jsonl"},
+        "job.output=part-*.jsonl matches job.input=*.jsonl",
+    ),
+    "manifest of parts that a pattern finds": ({"input": "*.js*", "output": "part-*.gz"}, "matches job.input"),
+    "output of a pool that a pattern finds": (
+        {"input": "*.jsonl", "pool": "pool"},
+        "job.output=out.jsonl matches job.input=*.jsonl",
     ),
     "output that is a folder": ({"output": "inner"}, "exists and is not a regular file"),
     "output that names a folder": ({"output": "new/"}, "job.output=new/ names a folder"),

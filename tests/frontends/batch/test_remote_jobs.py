@@ -525,10 +525,13 @@ def test_run_directory_is_local_and_named_by_the_output():
 
 def test_output_that_is_also_read_is_rejected(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    replace_remote(f"{s3.bucket}/part-00000.jsonl", LINES[0])
-    for output in ("part-00000.jsonl", "part-*.jsonl"):
-        with pytest.raises(ConfigError, match="is also read"):
-            run(input=f"{s3.bucket}/*.jsonl", output=f"{s3.bucket}/{output}")
+    for folder, pattern in ((s3.bucket, "*"), (f"{s3.bucket}/in[1]", "part-00000")):
+        replace_remote(f"{folder}/part-00000.jsonl", LINES[0])
+        for output in ("part-00000.jsonl", "part-*.jsonl"):
+            with pytest.raises(ConfigError, match="is also read"):
+                run(input=f"{folder}/{pattern}.jsonl", output=f"{folder}/{output}")
+    with pytest.raises(ConfigError, match=r"part-\*\.jsonl matches job\.input=s3://.*, and would be read too"):
+        run(input=f"{s3.bucket}/*/*[l]", output=f"{s3.bucket}/new/part-*.jsonl")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "part-00000.jsonl").write_bytes(LINES[0])
     with pytest.raises(ConfigError, match="would replace"):

@@ -111,6 +111,22 @@ def test_tools_agree_on_ended_run(say, runs: Path):
     assert "digests equal" in told["replay"][1]
 
 
+def test_tools_find_relative_output_from_any_folder(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Regression: they looked for it below their own working directory, also after both had moved."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    config = config_of(runs / "ended")
+    run_job(replace(config, job=replace(config.job, output="out.jsonl")), RankEnvironment())
+    monkeypatch.chdir(runs)
+    for name in ("job", "moved"):
+        (tmp_path / "job").rename(tmp_path / name)
+        run_dir = tmp_path / name / "out.jsonl.run"
+        assert tool("verify", capsys)("--images", run_dir)[0] == 0
+        assert f": read {tmp_path / name / 'out.jsonl'}\n" in tool("collect", capsys)(run_dir)[2]
+
+
 @pytest.mark.finding(number="D11")
 def test_tools_agree_on_failed_run(say, runs: Path):
     """Its output is complete, and doctor said that it had ended well."""
@@ -251,3 +267,17 @@ def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str
     os.close(writer)
     assert "Pipe" not in done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["collect", "verify", pytest.param("report", marks=pytest.mark.stress)])
+def test_tool_names_a_full_standard_output(runs: Path, tmp_path: Path, name: str):
+    """Regression: a traceback, and 1, by which verify means outputs that differ."""
+    run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
+    arguments = [str(runs / "ended" / "out.jsonl")] * 2 if name == "verify" else [str(run_dir)]
+    command = [sys.executable, "-m", f"spmd_worker.tools.{name}", *arguments]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=120, check=False
+        )
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+    assert f"{name}: standard output: No space left on device: redirect it elsewhere\n" in done.stderr

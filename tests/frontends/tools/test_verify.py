@@ -195,6 +195,14 @@ def test_first_sign_of_difference_is_named(verify):
     assert (code, line) == (1, 'row 0 (custom_id "row-0"), sample 0, token 2: 2 in the first, 99 in the second')
 
 
+def test_answers_without_ids_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Regression: "3 rows, 4 tokens" of which two had no token ids."""
+    texts = [openai_row(number, {"text": "Hello"}) for number in (1, 2)]
+    path = str(write(tmp_path / "a.jsonl", [plain_row(0, n=1), *texts]))
+    assert import_module("spmd_worker.frontends.tools.verify").main([path, path]) == 0
+    assert capsys.readouterr().out == "3 rows, 4 tokens, and 2 answers by their text alone\nsame\n"
+
+
 def test_tokens_only_leaves_log_probabilities_out(verify):
     other = [changed(ROWS[0], ["outputs", 0, "logprobs", 0, 0, "logprob"], -0.25), *ROWS[1:]]
     other[0]["prompt_logprobs"] = [None]

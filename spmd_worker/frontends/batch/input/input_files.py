@@ -87,14 +87,15 @@ def is_stream(name: str) -> bool:
 
 def open_stream(name: str) -> BinaryIO:
     """Decompressed bytes of a stream (`is_stream`). Raises OSError and ConfigError."""
+    if name in (STANDARD_INPUT, _STANDARD_INPUT_DEVICE) and sys.stdin is None:
+        # The device is /dev/null then (`open_standard_streams`), and has no rows.
+        raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
     if name != STANDARD_INPUT:
         if Path(name).suffix == PARQUET_SUFFIX:
             raise ConfigError(
                 f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file"
             )
         return _checked_stream(name, open_input(Path(name)))
-    if sys.stdin is None:
-        raise ConfigError(f"job.input={name}, and standard input is closed: give it rows, as by '< rows.jsonl'")
     # A separate file object: the interpreter closes `sys.stdin` at its end, and aborts if a thread waits in it.
     return _checked_stream(name, open(os.dup(sys.stdin.fileno()), "rb"))
 
@@ -117,13 +118,14 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     if Path(name).is_file():
         paths = [Path(name)]
     elif glob.has_magic(name):
-        paths = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if path.is_file()]
+        _check_folders(name)
+        paths = [path for path in map(Path, sorted(glob.glob(name, recursive=True))) if _is_input(name, path)]
         if not paths:
-            raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
+            bracket = " ([ that is part of a name is [[] in a pattern)" if "[" in name else ""
+            raise ConfigError(f"job.input={name} matches no file: give a pattern that does{bracket}")
     else:
         raise ConfigError(
-            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
-            f"or - for standard input"
+            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, or a pattern such as 'rows/*.jsonl'"
         )
     for path in paths:
         if not os.access(path, os.R_OK):
@@ -140,6 +142,31 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
             f"or files of job.run_dir or job.pool): give another input, or another output, run directory or pool"
         )
     return others
+
+
+def _check_folders(pattern: str) -> None:
+    """Raise ConfigError for a folder that cannot be searched: `glob` would leave its files out without a word."""
+    parts = Path(pattern).parts
+    for depth in range(1, len(parts)):
+        needed = os.R_OK | os.X_OK if glob.has_magic(parts[depth]) else os.X_OK
+        for folder in glob.glob(os.path.join(*parts[:depth]), recursive=True):
+            # The file system's own, at the top of a volume.
+            is_own = os.path.basename(folder) == "lost+found"
+            if not is_own and os.path.isdir(folder) and not os.access(folder, needed):
+                raise ConfigError(
+                    f"job.input={pattern}: its folder {folder} cannot be read (permission denied): change its mode, or "
+                    f"give another pattern"
+                )
+
+
+def _is_input(pattern: str, path: Path) -> bool:
+    """True for a regular file. Raises ConfigError for a link to nothing, whose rows would be missing."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(
+            f"job.input={pattern} matches {path}, a link to a file that is not there: restore the file, or remove the "
+            f"link"
+        )
+    return path.is_file()
 
 
 def _find_remote(name: str) -> tuple[FilePath, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object
-from spmd_worker.base.remote_names import FilePath, RemotePath, file_path
-from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
+from spmd_worker.base.remote_names import FilePath
+from spmd_worker.frontends.batch.output_parts import last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
-from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
+from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.shard import Shard
 
 _ABSENT = "absent"
@@ -81,26 +81,14 @@ def _read(folder: Path) -> ShardRun:
             f"{where}: {name} has rows {record['start']} to {record['stop']}, and {lines} lines in its "
             f"{PROVENANCE_NAME}: remove the folder and run the shard again"
         )
-    output = _output_of(folder, record)
+    output = output_in(folder, manifest)
+    assert output is not None
     if size_of(last_path(output)) is None:
         raise ConfigError(
             f"{where}: {output}, the output of {name}, is missing: restore it, or remove the folder and run the shard "
             f"again"
         )
     return ShardRun(folder, manifest, provenance, output)
-
-
-def _output_of(folder: Path, record: dict[str, Any]) -> FilePath:
-    """The shard's output: next to its run directory, if both were moved."""
-    recorded = file_path(record["output"])
-    if isinstance(recorded, RemotePath):
-        return recorded
-    names, run_name = [recorded.name], f"{recorded.name}.run"
-    if is_parts(recorded):
-        names = [recorded.parent.name, recorded.name]
-        run_name = Shard(record["index"], record["count"]).run_of_parts(recorded.name)
-    beside = folder.absolute().parent.joinpath(*names)
-    return beside if folder.name == run_name and size_of(last_path(beside)) is not None else recorded
 
 
 def _check_same_job(first: ShardRun, other: ShardRun) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.files import name_pattern
 
 Identity = tuple[int | str, ...]
 """Device and inode of an existing file or folder, followed by the names below it that do not exist."""
@@ -82,6 +83,13 @@ def reject_reserved_names(claims: Sequence[Claim], folder: Name, patterns: Seque
                         f"{claim.name.key}: {name} is a file of the run directory itself ({folder.key}): "
                         f"{claim.name.way_out}, or another name"
                     )
+
+
+def is_named_by(pattern: Path, path: Path) -> bool:
+    """True if the file, or its target, is in the pattern's folder and has a name that its `*` stands for."""
+    folder, names = _own(pattern.parent), name_pattern(pattern.name)
+    variants = [each for each in _variants(path) if fnmatchcase(each.name, names)]
+    return folder is not None and any(_own(each.parent) == folder for each in variants)
 
 
 def matches(pattern: str, path: Path) -> bool:

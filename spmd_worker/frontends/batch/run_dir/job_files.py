@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO
 
 from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.base.files import JobFileError, job_file_fault, partial_path
+from spmd_worker.base.files import JobFileError, job_file_fault, name_pattern, partial_path
 from spmd_worker.base.remote_names import (
     FilePath,
     RemotePath,
@@ -28,10 +28,18 @@ from spmd_worker.base.remote_upload import check_creatable, remove_leftovers
 from spmd_worker.frontends.batch.input.input_files import STANDARD_INPUT, check_format, find_inputs, is_stream
 from spmd_worker.frontends.batch.output_file import OutputFile
 from spmd_worker.frontends.batch.output_parts import MANIFEST_NAME as PARTS_MANIFEST_NAME
-from spmd_worker.frontends.batch.output_parts import PARTS_NAME, claim_folder, earlier_parts, is_parts
+from spmd_worker.frontends.batch.output_parts import (
+    PARTS_NAME,
+    claim_folder,
+    earlier_parts,
+    is_parts,
+    last_path,
+    part_path,
+)
 from spmd_worker.frontends.batch.run_dir.file_names import (
     Claim,
     Name,
+    is_named_by,
     matches,
     reject_in_folder,
     reject_read_and_written,
@@ -170,12 +178,10 @@ def check_files(resolved: ResolvedRun) -> None:
         for claim in files:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
-    pattern, name = job.input or "", prometheus
-    if name and glob.has_magic(pattern) and matches(pattern, name):
-        # A resumed run would read the first run's file.
-        raise ConfigError(
-            f"job.prometheus_file={name} matches job.input={pattern}, and would be read too: give another file"
-        )
+    _reject_found(job, "prometheus_file", prometheus)
+    if is_parts(output) or job.pool is not None:
+        _reject_found(job, "output", part_path(output, 0))
+        _reject_found(job, "output", last_path(output))
     check_run_dir(run)
     if is_parts(output):
         earlier_parts(output)
@@ -205,16 +211,29 @@ def check_shard(job: JobConfig) -> None:
 
 def _reject_remote_output(output: FilePath, inputs: Sequence[FilePath], key: str = "job.output") -> None:
     """Raise ConfigError if a remote file that is read would be written."""
+    names = name_pattern(output.raw) if isinstance(output, RemotePath) else ""
     for path in inputs:
-        if isinstance(path, RemotePath) and isinstance(output, RemotePath) and fnmatchcase(path.raw, output.raw):
+        if isinstance(path, RemotePath) and fnmatchcase(path.raw, names):
             raise ConfigError(f"{key}={output} is also read ({path}) and would be replaced: give another")
 
 
 def _reject_parts(output: Path, read: Sequence[Name], key: str = "job.output") -> None:
     """Raise ConfigError if a file that is read has a part's name."""
     for name in read:
-        if matches(str(output), name.path):
+        if is_named_by(output, name.path):
             raise ConfigError(f"{key}={output} would replace {name.path}, which is read: give another")
+
+
+def _reject_found(job: JobConfig, key: str, path: FilePath | None) -> None:
+    """Raise ConfigError for a file that the input's pattern finds: a resumed job, or the next world, would read it."""
+    pattern, value = job.input or "", shown_name(getattr(job, key) or "")
+    is_alike = path is not None and is_remote(pattern) == isinstance(path, RemotePath)
+    own = Path(path.raw) if isinstance(path, RemotePath) else path or Path()
+    if is_alike and glob.has_magic(pattern) and matches(pattern, own):
+        raise ConfigError(
+            f"job.{key}={value} matches job.input={shown_name(pattern)}, and would be read too: give another file, "
+            f"such as one in another folder"
+        )
 
 
 def _claim(key: str, value: str, path: Path) -> Claim:

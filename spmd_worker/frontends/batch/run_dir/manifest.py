@@ -20,9 +20,10 @@ from spmd_worker.base.config.schema import JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, read_json_object, write_json
 from spmd_worker.base.numerical_policy import NumericalPolicy
-from spmd_worker.base.remote_names import FilePath, absolute_name, shown_name
+from spmd_worker.base.remote_names import FilePath, RemotePath, absolute_name, file_path, shown_name
 from spmd_worker.base.urls import all_without_credentials
 from spmd_worker.base.version import code_fingerprint, version
+from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.model.weights.sampled_digest import sampled_digests
@@ -96,6 +97,7 @@ def make_manifest(
         "config_hash": _digest(settings),
         "num_rows": None,
         "shard": _shard_record(config.job),
+        "output": absolute_name(output_of(config.job), follows_links=False),
         "version": version(),
         "input": settings["job"]["input"] if inputs is None else list(map(absolute_name, inputs)),
         "model": str(resolved.model_folder.resolve()),
@@ -264,6 +266,7 @@ def merged_manifest(manifests: Sequence[dict[str, Any]], output: FilePath) -> di
         "config": config,
         "config_hash": _digest(config),
         "num_rows": sum(each["num_rows"] for each in manifests),
+        "output": absolute_name(output, follows_links=False),
         "shard": None,
         "overridden": [entry for each in manifests for entry in each["overridden"]],
         "starts": [start for each in manifests for start in each["starts"]],
@@ -290,6 +293,21 @@ def read_manifest(
     if value.pop(_CHECKSUM_KEY, None) != _digest(value):
         raise ConfigError(f"{path} is damaged (its checksum differs): {way_out}")
     return value
+
+
+def output_in(run_dir: Path, manifest: Mapping[str, Any]) -> FilePath | None:
+    """The output of a run: next to its run directory, if both were moved. None for a manifest without a name."""
+    shard = manifest.get("shard")
+    # Until 0.6.0 as it was given: relative to the job's working directory.
+    name = (shard or manifest).get("output") or manifest.get("config", {}).get("job", {}).get("output")
+    if not name or isinstance(recorded := file_path(name), RemotePath):
+        return file_path(name) if name else None
+    names, run_name = [recorded.name], f"{recorded.name.replace('*', '')}.run"
+    if shard and is_parts(recorded):
+        names = [recorded.parent.name, recorded.name]
+        run_name = Shard(shard["index"], shard["count"]).run_of_parts(recorded.name)
+    beside = run_dir.absolute().parent.joinpath(*names)
+    return beside if run_dir.name == run_name and size_of(last_path(beside)) is not None else recorded
 
 
 def weight_answers(resolved: ResolvedRun) -> dict[str, str]:
