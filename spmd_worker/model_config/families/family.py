@@ -151,8 +151,9 @@ class Attention:
     `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
     `qk_norm`, `has_sinks`, `output_gate` and `has_key_bias` are as in `LayerConfig`; if `qk_norm_key` is false, queries
     and keys have no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the
-    inverse root; without both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys
-    and values. Layers with a window have `sliding_heads_key` query heads, if a file has that key.
+    inverse root, in a family with both for files without the first; without both it is the head size. A `scale` above 0
+    is the same in every file. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values. Layers
+    with a window have `sliding_heads_key` query heads, if a file has that key.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -162,6 +163,7 @@ class Attention:
     qk_norm_key: str = ""
     head_size: int = 0
     num_kv_heads: int = 0
+    scale: float = 0.0
     scale_key: str = ""
     scale_root_key: str = ""
     score_cap_key: str = ""

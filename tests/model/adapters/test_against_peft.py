@@ -44,6 +44,9 @@ CASES: dict[str, tuple[str, Settings]] = {
     "falcon_all": ("falcon", ()),
     "opt_projected": ("opt_350m", ()),
     "gemma2_all": ("gemma2", ()),
+    "gptj_all": ("gptj", ()),
+    "gpt_neo_all": ("gpt_neo", ()),
+    "persimmon_all": ("persimmon", ()),
     "gemma3_images": ("gemma3_images", ()),
 }
 """Family and arguments of LoraConfig. Fused matrices are in rows, transposed, by key-value head, and with one head."""
