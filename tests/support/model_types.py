@@ -119,6 +119,7 @@ MODEL_TYPES: Final = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "MiniCPM3ForCausalLM": "minicpm3",
     "Mistral4ForCausalLM": "mistral4",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "KimiK25ForConditionalGeneration": "kimi_k25",
