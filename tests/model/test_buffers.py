@@ -115,6 +115,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
+    with_bias |= {"MiMoV2FlashForCausalLM"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     others = {"ApertusForCausalLM", "MarianMTModel"}
     others |= {f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "Pegasus", "Blenderbot")}

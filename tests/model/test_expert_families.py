@@ -61,6 +61,11 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
     "ernie_moe",
     "qwen2_moe",
     "olmoe",
+    "afmoe",
+    "dbrx",
+    "laguna",
+    "cohere2_moe",
+    "mimo_v2_flash",
 )
 @each_and_all("qwen3_moe", "gpt_oss", "glm4_moe", later=("glm4v_moe",))
 def test_logits_equal_transformers_with_full_and_thin_files(name: str, in_all_ways: bool):

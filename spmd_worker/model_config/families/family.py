@@ -52,8 +52,9 @@ class Names:
     Names of experts have {} for the number in `parts`, which may hold full names too. `stacked` are the tensors of
     experts that are not separate; transformers stacks separate ones in memory (`CheckpointNames`). A module of a layer
     with {} in its name in `parts` has each of our rows in a tensor of its own, by number. Tensors in `as_rows`, by our
-    name in a layer, are parameters [1, n], not buffers [n]. `joined` are stacks that are one tensor in memory, by its
-    name in a layer, outputs one behind the other; `joined_rows` are other tensors that are one in memory.
+    name in a layer, are parameters [1, n], not buffers [n], and those in `as_parameters` parameters [n]. `joined` are
+    stacks that are one tensor in memory, by its name in a layer, outputs one behind the other; `joined_rows` are other
+    tensors that are one in memory.
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
     and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
@@ -80,6 +81,7 @@ class Names:
     aliases: Mapping[str, str] = field(default_factory=dict)
     by_kv_head: tuple[str, ...] = ()
     as_rows: tuple[str, ...] = ()
+    as_parameters: tuple[str, ...] = ()
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined_rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixer_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -35,6 +35,7 @@ from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
+from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 
@@ -238,6 +239,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **LATENT_ROWS,
     **SPARSE_ROWS,
+    **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
     **KIMI_ROWS,
