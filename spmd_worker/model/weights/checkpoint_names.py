@@ -461,7 +461,7 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
     return {
         "self_attn.q_proj": query,
         "self_attn.k_proj": key_value,
-        "self_attn.v_proj": key_value,
+        "self_attn.v_proj": layer.num_kv_heads * layer.value_head_size,
         "mlp.gate_proj": layer.intermediate_size,
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),

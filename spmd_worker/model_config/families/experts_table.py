@@ -337,7 +337,6 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "max_position_embeddings": "max_seq_len",
             "head_dim": "",
         },
-        required={"tie_word_embeddings": False},
         defaults={
             "d_model": 2048,
             "n_layers": 24,

@@ -163,9 +163,9 @@ def test_all_linear_of_models_with_images(family: str):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name", ["afmoe", "laguna_per_element", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", ["laguna_per_element", "mimo_v2_flash"])
 def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Path):
-    folder, targets = expert_folder(name), ("q_proj", "v_proj", "o_proj", "g_proj", "gate_proj")
+    folder, targets = expert_folder(name), r".*self_attn\.(q|v|o|g)_proj"
     write_adapter(open_experts(folder), tmp_path, (("target_modules", targets),))
     theirs = PeftModel.from_pretrained(open_experts(folder), tmp_path).eval()
     model, source = load_model(folder), read_adapter(tmp_path)
