@@ -486,7 +486,7 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
     if config.model.quantization == "fp8":
         return
     _check_row_shares(config, model_config, device_type)
-    widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
+    widest = max(max(layer.intermediate_size, layer.num_heads * layer.value_head_size) for layer in model_config.layers)
     if max(widest, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
             f"{key} sums at most {MAX_INPUTS:,} inputs exactly, but config.json has layers of "
@@ -499,7 +499,7 @@ def _check_row_shares(config: RunConfig, model_config: ModelConfig, device_type:
     size = config.parallel.tensor_parallel_size
     if device_type == "cpu" or size == 1:
         return
-    inputs = {layer.num_heads * layer.head_size // size for layer in model_config.layers}
+    inputs = {layer.num_heads * layer.value_head_size // size for layer in model_config.layers}
     for width in {layer.intermediate_size for layer in model_config.layers}:
         inputs |= {stop - start for start, stop in (shard_range(width, size, rank) for rank in range(size))}
     unfit = sorted(each for each in inputs if not fits_bytes(each))

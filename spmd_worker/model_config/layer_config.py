@@ -306,8 +306,9 @@ class LayerConfig:
 
     `mixer` mixes tokens: "attention", "latent", "conv", "delta", "mamba", "attention_and_mamba" (the sum of both) or
     "none"; `latent`, `conv`, `delta` and `mamba` are its sizes. `has_feed_forward`: the layer has a second part.
-    `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, from
-    `gate_proj`) or "number" (one each, from a second half of each head of `q_proj`).
+    `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, projected
+    from the layer's input), "number" (one each, from a second half of each head of `q_proj`) or "projected" (one each,
+    projected as those of heads); with `gate_activation` "softplus" by the softplus of it.
 
     Attention's input and output are scaled by `attention_multipliers`, keys by `key_multiplier`, gates of the dense
     feed-forward and its output by `mlp_multipliers`. A layer of latent attention has one key-value head; `head_size` is
@@ -326,14 +327,16 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound). `output_gate` "head": a head's output is multiplied by the
-    sigmoid of a number that is projected from the layer's input; "" for no gate.
+    min(act(gate), bound) * max(min(up, bound), -bound).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
     they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
     `kv_layer` has no keys and values of its own and reads those of the layer of this index, which is before it. With
     `input_size` above 0 each token has as many numbers for this layer alone, which add to the stream behind the
     feed-forward.
+
+    Heads of values have `value_size` numbers, 0 for the head size; they are multiplied by `value_multiplier` and cached
+    with zeros behind them, as wide as keys.
 
     Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
     and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
@@ -371,6 +374,9 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
+    gate_activation: str = "sigmoid"
+    value_size: int = 0
+    value_multiplier: float = 1.0
     key_multiplier: float = 1.0
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
@@ -383,6 +389,11 @@ class LayerConfig:
     has_cross_attention: bool = False
     cross_norms: tuple[bool, bool] = (False, False)
     relative_bias: RelativeBias | None = None
+
+    @property
+    def value_head_size(self) -> int:
+        """Numbers of a head's values, and of its output."""
+        return self.value_size or self.head_size
 
     @property
     def num_key_projections(self) -> int:
@@ -424,7 +435,9 @@ class LayerConfig:
             and self.relative_bias is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
-            and {self.key_multiplier, *self.attention_multipliers, *self.mlp_multipliers} == {1.0}
+            and not self.value_size
+            and {self.key_multiplier, self.value_multiplier, *self.attention_multipliers, *self.mlp_multipliers}
+            == {1.0}
         )
 
     @property

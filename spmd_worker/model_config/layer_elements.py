@@ -62,19 +62,24 @@ def _cross_biases(layer: LayerConfig, hidden_size: int, share: LayerShare) -> in
 
 
 def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
-    query, key_value = share.num_heads * layer.head_size, share.num_kv_heads * layer.head_size
-    gates = (LinearSizes(hidden_size, (share.num_heads,)),) if layer.output_gate == "head" else ()
-    projected = query * (1 + (layer.output_gate == "number"))
-    outputs = (projected, *(key_value,) * layer.num_key_projections)
-    return (LinearSizes(hidden_size, outputs), LinearSizes(query, (hidden_size,)), *gates)
+    size, value_size = layer.head_size, layer.value_head_size
+    num_gates = {"head": 1, "projected": value_size}.get(layer.output_gate, 0) * share.num_heads
+    gates = (LinearSizes(hidden_size, (num_gates,)),) if num_gates else ()
+    query = share.num_heads * size * (1 + (layer.output_gate == "number"))
+    keys = tuple([share.num_kv_heads * each for each in (size, value_size)[: layer.num_key_projections]])
+    return (
+        LinearSizes(hidden_size, (query, *keys)),
+        LinearSizes(share.num_heads * value_size, (hidden_size,)),
+        *gates,
+    )
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of sinks, biases, and norms of queries and keys."""
     size = layer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
-    num_queries = share.num_heads * (1 + (layer.output_gate == "number"))
-    others += (num_queries + layer.num_key_projections * share.num_kv_heads) * size * layer.has_qkv_bias
+    projections = _attention_linears(layer, hidden_size, share)[0]
+    others += sum(projections.num_outputs) * layer.has_qkv_bias
     if layer.qk_norm in ("head", "head_after_rope"):
         others += (1 + (layer.kv_layer is None)) * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":

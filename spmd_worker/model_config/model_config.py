@@ -799,7 +799,9 @@ def _qk_norm(reader: ConfigReader, attention: Attention) -> str:
 
 
 def _scale(reader: ConfigReader, attention: Attention, head_size: int) -> float:
-    if attention.scale_key:
+    if attention.scale:
+        return attention.scale
+    if attention.scale_key and (not attention.scale_root_key or reader.get(attention.scale_key) is not None):
         return reader.number(attention.scale_key, 1.0)
     root = reader.number(attention.scale_root_key, float(head_size)) if attention.scale_root_key else head_size
     return float(root**-0.5)

@@ -4,7 +4,7 @@
 `rope_theta` the older. With both, transformers uses the older.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -151,6 +151,17 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
     return replace(
         rope, rope_type="default", factor=1.0, rope_theta=rope.rope_theta * alpha ** (head_size / (head_size - 2))
     )
+
+
+def with_theta_of(key: str) -> Callable[[RopeParameters, ConfigReader, int], RopeParameters]:
+    """An adjustment: the rope with the base that the file has under this key, whatever it has elsewhere."""
+
+    def adjusted(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
+        del head_size
+        theta = reader.get(key)
+        return rope if theta is None else replace(rope, rope_theta=checked_number(theta, reader.where(key)))
+
+    return adjusted
 
 
 def with_query_growth(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:

@@ -74,9 +74,10 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
             text, suffix = {**BASE, **keys}, "ForCausalLM"
             if family in LATENTS_WITH_IMAGES:
                 text, suffix = {"text_config": text, **LATENTS_WITH_IMAGES[family]}, "ForConditionalGeneration"
-            if family != "Mistral3":
+            if family not in ("Mistral3", "MiniCPM3"):
                 yield family + suffix, getattr(transformers, f"{family}Config")(**text)
         return
+    yield "MiniCPM3ForCausalLM", transformers.MiniCPM3Config(**{**BASE, **LATENTS["minicpm3"][1]})
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**BASE)
     for name, (family, keys) in CASES.items():
@@ -114,6 +115,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
+    with_bias |= {"MiMoV2FlashForCausalLM"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     others = {"ApertusForCausalLM", "MarianMTModel"}
     others |= {f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "Pegasus", "Blenderbot")}

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 64,
-    "num_key_value_heads": 64,
+    "num_key_value_heads": 32,
 }
 
 

@@ -35,6 +35,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -81,6 +82,8 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
             assert sum(held) >= tensor.numel(), each
             is_of_expert = ".experts." in each or ("_linear" in each and "shared" not in each)
             is_of_expert |= ".moe." in each and "_proj" in each
+            # Laguna's bias of the choice is in the module of the experts.
+            is_of_expert &= not each.endswith("e_score_correction_bias")
             if layout is not None and is_of_expert:
                 assert sum(held) == tensor.numel(), each
 
@@ -179,7 +182,7 @@ def test_missing_and_extra_experts_are_rejected_by_name(tmp_path: Path):
     assert not model.weights.update.is_open
 
 
-SPARSE_FAMILIES = (*EXPERT_FAMILIES, *SPARSE_ROWS)
+SPARSE_FAMILIES = (*EXPERT_FAMILIES, *SPARSE_ROWS, *SLIDING_SPARSE_ROWS)
 SIZES = {
     "vocab_size": 300_000,
     "hidden_size": 256,
@@ -231,6 +234,20 @@ BAD = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2], "short_mscale": 1.1}},
         "rope longrope long_mscale=None must be a number",
     ),
+    ("Laguna", {"num_attention_heads_per_layer": [64] * 3}, "per_layer=[64, 64, 64] must list 4 numbers"),
+    ("Laguna", {"num_attention_heads_per_layer": [64, 64, 64, 3]}, "must list multiples of num_key_value_heads=8"),
+    ("Laguna", {"gating": False}, "gating=False is not supported, only true or per-head or per-element"),
+    ("Laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0 is not supported, only 0.0"),
+    ("Cohere2Moe", {"expert_selection_fn": "relu"}, "expert_selection_fn='relu' is not supported, only softmax or sig"),
+    ("Cohere2Moe", {"first_k_dense_replace": 5}, "first_k_dense_replace=5 must be a whole number from 0 to 4"),
+    ("Afmoe", {"route_norm": False}, "route_norm=False is not supported, only True"),
+    ("MiMoV2Flash", {"swa_head_dim": 64}, "swa_head_dim=64 is not supported, only 192 in this model"),
+    ("MiMoV2Flash", {"v_head_dim": 256}, "v_head_dim=256 must be head_dim=192 or less"),
+    ("MiMoV2Flash", {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern=[0, 1] must list 4 of 0 and 1"),
+    ("MiMoV2Flash", {"num_key_value_heads": 64}, "=64 is not a multiple of twice num_key_value_heads=64"),
+    ("Dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "=2.0 is not supported, only 1.0 or null"),
+    ("Dbrx", {"attn_config": 3}, "attn_config=3 must be an object"),
+    ("Dbrx", {"attn_config": {"kv_n_heads": 5}}, "n_heads=16 is not a multiple of attn_config.kv_n_heads=5"),
     ("BailingMoe", {}, "its layers have experts of a form that does not run"),
 ]
 
@@ -284,7 +301,11 @@ def test_layers_of_hunyuan_have_counts_of_their_own():
 
 
 COUNTS_OF_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-SCALINGS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor")
+SIZES_OF_SHARED = ("shared_intermediate_size", "share_expert_dim", "shared_expert_intermediate_size")
+SCALINGS = (
+    *("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor"),
+    *("route_scale", "moe_routed_scaling_factor"),
+)
 
 
 def minimal_file(architecture: str) -> dict[str, Any]:
@@ -293,16 +314,35 @@ def minimal_file(architecture: str) -> dict[str, Any]:
     return {"text_config": sizes, **names} if FAMILIES[architecture].text is not None else {**sizes, **names}
 
 
-@pytest.mark.parametrize("architecture", SPARSE_FAMILIES)
+def test_nested_keys_of_dbrx_have_transformers_defaults():
+    theirs, whole = AutoConfig.for_model("dbrx"), {"architectures": ["DbrxForCausalLM"], "vocab_size": 96}
+    ours = model_config_of(whole, Path("config.json"))
+    (layer,) = dict.fromkeys(ours.layers)
+    assert layer.experts is not None
+    sizes = (ours.hidden_size, ours.num_layers, ours.max_position_embeddings)
+    assert sizes == (theirs.hidden_size, theirs.num_hidden_layers, theirs.max_position_embeddings)
+    assert (layer.num_heads, layer.num_kv_heads) == (theirs.num_attention_heads, theirs.attn_config.kv_n_heads)
+    experts = (layer.experts.num_experts, layer.experts.num_chosen, layer.experts.intermediate_size)
+    of_file = theirs.ffn_config
+    assert experts == (of_file.moe_num_experts, of_file.moe_top_k, of_file.ffn_hidden_size)
+    assert (layer.experts.renormalises, layer.norm.eps, ours.ropes[0].rope_theta) == (True, 1e-5, 1e4)
+    given = {"attn_config": {"rope_theta": 5e5}, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    given |= {"ffn_config": {"moe_normalize_expert_weights": None, "ffn_act_fn": {"name": "gelu"}}}
+    other = model_config_of({**whole, **given}, Path("config.json"))
+    assert (other.ropes[0].rope_theta, other.layers[0].activation) == (5e5, "gelu")
+    assert not other.layers[0].experts.renormalises
+
+
+@pytest.mark.parametrize("architecture", [each for each in SPARSE_FAMILIES if each != "DbrxForCausalLM"])
 def test_defaults_of_omitted_keys_equal_transformers(architecture: str):
     config = minimal_file(architecture)
     whole, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
     theirs = whole.get_text_config()
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.layers[0].num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 4)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.has_tied_embeddings == getattr(whole, "tie_word_embeddings", False)
-    assert ours.norm.eps == theirs.rms_norm_eps
+    assert ours.norm.eps == (theirs.rms_norm_eps or theirs.layer_norm_eps)
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     rope, theirs_rope = ours.ropes[0], theirs.rope_parameters
     theirs_rope = theirs_rope.get("full_attention", theirs_rope)
@@ -326,15 +366,18 @@ def test_defaults_of_omitted_keys_equal_transformers(architecture: str):
     assert experts.min_sum == getattr(theirs, "moe_norm_min", 0.0)
     assert experts.jitter == getattr(theirs, "router_jitter_noise", 0.0)
     assert ours.has_head_bias == getattr(theirs, "lm_head_bias", False)
-    shared = [getattr(theirs, key) for key in ("shared_intermediate_size", "share_expert_dim") if hasattr(theirs, key)]
+    shared = [getattr(theirs, key) for key in SIZES_OF_SHARED if hasattr(theirs, key)]
     assert [experts.shared_size] * len(shared) == shared
     shared = [getattr(theirs, key) for key in COUNTS_OF_SHARED if hasattr(theirs, key)]
-    assert [experts.shared_size] * len(shared) == [(each or 0) * theirs.moe_intermediate_size for each in shared]
-    assert experts.renormalises == getattr(theirs, "norm_topk_prob", experts.renormalises)
+    assert [experts.shared_size] * len(shared) == [(each or 0) * experts.intermediate_size for each in shared]
+    # The sum of a softmax of the chosen is 1.
+    is_softmax = getattr(theirs, "expert_selection_fn", "") == "softmax"
+    assert experts.renormalises == (getattr(theirs, "norm_topk_prob", experts.renormalises) and not is_softmax)
     scalings = [getattr(theirs, key) for key in SCALINGS if hasattr(theirs, key)] or [1.0]
     assert [experts.scaling] == scalings
     assert experts.limit == getattr(theirs, "swiglu_limit", 0.0)
-    num_dense = getattr(theirs, "first_k_dense_replace", getattr(theirs, "moe_layer_start_index", 0))
+    firsts = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    num_dense = next((getattr(theirs, key) for key in firsts if hasattr(theirs, key)), 0)
     is_dense = [index < num_dense for index in range(4)]
     if getattr(theirs, "mlp_layer_types", None):
         is_dense = [kind == "dense" for kind in theirs.mlp_layer_types]
@@ -347,7 +390,8 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
     assert row.experts is not None
     # What transformers has in memory, and layers that speculate, are compared by tests of their own.
     unseen = ("models", "defaults", "required", "names.aliases", "names.layer_aliases", "names.joined")
-    unseen += ("names.ignores_later_layers",)
+    # Parameters and buffers of transformers are compared in test_buffers.py.
+    unseen += ("names.ignores_later_layers", "names.as_parameters")
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
         for table in ("defaults", "required")
@@ -373,6 +417,9 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     files += [{**minimal, "use_sliding_window": True}]
     files += [{**minimal, "sliding_window_pattern": 3, "hidden_act": "gelu"}]
     files += [{**minimal, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_layer_types": ["sparse", "dense"] * 2}
+    files += [{**minimal, **kinds, "swa_rope_theta": 500.0}]
+    files += [{**minimal, "rope_parameters": None}, {**minimal, "attn_config": {"rope_theta": 500.0}}]
     if "text_config" in whole:
         files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
     found: list[Any] = []
@@ -411,6 +458,8 @@ SAME_FUNCTION = {
     # Layers that speculate, which the files here do not have: see the test of tensors beyond the model.
     ("ExaoneMoeForCausalLM", "names.ignored_prefixes"),
     ("Ernie4_5_MoeForCausalLM", "names.ignored_prefixes"),
+    ("MellumForCausalLM", "names.ignored_prefixes"),
+    ("MiMoV2FlashForCausalLM", "names.ignored_prefixes"),
 }
 
 

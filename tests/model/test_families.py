@@ -46,6 +46,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -340,7 +341,7 @@ NESTED_FAMILIES = [name for name, kind in MODEL_TYPES.items() if kind in NESTED]
 DENSE_FAMILIES = [
     name
     for name, family in FAMILIES.items()
-    if family.experts is None and family.layers is None and family.encoder_part is None
+    if family.experts is None and (family.layers is None or name in OLDER_ROWS) and family.encoder_part is None
 ]
 """Those with experts are in test_expert_rows.py, those with encoders in test_encoder_decoder_rows.py, those that mix
 tokens in other ways in files of their own.
@@ -364,6 +365,7 @@ HAVE_SIZES = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel"),
     *("VaultGemmaForCausalLM", "FalconForCausalLM", "GPTBigCodeForCausalLM", "OPTForCausalLM"),
     "MllamaForConditionalGeneration",
+    *OLDER_ROWS,
 )
 OWN_SIZES = {
     "HeliumForCausalLM": {"hidden_size": 5120, "num_attention_heads": 40},
@@ -373,6 +375,7 @@ OWN_SIZES = {
     "Cohere2ForCausalLM": {"vocab_size": 256_000},
     "StableLmForCausalLM": {"hidden_size": 512},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
+    "MinistralForCausalLM": {"head_dim": 8},
     "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4"},
 }
 """What goes with the class's other defaults, and what it cannot do without."""
@@ -471,9 +474,18 @@ def test_defaults_of_omitted_keys_equal_transformers(architecture: str, tmp_path
         eos = eos if isinstance(eos, list) else [eos]
         assert ours.eos_token_ids == tuple(each for each in eos if each is not None and each < ours.vocab_size)
         window, kinds = getattr(theirs, "sliding_window", None) or 0, getattr(theirs, "layer_types", None)
+        if architecture == "GPTNeoForCausalLM":
+            window, of_words = theirs.window_size, {"global": "full_attention", "local": "sliding_attention"}
+            kinds = [of_words[each] for each in theirs.attention_layers]
         kinds = kinds or ["sliding_attention"] * ours.num_layers
         assert windows_of(ours) == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
         ropes = getattr(theirs, "rope_parameters", None) or {}
+        if architecture == "GPTJForCausalLM":
+            ropes = {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": theirs.rotary_dim / ours.head_size,
+            }
         ropes = [ropes] if "rope_type" in ropes else [ropes[kind] for kind in sorted(ropes)]
         assert [rope.rope_theta for rope in ours.ropes] == [rope["rope_theta"] for rope in ropes]
         growths = [rope.get("llama_4_scaling_beta", 0.0) for rope in ropes]
@@ -485,7 +497,7 @@ def test_defaults_of_omitted_keys_equal_transformers(architecture: str, tmp_path
             flags = [int(kind == "sliding_attention") for kind in kinds]
         assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in flags]
         scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5
-        assert ours.layers[0].scale == getattr(theirs, "attention_multiplier", scale)
+        assert ours.layers[0].scale == getattr(theirs, "attention_multiplier", row.attention.scale or scale)
         caps = (getattr(theirs, "attn_logit_softcapping", None), getattr(theirs, "final_logit_softcapping", None))
         assert (ours.layers[0].score_cap, ours.logit_cap) == (caps[0] or 0.0, caps[1] or 0.0)
         if theirs is whole:
@@ -689,6 +701,9 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
     named += [{**named[0], **form.keys} for form in row.variants]
+    named += [{**sized, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}]
+    named += [{**sized, "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}]
+    named += [{**sized, **each} for each in ({"partial_rotary_factor": 0.5}, {"pad_token_id": 2}, {"n_positions": 64})]
     tied = [(minimal[0], True), (minimal[-1], False)] if row.text is not None else []
     named += [{**config, "tie_word_embeddings": is_tied} for config, is_tied in tied]
     found: list[ModelConfig | str] = []
@@ -755,6 +770,27 @@ def test_comparison_detects_changed_constant_epsilon(architecture: str, name: st
     row = FAMILIES[architecture]
     monkeypatch.setitem(FAMILIES, architecture, replace(row, norms=replace(row.norms, eps=1e-6)))
     assert is_case_noticed(name)
+
+
+BAD_OLDER = [
+    ("GPTNeo", {"attention_types": [["global", 24]]}, "attention_types=[['global', 24]] must list pairs"),
+    ("GPTNeo", {"attention_types": [[["global"], 10**9]]}, "must list pairs: a list of global and local, and a number"),
+    ("GPTNeo", {"attention_types": [[["global"], 3]]}, "has 3 layers: num_layers is 24"),
+    ("XGLM", {"pad_token_id": 2}, "pad_token_id=2 must be 0 or 1: transformers has zeros for the position"),
+    ("XGLM", {"add_cross_attention": True}, "add_cross_attention=True is not supported, only False"),
+    ("GPTJ", {"rotary": False}, "rotary=False is not supported, only True"),
+    ("GPTJ", {"rotary_dim": 7}, "rotates 7 elements: they must be an even number"),
+    ("Doge", {}, "its attention leaves out keys by what they hold"),
+    ("JetMoe", {}, "its attention has experts"),
+    ("BitNet", {}, "its weights are ternary"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), BAD_OLDER)
+def test_invalid_keys_of_older_families_are_rejected(family: str, keys: dict[str, Any], message: str):
+    with pytest.raises(ModelConfigError) as caught:
+        model_config_of({"architectures": [f"{family}ForCausalLM"], **keys}, Path("config.json"))
+    assert message in str(caught.value)
 
 
 @pytest.mark.stress

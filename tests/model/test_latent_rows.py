@@ -46,9 +46,9 @@ from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
 TOLERANCE = 1e-4
 PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 40)]
 LONG = [random_prompt(length, seed=8, vocab_size=96) for length in (130, 5)]
-QUICK = ("deepseek_v3",)
+MARKS: dict[str, Any] = {"deepseek_v3": [], "minicpm3_plain": pytest.mark.stress}
 each_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix) for name in CASES]
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 )
 
 

@@ -47,7 +47,8 @@ def with_one_rope(config: ModelConfig) -> ModelConfig:
 
 def without_sinks(model: DecoderForCausalLM) -> None:
     for layer in model.model.layers:
-        layer.self_attn.sinks.scores.data.fill_(-1e4)
+        if layer.self_attn.sinks is not None:
+            layer.self_attn.sinks.scores.data.fill_(-1e4)
 
 
 def with_open_gates(model: DecoderForCausalLM) -> None:
@@ -88,12 +89,21 @@ IN_CONFIG: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("step3p7", "no bounds of experts", lambda config: with_experts(config, bound=0.0)),
     ("step3p7", "one base for all layers", with_one_rope),
     ("step3p7", "scale of the head size", lambda config: with_layers(config, scale=16**-0.5)),
+    ("gpt_neo", "scale of the head size", lambda config: with_layers(config, scale=16**-0.5)),
+    ("laguna", "gates of a sigmoid", lambda config: with_layers(config, gate_activation="sigmoid")),
+    ("laguna", "one base for all layers", with_one_rope),
+    ("laguna_per_element", "gates of a sigmoid", lambda config: with_layers(config, gate_activation="sigmoid")),
+    ("cohere2_moe", "sum of experts", lambda config: with_layers(config, mlp_multipliers=(1.0, 1.0))),
+    ("mimo_v2_flash", "values as projected", lambda config: with_layers(config, value_multiplier=1.0)),
+    ("mimo_v2_flash", "one base for all layers", with_one_rope),
 ]
 IN_WEIGHTS = [
     ("granite_swa", without_sinks),
     ("granite_moe_swa", without_sinks),
-    ("step3p7", with_open_gates),
+    *((name, with_open_gates) for name in ("step3p7", "afmoe", "laguna", "laguna_per_element")),
+    ("mimo_v2_flash", without_sinks),
     *((name, without_choice_biases) for name in ("step3p7", "ernie_moe", "exaone_moe", "hy_v3", "solar_open")),
+    *((name, without_choice_biases) for name in ("afmoe", "laguna", "mimo_v2_flash")),
     ("ernie_moe", without_head_bias),
     ("phimoe", without_head_bias),
 ]

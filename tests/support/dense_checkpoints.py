@@ -17,6 +17,8 @@ _STRETCHED = {
     "beta_slow": 0.5,
 }
 _SHORT = {"num_hidden_layers": 2}
+_HYPERCLOVA = {**_SHORT, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.3}
+_HYPERCLOVA |= {"attention_multiplier": 0.4}
 MINISTRAL3: Final[dict[str, Any]] = {
     "head_dim": 16,
     "sliding_window": 7,
@@ -128,21 +130,47 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "attention_bias": True,
         },
     ),
+    "ministral": ("Ministral", {**_SHORT, "head_dim": 32, "sliding_window": 5, "layer_types": _ALTERNATE[:2]}),
+    "hyperclovax": ("HyperCLOVAX", {**_HYPERCLOVA, "mlp_bias": True, "attention_bias": True}),
+    "hyperclovax_pre_norm": ("HyperCLOVAX", {**_HYPERCLOVA, "head_dim": 32, "use_post_norm": False}),
+    "gptj": ("GPTJ", {"rotary_dim": 8, "n_inner": 80}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_hidden_layers": 3, "window_size": 5, "attention_types": [[["global", "local"], 1], [["local"], 1]]},
+    ),
+    "biogpt": ("BioGpt", _SHORT),
+    "xglm": ("XGLM", {**_SHORT, "ffn_dim": 80}),
+    "xglm_untied": ("XGLM", {**_SHORT, "scale_embedding": False, "tie_word_embeddings": False}),
+    "persimmon": ("Persimmon", _SHORT),
+    "persimmon_plain": ("Persimmon", {**_SHORT, "qk_layernorm": False, "hidden_act": "gelu"}),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapanese",
+        {
+            **_SHORT,
+            "intermediate_multiple_size": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "nanochat": ("NanoChat", {**_SHORT, "final_logit_softcapping": 3.0, "attention_bias": True}),
 }
 """Family of transformers, and what its configuration is made with besides the sizes that all have."""
 
 OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
-SMALL_TABLES: Final = ("olmo", "opt", "opt_350m")
+SMALL_TABLES: Final = ("olmo", "opt", "opt_350m", "biogpt", "xglm")
 DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
 """Prefix of names, which some files omit."""
 MASKS: Final = {
     "GPT2": ("h.{}.attn.bias",),
     "GPTBigCode": ("transformer.h.{}.attn.bias",),
     "GPTNeoX": ("gpt_neox.layers.{}.attention.bias", "gpt_neox.layers.{}.attention.masked_bias"),
+    "GPTJ": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
+    "GPTNeo": ("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
+    "XGLM": ("model.embed_positions.weights",),
 }
 """Tensors of older files that no model reads."""
-WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
+WITHOUT_KV_HEADS: Final = (
+    *("GPTNeoX", "Falcon", "OPT", "GPTBigCode", "GPTJ", "GPTNeo", "BioGpt", "XGLM", "Persimmon", "GPTNeoXJapanese"),
+)
 
 _SEEN_IN_LAYOUTS: Final = (
     *("hunyuan", "ministral3", "olmo", "cohere2"),
@@ -154,6 +182,7 @@ are learned, tensors by head, positions from the third row on with norms of sums
 """
 VARIANTS: Final = (
     *("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3"),
+    *("hyperclovax_pre_norm", "xglm_untied", "persimmon_plain"),
     *(name for name in NESTED if name not in NESTED_IN_LAYOUTS),
 )
 """Stress tier, except tests of a row's entries and of keys that files omit."""
@@ -162,6 +191,7 @@ SIMILAR: Final = (*VARIANTS, *NESTED_IN_LAYOUTS, "llava_next", "llava_onevision"
 CAME_LAST: Final = (
     *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),
     *("stablelm_12b", "phi_norms", "opt_350m", "llava", *SIMILAR),
+    *("ministral", "hyperclovax", "gptj", "gpt_neo", "biogpt", "xglm", "persimmon", "gpt_neox_japanese"),
 )
 """Cases that are compared in the tier of layouts and not before."""
 LIKE_OTHERS: Final = (

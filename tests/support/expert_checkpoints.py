@@ -29,6 +29,7 @@ PHIMOE_LONG = {
     "short_mscale": 1.2,
     "long_mscale": 1.4,
 }
+_KINDS = ["full_attention", "sliding_attention"]
 _SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 2.0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,6 +120,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {**EXPERTS, **_SCALES, "intermediate_size": 32, "shared_intermediate_size": 48, "attention_bias": True},
     ),
+    "dbrx": (
+        "Dbrx",
+        {
+            # Its class derives sizes of experts from these words alone.
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 4,
+            "max_seq_len": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3},
+        },
+    ),
     "dots1": (
         "Dots1",
         {**V3, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.0, "sliding_window": 5}
@@ -150,6 +164,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": (
         "SolarOpen",
         {**V3, "head_dim": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
+    "afmoe": (
+        "Afmoe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+            "num_dense_layers": 2,
+        },
+    ),
+    "afmoe_pattern": (
+        "Afmoe",
+        {**EXPERTS, "head_dim": 32, "sliding_window": 7, "global_attn_every_n_layers": 2, "attention_bias": True}
+        | {"num_shared_experts": 1},
+    ),
+    "mellum": (
+        "Mellum",
+        {**EXPERTS, "head_dim": 16, "sliding_window": 5, "layer_types": _KINDS * 2}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "attention_bias": True},
+    ),
+    "laguna": (
+        "Laguna",
+        {**EXPERTS, "head_dim": 16, "sliding_window": 5, "layer_types": _KINDS * 2, "moe_routed_scaling_factor": 1.7}
+        | {"shared_expert_intermediate_size": 48, "num_attention_heads_per_layer": [4, 8, 2, 4]},
+    ),
+    "laguna_per_element": (
+        "Laguna",
+        {**EXPERTS, "head_dim": 32, "gating": "per-element", "attention_bias": True},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        {**EXPERTS, "head_dim": 16, "intermediate_size": 32, "sliding_window": 5, "logit_scale": 0.3}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 80, "num_shared_experts": 2}
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": None, "layer_norm_eps": 0.03},
+    ),
+    "cohere2_moe_sum": (
+        "Cohere2Moe",
+        {**EXPERTS, "head_dim": 32, "intermediate_size": 32, "sliding_window": 5, "sliding_window_pattern": 2}
+        | {"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum", "attention_bias": True},
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**V3, "head_dim": 32, "v_head_dim": 16, "sliding_window": 5, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "routed_scaling_factor": 1.7},
+    ),
+    "mimo_v2_flash_equal": (
+        "MiMoV2Flash",
+        {**V3, "head_dim": 32, "v_head_dim": 32, "sliding_window": 5, "attention_value_scale": None}
+        | {"layer_types": _KINDS * 2, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
     "hunyuan_moe": (
         "HunYuanMoEV1",
@@ -233,7 +299,7 @@ def open_experts(folder: Path) -> PreTrainedModel:
 
 def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     # The usual 1e-6 is too small for a wrong one to be seen.
-    text, kind = {**BASE, **overrides, "rms_norm_eps": 0.03}, "ForCausalLM"
+    text, kind = {**BASE, "rms_norm_eps": 0.03, **overrides}, "ForCausalLM"
     if family in WITH_IMAGES:
         text, kind = {"text_config": text, **WITH_IMAGES[family]}, "ForConditionalGeneration"
     config = getattr(transformers, f"{family}Config")(**text)
@@ -278,7 +344,25 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin.pop("layer_types", None)
     if name == "step3p7":
         thin = _older_step(thin)
+    if CASES[name][0] == "Cohere2Moe":
+        del thin["mlp_layer_types"]
+        thin["first_k_dense_replace"] = CASES[name][1]["first_k_dense_replace"]
+    if name == "mimo_v2_flash":
+        thin = _hub_mimo(thin)
     path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))
+
+
+def _hub_mimo(thin: dict[str, Any]) -> dict[str, Any]:
+    """Lists of numbers for kinds of layers, a window that does not count the token itself, and what the class says."""
+    del thin["mlp_layer_types"]
+    return {
+        **thin,
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "sliding_window_size": thin.pop("sliding_window") - 1,
+        "swa_num_key_value_heads": 4,
+        "add_swa_attention_sink_bias": True,
+    }
 
 
 def _older_step(thin: dict[str, Any]) -> dict[str, Any]:

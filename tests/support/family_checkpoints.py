@@ -223,7 +223,7 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
 
 
 def _base(family: str) -> dict[str, Any]:
-    if family in ("GPT2", "GPTBigCode"):
+    if family in ("GPT2", "GPTBigCode", "GPTJ"):
         return GPT2
     return {key: value for key, value in BASE.items() if key != "num_key_value_heads" or family not in WITHOUT_KV_HEADS}
 

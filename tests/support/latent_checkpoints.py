@@ -23,6 +23,9 @@ LATENT |= {"v_head_dim": 48, "num_hidden_layers": 3, "hidden_size": 64}
 _EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _YARN |= {"beta_fast": 8.0, "beta_slow": 0.5}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0, 2.1, 2.5]}
+_LONG |= {"long_factor": [2.0, 3.0, 3.5, 4.0, 6.0, 8.0, 9.0, 9.5]}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 _K2 = {**LATENT, **_EXPERTS, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 1, "topk_group": 1}
@@ -52,6 +55,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
             | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 0.5},
         },
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {**LATENT, "q_lora_rank": 32, "scale_depth": 1.1, "dim_model_base": 24, "attention_bias": True}
+        | {"v_head_dim": None, "rope_parameters": _LONG},
+    ),
+    "minicpm3_plain": (
+        "MiniCPM3",
+        {**LATENT, "q_lora_rank": None, "scale_depth": None, "dim_model_base": None, "mlp_bias": True},
     ),
     "mistral3_mistral4": (
         "Mistral3",

@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import TEXT_PART_ROWS
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+
+LIKE_OTHERS = (
+    *("MinistralForCausalLM", "HyperCLOVAXForCausalLM", "MiniCPM3ForCausalLM", "AfmoeForCausalLM"),
+    *("MellumForCausalLM", "LagunaForCausalLM", "Cohere2MoeForCausalLM", *OLDER_ROWS),
+)
+"""Architectures whose weights are cut as those of others."""
 
 
 def families(*quick: str) -> list[Any]:
@@ -18,7 +25,7 @@ def families(*quick: str) -> list[Any]:
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
     marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
-    marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration"], pytest.mark.stress)
+    marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration", *LIKE_OTHERS], pytest.mark.stress)
     marks |= {"Lfm2ForCausalLM": pytest.mark.matrix}
     return [
         pytest.param(each, marks=() if each in quick else marks.get(each, ()))
@@ -31,7 +38,9 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json in the family's own words, without keys that it does not have. What is turned in
     part of a head of 6 would be odd.
     """
-    words, is_partial = FAMILIES[architecture].file_keys, "partial_rotary_factor" in FAMILIES[architecture].defaults
+    words = FAMILIES[architecture].file_keys
+    # Perhaps of one kind of layers.
+    is_partial = "partial_rotary_factor" in str(FAMILIES[architecture].defaults)
     given = {**config, "head_dim": 8} if is_partial and config.get("head_dim") == 6 else config
     own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
     if FAMILIES[architecture].encoder_part is not None:
@@ -40,7 +49,7 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of LFM2 that are convolutions: without such a list it has none, or no default."""
+    """Layers of LFM2 that are convolutions: without such a list it has none, or no default. Kinds of GPT-Neo's."""
     num_layers = config.get("num_hidden_layers", 32)
     if architecture == "Lfm2ForCausalLM":
         return {"full_attn_idxs": [*range(1, num_layers, 2)]}
@@ -48,7 +57,10 @@ def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         return {"layer_types": [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]}
     if architecture == "KimiLinearForCausalLM":
         return {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]}
-    return {}
+    if architecture == "GPTNeoForCausalLM":
+        return {"attention_types": [[["global"], config["num_layers"]]]} if "num_layers" in config else {}
+    # Parts of heads that are small here.
+    return {"GPTJForCausalLM": {"rotary_dim": 4}, "MiMoV2FlashForCausalLM": {"v_head_dim": 4}}.get(architecture, {})
 
 
 def _few_experts(architecture: str) -> dict[str, Any]:

@@ -123,11 +123,14 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
         )
-    sizes = list(dict.fromkeys((layer.num_kv_heads, layer.head_size) for layer in model_config.layers))
+    sizes_of = [
+        (each.num_kv_heads, size) for each in model_config.layers for size in (each.head_size, each.value_head_size)
+    ]
+    sizes = list(dict.fromkeys(sizes_of))
     width = sum(2 * layer.num_kv_heads * layer.head_size for layer in model_config.layers)
     if len(sizes) > 1 or model_config.image_layers or adapter.tensor.shape[1] != width:
         expected = f"{width} of this model ({model_config.num_layers} layers x 2 x key-value heads x head size)"
-        problem = "layers of different sizes are not supported" if len(sizes) > 1 else f"not the {expected}"
+        problem = "keys and values of different sizes are not supported" if len(sizes) > 1 else f"not the {expected}"
         raise AdapterError(
             f"{adapter.subject}: keys and values of {adapter.tensor.shape[1]} numbers a token, {problem}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
@@ -20,6 +21,7 @@ from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.gates import sigmoid
+from spmd_worker.ops.kernels.reference_recurrent import softplus
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -52,23 +54,25 @@ class Attention(nn.Module):
         self, context: LayerContext, layer: LayerConfig, hidden_size: int, input_size: int | None = None
     ) -> None:
         super().__init__()
-        group, size = context.tensor_group, layer.head_size
+        group, size, value_size = context.tensor_group, layer.head_size, layer.value_head_size
         heads = shard_range(layer.num_heads, group.size, group.rank)
         kv_heads = kv_head_range(layer.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], kv_heads[1] - kv_heads[0], size
+        self._value_size, self._value_multiplier = value_size, layer.value_multiplier
         self.window, self.scale, self._score_cap = layer.window or -layer.chunk, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
         self._qkv_clip, self._is_plain = layer.qkv_clip, layer.is_plain_attention
         self._key_multiplier, (self._in_multiplier, out_multiplier) = layer.key_multiplier, layer.attention_multipliers
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
-        assert layer.output_gate in ("", "head", "number"), layer.output_gate
+        assert layer.output_gate in ("", "head", "number", "projected"), layer.output_gate
+        self._gate = {"sigmoid": sigmoid, "softplus": softplus}[layer.gate_activation]
         self._has_gates = layer.output_gate == "number"
         assert not self._has_gates or layer.qk_norm != "flat", "a flat norm is of queries alone"
         self._reads_other = layer.kv_layer is not None
-        of_keys = ("k_proj", "v_proj")[: layer.num_key_projections]
+        of_keys = (("k_proj", size), ("v_proj", value_size))[: layer.num_key_projections]
         shares = [
             ("q_proj", layer.num_heads, heads, size * (1 + self._has_gates)),
-            *((name, layer.num_kv_heads, kv_heads, size) for name in of_keys),
+            *((name, layer.num_kv_heads, kv_heads, each) for name, each in of_keys),
         ]
         parts = tuple(
             OutputPart(name, total * each, start * each, stop * each, name != "k_proj" or layer.has_key_bias)
@@ -76,13 +80,14 @@ class Attention(nn.Module):
         )
         self._sizes = [part.stop - part.start for part in parts]
         self.qkv_proj = ColumnParallelLinear(context, input_size or hidden_size, parts, layer.has_qkv_bias)
-        inputs, num_inputs = (heads[0] * size, heads[1] * size), layer.num_heads * size
+        inputs, num_inputs = (heads[0] * value_size, heads[1] * value_size), layer.num_heads * value_size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias, out_multiplier)
         self.g_proj: ColumnParallelLinear | None = None
-        if layer.output_gate == "head":
-            self.g_proj = ColumnParallelLinear(
-                context, hidden_size, (OutputPart("g_proj", layer.num_heads, *heads),), has_bias=False
-            )
+        if layer.output_gate in ("head", "projected"):
+            num_gates = 1 if layer.output_gate == "head" else value_size
+            total, start, stop = (each * num_gates for each in (layer.num_heads, *heads))
+            gates = (OutputPart("g_proj", total, start, stop),)
+            self.g_proj = ColumnParallelLinear(context, hidden_size, gates, has_bias=False)
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
         assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
         has_values_norm = layer.norms_values and not self._reads_other
@@ -139,11 +144,11 @@ class Attention(nn.Module):
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
             attended = self._backend.attend(query, *of_layer, distance_bias=distance_bias)
-            attended = attended.view(len(query), -1)
+            attended = attended.view(len(query), self.num_heads, -1)[..., : self._value_size].flatten(1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters
         if self.g_proj is not None:
-            attended = self._gated(attended, self.g_proj(x, adapters).unsqueeze(2))
+            attended = self._gated(attended, self.g_proj(x, adapters).view(len(attended), self.num_heads, -1))
         if self._has_gates:
             heads = projected[:, : self._sizes[0]] if wanted is None else projected[wanted.rows, : self._sizes[0]]
             attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
@@ -151,13 +156,13 @@ class Attention(nn.Module):
         return output
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
-        """Heads [T, Hq * D] times the sigmoids, rounded to the dtype, of their gates [T, Hq, 1 or D]."""
-        heads = attended.view(len(attended), self.num_heads, self.head_size)
-        return (heads * sigmoid(gates.float()).to(heads.dtype)).flatten(1)
+        """Heads [T, Hq * D] times the activated gates [T, Hq, 1 or D] of each, rounded to the dtype."""
+        heads = attended.view(len(attended), self.num_heads, -1)
+        return (heads * self._gate(gates.float()).to(heads.dtype)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (Hq + 2 * Hkv) * D] -> query [T, Hq, D], key and value [T, Hkv, D]. With gates a head of `projected` has
-        its query, then its gate.
+        its query, then its gate. Smaller values end with zeros.
         """
         query, key, *values = projected.split_with_sizes(self._sizes, dim=-1)
         value = values[0] if values else key
@@ -167,7 +172,10 @@ class Attention(nn.Module):
         if self._qkv_clip:
             query, key, value = (part.clamp(-self._qkv_clip, self._qkv_clip) for part in (query, key, value))
         query = query.view(len(projected), self.num_heads, -1)[..., : self.head_size]
-        key, value = (part.view(len(projected), -1, self.head_size) for part in (key, value))
+        key = key.view(len(projected), -1, self.head_size)
+        value = value.view(len(projected), -1, self._value_size)
+        value = value if self._value_multiplier == 1.0 else value * self._value_multiplier
+        value = value if self._value_size == self.head_size else F.pad(value, (0, self.head_size - self._value_size))
         value = value if self.v_norm is None else self.v_norm(value)
         if self._qk_norm in ("head", "each_head") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -148,7 +148,8 @@ class CheckpointNames:
             return
         prefix, full_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
         if full_name is not None:
-            named = replace(piece, checkpoint_name=prefix + full_name)
+            is_parameter = f"{part}.{leaf}" in self._names.as_parameters
+            named = replace(piece, checkpoint_name=prefix + full_name, is_buffer=piece.is_buffer and not is_parameter)
             yield _as_row(named) if f"{part}.{leaf}" in self._names.as_rows else named
             return
         if "{}" in self._parts.get(part, ""):
@@ -182,6 +183,11 @@ class CheckpointNames:
         is_transposed = stacked.is_transposed and leaf == "weight"
         if is_transposed:
             shape, source = (shape[0], *shape[:0:-1]), (source[0], *source[:0:-1])
+        if stacked.is_flat:
+            height, width = shape[1:]
+            (begin, end), across = source[1:]
+            shape = (experts.num_experts * height, width)
+            source = ((expert * height + begin, expert * height + end), across)
         if piece.parameter_name == "":
             return empty_slice(name, shape)
         return replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_transposed)
@@ -455,7 +461,7 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
     return {
         "self_attn.q_proj": query,
         "self_attn.k_proj": key_value,
-        "self_attn.v_proj": key_value,
+        "self_attn.v_proj": layer.num_kv_heads * layer.value_head_size,
         "mlp.gate_proj": layer.intermediate_size,
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),

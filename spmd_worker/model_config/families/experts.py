@@ -13,6 +13,7 @@ class StackedTensor:
     names within a layer; `parts` are our names of the matrices of a slice, concatenated by rows. A tensor is [experts,
     outputs, inputs], or [experts, inputs, outputs] with `is_transposed`, and one of biases [experts, outputs].
     `may_be_transposed`: some files have the other order, which the shape shows; square matrices are as here.
+    `is_flat`: the tensor is [experts * outputs, inputs], or [experts * inputs, outputs].
     """
 
     name: str
@@ -20,6 +21,7 @@ class StackedTensor:
     bias: str = ""
     is_transposed: bool = False
     may_be_transposed: bool = False
+    is_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,15 @@
 Each row is compared with transformers, and each entry broken, in tests/model/test_expert_rows.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
+    QKV,
     Attention,
     Embedding,
     Family,
@@ -21,6 +25,7 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.rope import with_theta_of
 
 _QWEN: Final[dict[str, Any]] = {
     "every_key": "decoder_sparse_step",
@@ -95,6 +100,20 @@ _GLM4: Final = Family(
         "norm_topk_prob": True,
     },
 )
+
+
+def _flat_dbrx(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The config of DBRX with keys of nested objects behind the object's name."""
+    reader, key = ConfigReader(config, path), "moe_normalize_expert_weights"
+    parts = {part: reader.object(part) for part in ("attn_config", "ffn_config")}
+    # Null is another value than that of a missing key.
+    norm = parts["ffn_config"].config.get(key, 1.0)
+    if norm not in (None, 1.0):
+        raise parts["ffn_config"].error(key, "is not supported, only 1.0 or null")
+    flat = {f"{part}.{each}": value for part, nested in parts.items() for each, value in nested.config.items()}
+    activation = parts["ffn_config"].object("ffn_act_fn").get("name", "silu")
+    return {**config, **flat, "norm_topk_prob": norm is not None, "hidden_act": activation}
+
 
 _EXPERT_STACKS: Final = (
     StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), may_be_transposed=True),
@@ -282,6 +301,50 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")},
         ),
         experts=ExpertsFamily(**_GRANITE_EXPERTS, shared_key="shared_intermediate_size"),
+    ),
+    "DbrxForCausalLM": Family(
+        models="DBRX",
+        names=Names(
+            embedding="transformer.wte",
+            layers="transformer.blocks",
+            norm="transformer.norm_f",
+            norms=("norm_attn_norm.norm_1", "", "norm_attn_norm.norm_2", ""),
+            parts={"self_attn.o_proj": "norm_attn_norm.attn.out_proj", "mlp.gate": "ffn.router.layer"},
+            fused={"norm_attn_norm.attn.Wqkv": QKV},
+            stacked=(
+                StackedTensor("ffn.experts.mlp.w1", ("gate_proj",), is_flat=True),
+                StackedTensor("ffn.experts.mlp.v1", ("up_proj",), is_flat=True),
+                StackedTensor("ffn.experts.mlp.w2", ("down_proj",), is_transposed=True, is_flat=True),
+            ),
+        ),
+        attention=Attention(qkv_bias=False, output_bias=False, qkv_clip_key="attn_config.clip_qkv"),
+        rope=Rope(adjust=with_theta_of("attn_config.rope_theta")),
+        norms=Norms(kind="layer", eps_key="", eps=1e-5),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            count_keys=("ffn_config.moe_num_experts",),
+            default_count=4,
+            chosen_key="ffn_config.moe_top_k",
+            size_key="intermediate_size",
+        ),
+        newer=_flat_dbrx,
+        file_keys={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "num_key_value_heads": "attn_config.kv_n_heads",
+            "intermediate_size": "ffn_config.ffn_hidden_size",
+            "max_position_embeddings": "max_seq_len",
+            "head_dim": "",
+        },
+        defaults={
+            "d_model": 2048,
+            "n_layers": 24,
+            "n_heads": 16,
+            "attn_config.kv_n_heads": 1,
+            "ffn_config.ffn_hidden_size": 3584,
+            "ffn_config.moe_top_k": 1,
+        },
     ),
     "Dots1ForCausalLM": Family(
         models="dots.llm1",

@@ -52,8 +52,9 @@ class Names:
     Names of experts have {} for the number in `parts`, which may hold full names too. `stacked` are the tensors of
     experts that are not separate; transformers stacks separate ones in memory (`CheckpointNames`). A module of a layer
     with {} in its name in `parts` has each of our rows in a tensor of its own, by number. Tensors in `as_rows`, by our
-    name in a layer, are parameters [1, n], not buffers [n]. `joined` are stacks that are one tensor in memory, by its
-    name in a layer, outputs one behind the other; `joined_rows` are other tensors that are one in memory.
+    name in a layer, are parameters [1, n], not buffers [n], and those in `as_parameters` parameters [n]. `joined` are
+    stacks that are one tensor in memory, by its name in a layer, outputs one behind the other; `joined_rows` are other
+    tensors that are one in memory.
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
     and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
@@ -80,6 +81,7 @@ class Names:
     aliases: Mapping[str, str] = field(default_factory=dict)
     by_kv_head: tuple[str, ...] = ()
     as_rows: tuple[str, ...] = ()
+    as_parameters: tuple[str, ...] = ()
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined_rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixer_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -151,8 +153,9 @@ class Attention:
     `head_size` 0 means hidden size / heads, unless a key has it. `num_kv_heads` above 0 is the same in every file.
     `qk_norm`, `has_sinks`, `output_gate` and `has_key_bias` are as in `LayerConfig`; if `qk_norm_key` is false, queries
     and keys have no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the
-    inverse root; without both it is the head size. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys
-    and values. Layers with a window have `sliding_heads_key` query heads, if a file has that key.
+    inverse root, in a family with both for files without the first; without both it is the head size. A `scale` above 0
+    is the same in every file. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values. Layers
+    with a window have `sliding_heads_key` query heads, if a file has that key.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -162,6 +165,7 @@ class Attention:
     qk_norm_key: str = ""
     head_size: int = 0
     num_kv_heads: int = 0
+    scale: float = 0.0
     scale_key: str = ""
     scale_root_key: str = ""
     score_cap_key: str = ""

@@ -4,12 +4,23 @@ Each row is compared with transformers, and each entry broken, in tests/model/te
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader, checked_number
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
-from spmd_worker.model_config.families.family import Attention, Family, FeedForward, Names, Rope, Variant
+from spmd_worker.model_config.families.family import (
+    Attention,
+    Embedding,
+    Family,
+    FeedForward,
+    Head,
+    Names,
+    Rope,
+    Variant,
+)
 from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
 from spmd_worker.model_config.rope import RopeParameters, given_rope, rope_of
 
@@ -65,6 +76,24 @@ def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
     return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
+def _newer_minicpm(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The config of MiniCPM3 with sizes that follow from others where it has null, or no size of values."""
+    reader = ConfigReader({**_MINICPM_DEFAULTS, **config}, path)
+    hidden_size = reader.count("hidden_size")
+    derived = {
+        "v_head_dim": max(hidden_size // reader.count("num_attention_heads"), 1),
+        "dim_model_base": hidden_size,
+    }
+    return {**config, **{key: value for key, value in derived.items() if reader.get(key) is None}}
+
+
+def _minicpm_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Outputs are scaled by the number of layers."""
+    has_depth = reader.get("scale_depth") is not None
+    multiplier = reader.number("scale_depth") / math.sqrt(len(layers)) if has_depth else 1.0
+    return tuple([replace(layer, residual_multiplier=multiplier) for layer in _with_latents(reader, layers)])
+
+
 _SHARED: Final = {
     f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in ("gate_proj", "up_proj", "down_proj")
 }
@@ -108,6 +137,24 @@ def _latent_family(**parts: Any) -> Family:
     )
 
 
+_MINICPM_DEFAULTS: Final[dict[str, Any]] = {
+    "vocab_size": 73448,
+    "hidden_size": 2560,
+    "intermediate_size": 6400,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 40,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "eos_token_id": 2,
+}
 _V2: Final = _latent_family(
     models="DeepSeek-V2, V2-Lite, Coder-V2",
     names=_NAMES,
@@ -194,6 +241,19 @@ LATENT_ROWS: Final[dict[str, Family]] = {
             "moe_intermediate_size": 1536,
             "eos_token_id": 1,
         },
+    ),
+    "MiniCPM3ForCausalLM": replace(
+        _latent_family(
+            models="MiniCPM3 4B",
+            feed_forward=FeedForward(),
+            # Pairs are elements of two halves.
+            ropes=None,
+            embedding=Embedding(multiplier_key="scale_emb"),
+            head=Head(divisor_key="hidden_size", multiplier_key="dim_model_base"),
+            newer=_newer_minicpm,
+            defaults=_MINICPM_DEFAULTS,
+        ),
+        layers=_minicpm_layers,
     ),
     "Mistral4ForCausalLM": _latent_family(
         models="Mistral Small 4, the text",

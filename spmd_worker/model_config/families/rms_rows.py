@@ -12,6 +12,7 @@ from spmd_worker.model_config.families.family import (
     Names,
     Norms,
     Rope,
+    Variant,
     Windows,
     Wiring,
 )
@@ -73,6 +74,16 @@ GEMMA2: Final = replace(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+)
+_HYPERCLOVA: Final = Family(
+    models="HyperCLOVA X SEED Think 14B",
+    names=Names(norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
+    attention=Attention(scale_key="attention_multiplier", scale_root_key="head_dim"),
+    wiring=Wiring(residual_multiplier_key="residual_multiplier"),
+    embedding=Embedding(multiplier_key="embedding_multiplier"),
+    head=Head(multiplier_key="logits_scaling"),
+    required={"use_post_norm": True},
+    defaults={"eos_token_id": 2},
 )
 RMS_ROWS: Final[dict[str, Family]] = {
     "Olmo3ForCausalLM": Family(
@@ -162,6 +173,10 @@ RMS_ROWS: Final[dict[str, Family]] = {
             },
             "eos_token_id": 2,
         },
+    ),
+    "HyperCLOVAXForCausalLM": replace(
+        _HYPERCLOVA,
+        variants=(Variant({"use_post_norm": False}, replace(_HYPERCLOVA, names=Names(), required={})),),
     ),
     "HeliumForCausalLM": Family(
         models="Helium",

@@ -33,10 +33,24 @@ from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
+from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, TEXT_PART_ROWS, inside_language_model
 
+_MISTRAL: Final = Family(
+    models="Mistral 7B, Mistral Nemo",
+    attention=Attention(qkv_bias=False, output_bias=False),
+    windows=Windows(rule="always"),
+    feed_forward=FeedForward(bias=False),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+)
 _QWEN2: Final = Family(
     models="Qwen2, Qwen2.5",
     attention=Attention(qkv_bias=True, output_bias=False),
@@ -92,18 +106,8 @@ _GLM: Final = Family(
 
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
-    "MistralForCausalLM": Family(
-        models="Mistral 7B, Mistral Nemo",
-        attention=Attention(qkv_bias=False, output_bias=False),
-        windows=Windows(rule="always"),
-        feed_forward=FeedForward(bias=False),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "eos_token_id": 2,
-        },
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": replace(_MISTRAL, models="Ministral 8B 2410"),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": replace(_QWEN2, models="Qwen3, dense", attention=Attention(qk_norm="head", head_size=128)),
     "SmolLM3ForCausalLM": Family(
@@ -231,9 +235,11 @@ FAMILIES: Final[dict[str, Family]] = {
     **TEXT_PART_ROWS,
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
+    **OLDER_ROWS,
     **EXPERT_FAMILIES,
     **LATENT_ROWS,
     **SPARSE_ROWS,
+    **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
     **KIMI_ROWS,
@@ -248,6 +254,9 @@ _INDEXER: Final = "its attention chooses the keys that a token sees by an indexe
 _TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
 _STREAMS: Final = "its layers have several residual streams"
+_MASKS_KEYS: Final = "its attention leaves out keys by what they hold"
+_OF_HEADS: Final = "its attention has experts, each with queries of its own"
+_TERNARY: Final = "its weights are ternary, multiplied with activations that are quantised in each layer"
 _ALIBI: Final = "its attention encodes positions as biases (alibi)"
 _IMAGES: Final = "it accepts images; for text alone use the checkpoint of its language model"
 _SPEECH: Final = "it accepts speech; for text alone use the checkpoint of its language model"
@@ -280,6 +289,9 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",
     ),
+    _MASKS_KEYS: ("DogeForCausalLM",),
+    _OF_HEADS: ("JetMoeForCausalLM",),
+    _TERNARY: ("BitNetForCausalLM",),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         "Ovis2ForConditionalGeneration",

@@ -314,14 +314,15 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     size, heads = layer.head_size, share.num_heads + 2 * share.num_kv_heads
     has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
     has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0 or layer.norms_values
+    has_copies = has_copies or layer.value_size > 0 or layer.value_multiplier != 1.0
     elements = (5 if has_copies else 3) * heads * size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
         elements += 4 * heads * size
     if layer.output_gate:
-        # Gates of numbers are projected with the queries; they are float32, and rounded.
-        elements += (8 if layer.output_gate == "number" else 2) * share.num_heads * size
+        # Gates of numbers are projected too; they are float32, and rounded.
+        elements += (2 if layer.output_gate == "head" else 8) * share.num_heads * size
     return elements
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from encoder_models import encoder_folder
+from expert_checkpoints import expert_folder, open_experts
 from family_checkpoints import WITH_IMAGES, family_folder
 from our_model import encoder_states, load_model, prompt_logits
 from peft import PeftModel
@@ -44,6 +45,9 @@ CASES: dict[str, tuple[str, Settings]] = {
     "falcon_all": ("falcon", ()),
     "opt_projected": ("opt_350m", ()),
     "gemma2_all": ("gemma2", ()),
+    "gptj_all": ("gptj", ()),
+    "gpt_neo_all": ("gpt_neo", ()),
+    "persimmon_all": ("persimmon", ()),
     "gemma3_images": ("gemma3_images", ()),
 }
 """Family and arguments of LoraConfig. Fused matrices are in rows, transposed, by key-value head, and with one head."""
@@ -156,6 +160,21 @@ def test_modules_of_a_running_tower_are_refused(tmp_path: Path):
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_all_linear_of_models_with_images(family: str):
     assert worst_error(family, ()) < 1e-4
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ["laguna_per_element", "mimo_v2_flash"])
+def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Path):
+    folder, targets = expert_folder(name), r".*self_attn\.(q|v|o|g)_proj"
+    write_adapter(open_experts(folder), tmp_path, (("target_modules", targets),))
+    theirs = PeftModel.from_pretrained(open_experts(folder), tmp_path).eval()
+    model, source = load_model(folder), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, AdapterLimits(1, 64, 1))
+    loaded.commit(loaded.prepare(source))
+    found = prompt_logits(model, PROMPTS, loaded=loaded, digests=[source.digest] * len(PROMPTS))
+    for ours, plain, prompt in zip(found, prompt_logits(model, PROMPTS), PROMPTS, strict=True):
+        assert relative_error(ours, peft_logits(theirs, prompt)) < 1e-4
+        assert relative_error(plain, ours) > 1e-2
 
 
 ENCODERS = {

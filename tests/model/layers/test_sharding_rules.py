@@ -59,7 +59,7 @@ def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
 
 # With biases, and those of stacked experts' ways back, which the first rank adds.
 HELD_BY_ALL = tuple(
-    f"{each}.bias" for each in ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "out_proj", "fc2")
+    f"{each}.bias" for each in ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "out_proj", "fc2", "fc_out")
 )
 HELD_BY_ALL += (
     *("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "block_sparse_moe.gate.weight", "router.layer.weight"),
@@ -67,7 +67,7 @@ HELD_BY_ALL += (
     *("mlp.router.gate.weight", "mlp.gate.wg.weight", "feed_forward.router.weight", "block_sparse_moe.router.weight"),
     *("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "mlp.expert_bias"),
     *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
-    *("per_layer_model_projection.weight", "f_a_proj.weight", "g_a_proj.weight"),
+    *("per_layer_model_projection.weight", "f_a_proj.weight", "g_a_proj.weight", "dense_bias"),
 )
 
 
@@ -85,11 +85,16 @@ HELD_BY_ALL += (
 )
 def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
     model_config = new_shape(architecture)
-    num_holders = max(size // model_config.num_kv_heads, 1)
+    # Heads are as many in all layers, but for MiMo's, where the most are in those that slide.
+    kv_heads = {f".layers.{index}.": layer.num_kv_heads for index, layer in enumerate(model_config.layers)}
     is_net = architecture == "KimiLinearForCausalLM"
     mamba = next((layer.mamba for layer in model_config.layers if layer.mamba is not None), None)
     num_group_holders = 1 if mamba is None else max(size // mamba.num_groups, 1)
     for name, count in times_read(model_config, size).items():
+        # DBRX's attention is in a module with its norms.
+        own_name = name.replace("norm_attn_norm", "")
+        of_layer = next((heads for part, heads in kv_heads.items() if part in name), model_config.num_kv_heads)
+        num_holders = max(size // of_layer, 1)
         if mamba is not None and any(word in name for word in ("in_proj", "conv1d")):
             # B and C, behind z and x, or x alone; dt is the last.
             first = mamba.num_columns * (1 + ("in_proj" in name))
@@ -98,13 +103,13 @@ def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
             count, expected = np.delete(count, shared, axis=0), 1
         elif mamba is not None and name.endswith(("mamba.norm.weight", "layers.0.mixer.norm.weight")):
             expected = num_group_holders
-        elif any(word in name for word in ("qkv_proj", "query_key_value", "c_attn")):
+        elif any(word in name for word in ("qkv_proj", "query_key_value", "c_attn", "Wqkv")):
             num_queries = model_config.num_heads * model_config.head_size
             assert (count[:num_queries] == 1).all(), name
             count, expected = count[num_queries:], num_holders
         elif (".k_proj." in name or ".v_proj." in name) and not is_net and ".linear_attn." not in name:
             expected = num_holders
-        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions", "act_fn")) or name.endswith(
+        elif any(word in own_name for word in ("norm", ".ln_", "wpe", "embed_positions", "act_fn")) or name.endswith(
             HELD_BY_ALL
         ):
             expected = size
