@@ -62,6 +62,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
     "qwen2_moe",
     "olmoe",
     "afmoe",
+    "mellum",
     "dbrx",
     "laguna",
     "cohere2_moe",
