@@ -25,8 +25,11 @@ def open_standard_streams() -> None:
             # The lowest number that is free, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_WRONLY), True)
     if sys.stdout is None:
-        stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+        stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "backslashreplace")
         vars(sys).update(stdout=stdout, __stdout__=stdout)
+    elif sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale may lack letters of a name or an answer, and a name may hold bytes that are no letter.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is not sys.__stderr__:
         # A caller's own stream, in the caller's process.
         return

@@ -38,6 +38,23 @@ file.write(f"{{file.fileno() > 2}} {{sys.stderr is sys.__stderr__}} {{is_readabl
     assert done.stderr == ("" if 2 in closed else "lost or shown\nthe same of a library")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", b"\xe9 \\u884c \\udcff\n"), ("utf-8", b"\xc3\xa9 \xe8\xa1\x8c \\udcff\n")]
+)
+def test_standard_output_shows_letters_it_lacks(encoding: str, shown: bytes):
+    """Regression: `--cfg job` and spmd-worker-verify ended in a UnicodeEncodeError."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from spmd_worker.base.standard_streams import open_standard_streams
+open_standard_streams()
+print("\\xe9 \\u884c \\udcff")
+"""
+    variables = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=variables, check=True)
+    assert done.stdout == shown
+
+
 @pytest.mark.parametrize("end", ["a pipe", "a terminal", "a full disk"])
 def test_standard_error_without_reader_loses_what_is_written(end: str):
     """A job of hours ended when its terminal was closed, or its log was cut by `| head`."""
