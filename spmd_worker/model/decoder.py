@@ -171,15 +171,14 @@ class DecoderStack(nn.Module):
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
-        # Joined layers are causal, of one block table, and nothing is added between them, nor to sums over ranks.
-        joins = is_fused and not added and metadata.last_visible is None and not metadata.others
+        # Joined layers are causal, and nothing is added between them, nor to sums over ranks.
+        joins = is_fused and not added and metadata.last_visible is None
         joins = joins and not streams and (adapters is None or self._group.size == 1)
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         part = None
         if joined is not None and num_joined:
-            assert isinstance(cache, Tensor), "joined layers have blocks of one shape"
             angles = [(rope.cos, rope.sin) for rope in ropes]
             part = joined.run(residual, angles, cache[:num_joined], metadata, adapters)
         for index in range(num_joined, len(cache)):

@@ -92,17 +92,25 @@ enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
 // kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
 // up projections, which other activations than SiLU have too; otherwise all three are null. `angles`: cosines and sines of
 // each rope in turn. They are with several ranks: adapters add to complete sums.
+
+// One layer's blocks, and the block tables and the blocks of the step's tokens of its group of layers.
+template <class Element>
+struct LayerBlocks {
+  Element* cache;
+  int64_t block_stride;
+  const int64_t* tables;
+  int64_t table_stride;
+  const int64_t* blocks;
+};
+
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
   int8_t* bytes;
   float *maxima, *wide;
   const Element* const* angles;
-  Element* cache;
-  int64_t layer_stride, block_stride;
-  const int64_t* tables;
-  int64_t table_stride;
-  const int64_t *blocks, *offsets, *query_starts, *context_lengths;
+  const LayerBlocks<Element>* layers;
+  const int64_t *offsets, *query_starts, *context_lengths;
   int64_t num_sequences, num_tokens, num_threads;
   const void* adapters;
   const void* const* layer_adapters;
@@ -272,6 +280,7 @@ struct Run {
 
   int64_t layer(int64_t number) const {
     const Layer<Element>& layer = stack.layers[number];
+    const LayerBlocks<Element>& of = step.layers[number];
     const int64_t hidden = stack.hidden_size, heads_size = stack.num_heads * stack.head_size;
     const int64_t projected_size = heads_size + 2 * stack.num_kv_heads * stack.head_size;
     const Element* normal = step.x;
@@ -285,9 +294,9 @@ struct Run {
     const Element *const cos = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope],
                   *const sin = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope + 1];
     Calls<Element>::attend_projected(
-        step.cache + number * step.layer_stride, step.block_stride, stack.num_kv_heads, stack.head_size,
-        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, cos, sin,
-        step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
+        of.cache, of.block_stride, stack.num_kv_heads, stack.head_size, stack.block_size, of.tables, of.table_stride,
+        step.projected, projected_size, stack.num_heads, cos, sin,
+        of.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
         step.num_sequences, stack.scale, stack.score_cap, layer.window, step.attended, true, step.num_threads);
     multiply_leaves(
         step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);

@@ -142,8 +142,10 @@ def test_consecutive_calls_continue_the_sequence(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_products
+@pytest.mark.parametrize("has_groups", [False, True])
 @each_dtype
-def test_middle_stage_gives_equal_residual_stream(dtype: torch.dtype):
+def test_middle_stage_gives_equal_residual_stream(dtype: torch.dtype, has_groups: bool):
+    """With one block table, and with a second one that the first layer has."""
     model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
     stack, backend = model.model, model.model.layers[0].self_attn._backend
     incoming = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -154,14 +156,22 @@ def test_middle_stage_gives_equal_residual_stream(dtype: torch.dtype):
         token_blocks=torch.tensor([1] * 16 + [0] * 4),
         token_offsets=torch.arange(20) % 16,
     )
+    if has_groups:
+        other = replace(metadata, block_tables=torch.tensor([[2, 0]]), token_blocks=torch.tensor([2] * 16 + [0] * 4))
+        metadata = replace(metadata, others=(other,), group_of=(1, 0, 0))
     positions = torch.arange(20)
-    results = []
+    results, caches = [], []
     for joined in (stack.joined_layers, None):
         stack.joined_layers = joined
-        cache = torch.full((2, 2, *backend.block_shape(2, 16, 16)), torch.nan, dtype=dtype)
-        results.append(stack(positions, positions, positions, cache, metadata, incoming.clone()))
+        cache = torch.full((len(stack.layers), 3, *backend.block_shape(2, 16, 16)), torch.nan, dtype=dtype)
+        parts = tuple(cache) if has_groups else cache
+        results.append(stack(positions, positions, positions, parts, metadata, incoming.clone()))
+        caches.append(cache)
     assert results[0].isfinite().all()
     assert torch.equal(*results)
+    assert torch.equal(*(cache.nan_to_num() for cache in caches))
+    written = [layer.flatten(1).isfinite().any(1).tolist() for layer in caches[0]]
+    assert written == [[True, not has_groups, has_groups]] + [[True, True, False]] * (len(written) - 1)
 
 
 def _other_order(stack: Any) -> None:

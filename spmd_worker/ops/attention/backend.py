@@ -25,12 +25,12 @@ class JoinedLayers(Protocol):
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Tensor,
+        cache: Tensor | Sequence[Tensor | None],
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:
         """The residual stream [T, hidden], which is updated up to the last layer's output; cosines and sines [T, D /
-        2] of each rope; `cache` [layers, blocks, *block_shape] -> this rank's part of the last layer's output, [T,
+        2] of each rope; caches [blocks, *block_shape] of layers -> this rank's part of the last layer's output, [T,
         hidden], or None if layers add their outputs at once.
 
         As many layers run as the cache has.

@@ -197,10 +197,16 @@ class CpuBackend(AttentionBackend):
         """Addresses of a step's metadata for caches like `layer_cache`; valid until the next step."""
         assert metadata.is_causal, "joined layers are causal"
         self._cache_arguments(layer_cache, head_size)
-        checked = self._check(metadata, layer_cache)
+        groups = [self._check(each, layer_cache) for each in (metadata, *metadata.others)]
+        checked = groups[0]
         return StepPointers(
-            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
-            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
+            len(layer_cache),
+            tuple(
+                (each.block_tables.data_ptr(), each.block_tables.stride(0), each.token_blocks.data_ptr())
+                for each in groups
+            ),
+            metadata.group_of,
+            checked.token_offsets.data_ptr(),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr()),
             *(len(checked.context_lengths), checked.num_tokens),
         )
@@ -244,11 +250,13 @@ class CpuLayers:
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Tensor,
+        cache: Tensor | Sequence[Tensor | None],
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:
-        pointers = self._backend.addresses(metadata, cache[0], 2 * angles[0][0].shape[1])
+        first = cache[0]
+        assert first is not None, "a layer without blocks has no attention"
+        pointers = self._backend.addresses(metadata, first, 2 * angles[0][0].shape[1])
         return self._layers.run(residual, angles, cache, pointers, adapters)
 
 

@@ -15,6 +15,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +34,8 @@ from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
 _WEIGHTS: Final = ("qkv", "output", "gates", "down")
+Caches = Tensor | Sequence[Tensor | None]
+"""Blocks of each layer."""
 AdapterStacks = Callable[[], Iterable[AdapterStack | None]]
 _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
@@ -46,11 +50,13 @@ _MAX_CALL_TOKENS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class StepPointers:
-    """Addresses and sizes of a step's metadata; the caller keeps the memory."""
+    """Addresses and sizes of a step's metadata; the caller keeps the memory. `groups` have the block tables, their
+    stride and the blocks of the tokens of each group of layers, `group_of` the group of each layer, empty with one.
+    """
 
-    tables: int
-    table_stride: int
-    token_blocks: int
+    num_blocks: int
+    groups: tuple[tuple[int, int, int], ...]
+    group_of: tuple[int, ...]
     token_offsets: int
     query_starts: int
     context_lengths: int
@@ -85,8 +91,7 @@ class _Ranks(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [
         *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "wide"),
-        *_fields("angles", "cache", "layer_stride", "block_stride", "tables", "table_stride"),
-        *_fields("blocks", "offsets", "query_starts", "context_lengths"),
+        *_fields("angles", "layers", "offsets", "query_starts", "context_lengths"),
         *_fields("num_sequences", "num_tokens", "num_threads", "adapters", "layer_adapters", "columns"),
     ]
 
@@ -127,14 +132,14 @@ class NativeLayers:
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Tensor,
+        cache: Caches,
         step: StepPointers,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:
         """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2] of
-        each rope; `cache` [layers, blocks, elements of a block], of the first layers or of all -> this rank's part of
-        the last layer's output, [T, H], None if layers do not defer; of several ranks float32, and no row of their
-        steps has an adapter.
+        each rope; caches [blocks, elements of a block] of the first layers or of all -> this rank's part of the last
+        layer's output, [T, H], None if layers do not defer; of several ranks float32, and no row of their steps has an
+        adapter.
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
         assert fast is None or adapters is None, "adapters add to complete sums"
@@ -143,13 +148,7 @@ class NativeLayers:
         for each in chain.from_iterable(angles):
             check_tensor(each, self._dtype, (num_tokens, sizes.head_size // 2))
         addresses = (ctypes.c_void_p * (2 * len(angles)))(*(each.data_ptr() for each in chain.from_iterable(angles)))
-        assert cache.ndim == 3, cache.shape
-        assert len(cache) <= len(self._layers), (cache.shape, len(self._layers))
-        block_elements = 2 * sizes.num_kv_heads * self._stack.block_size * sizes.head_size
-        assert cache.shape[2] == block_elements, (cache.shape, block_elements)
-        assert cache.dtype == self._dtype, (cache.dtype, self._dtype)
-        assert cache.is_cpu, cache.device
-        assert cache.stride(2) == 1, cache.stride()
+        blocks = self._blocks(cache, step)
         heads_size = sizes.num_heads * sizes.head_size
         widths = (sizes.hidden_size, heads_size + 2 * sizes.num_kv_heads * sizes.head_size, heads_size)
         work = [torch.empty((num_tokens, width), dtype=self._dtype) for width in (*widths, sizes.intermediate_size)]
@@ -167,8 +166,7 @@ class NativeLayers:
         arguments = _Step(
             *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima))),
             *(0 if wide is None else wide.data_ptr(), ctypes.addressof(addresses)),
-            *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
-            *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
+            *(blocks.ctypes.data, step.token_offsets, step.query_starts, step.context_lengths),
             *(step.num_sequences, num_tokens, num_threads(), rows_of_adapters),
             *(0 if stacks is None else ctypes.addressof(stacks), 0 if columns is None else columns.data_ptr()),
         )
@@ -185,6 +183,26 @@ class NativeLayers:
         part = fast.part_buffer(shape, torch.float32) if wide is None else wide
         assert part is not None, "parts of one size have a slot or none"
         return part
+
+    def _blocks(self, cache: Caches, step: StepPointers) -> "npt.NDArray[np.int64]":
+        """A row of addresses and strides for each layer, the fields of `LayerBlocks` in `layers.cpp`."""
+        sizes, num_layers = self._sizes, len(cache)
+        assert num_layers <= len(self._layers), (num_layers, len(self._layers))
+        block_elements = 2 * sizes.num_kv_heads * self._stack.block_size * sizes.head_size
+        rows = np.empty((num_layers, 5), dtype=np.int64)
+        # Layers in one tensor are alike.
+        for each, row in zip(cache[:1] if isinstance(cache, Tensor) else cache, rows):
+            assert each is not None, "a layer without blocks has no attention"
+            assert each.shape == (step.num_blocks, block_elements), (each.shape, step.num_blocks, block_elements)
+            assert each.dtype == self._dtype, (each.dtype, self._dtype)
+            assert each.is_cpu, each.device
+            assert each.stride(1) == 1, each.stride()
+            row[0], row[1] = each.data_ptr(), each.stride(0)
+        if isinstance(cache, Tensor):
+            rows[:, 0] = cache.data_ptr() + cache.stride(0) * cache.itemsize * np.arange(num_layers)
+            rows[:, 1] = cache.stride(1)
+        rows[:, 2:] = [step.groups[group] for group in step.group_of[:num_layers]] or step.groups
+        return rows
 
     def _adapter_addresses(self) -> "ctypes.Array[ctypes.c_void_p]":
         """Structures of the stacks that the step's adapters may be in; null for empty ones."""
