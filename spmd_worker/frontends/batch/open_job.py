@@ -36,7 +36,7 @@ from spmd_worker.frontends.batch.run_dir.job_files import (
     claim_output,
     is_job_file,
 )
-from spmd_worker.frontends.batch.run_dir.journal import RowJournal, remove_journal
+from spmd_worker.frontends.batch.run_dir.journal import RowJournal, has_rows, remove_journal
 from spmd_worker.frontends.batch.run_dir.kept_digests import keep_digests
 from spmd_worker.frontends.batch.run_dir.manifest import (
     check_manifest,
@@ -185,7 +185,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     manifest = manifest_of(resolved, reader)
     # Most inputs are read quickly: their errors are raised before anything is loaded.
     scan.wait(_SCAN_S)
-    is_resumed = check_manifest(run_dir, manifest, config.job.resume)
+    is_resumed = check_manifest(run_dir, manifest, config.job.resume, has_rows=has_rows(run_dir))
     if is_parts(output := output_of(config.job)):
         # Before anything changes; claimed once this run's name is durable.
         earlier_parts(output, run=manifest["run"])

@@ -227,6 +227,20 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
     assert run(config)["resumed_rows"] == 5
 
 
+def test_run_without_rows_binds_no_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: a job that failed before its first row, for a wrong setting, refused the corrected one."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("spmd_worker.frontends.batch.job.start_engine", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(config)
+    before = json.loads((run_dir(config) / MANIFEST_NAME).read_text())
+    assert run(replace(config, seed=1, job=replace(config.job, max_rows=3)))["rows"] == 3
+    manifest = json.loads((run_dir(config) / MANIFEST_NAME).read_text())
+    assert (manifest["overridden"], manifest["run"], len(manifest["starts"])) == ([], before["run"], 1)
+
+
 @pytest.mark.control("A changed job is refused, with the key")
 def test_force_resumes_and_records_the_overridden_keys(tmp_path: Path):
     config = ended_job(tmp_path, 5)

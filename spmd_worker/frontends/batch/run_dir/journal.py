@@ -115,6 +115,12 @@ def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
             yield from lines_of(lines.fileno(), found, folder / LINES_NAME)
 
 
+def has_rows(folder: Path) -> bool:
+    """True if a journal in the folder has a row, or anything else that a first start does not write."""
+    sizes = {JOURNAL_NAME: len(_HEADER), LINES_NAME: 0}
+    return any(path.stat().st_size > size for name, size in sizes.items() if (path := folder / name).exists())
+
+
 def remove_journal(folder: Path) -> None:
     """Delete the existing files of a journal. Raises OSError."""
     # The records first: lines without records are ignored, records without lines would be damage.

@@ -108,13 +108,18 @@ def make_manifest(
     }
 
 
-def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
+def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str, *, has_rows: bool = True) -> bool:
     """Compare with the manifest of a run that has not ended, and add its history. Changes no file. Returns whether
-    there is such a run, to resume. Raises ConfigError naming the first key that differs, unless `resume` is force.
+    there is such a run, to resume: one that `has_rows`, since others have no answers that could differ. Raises
+    ConfigError naming the first key that differs, unless `resume` is force.
     """
     last = read_manifest(run_dir / MANIFEST_NAME)
     manifest["overridden"] = []
     if last is None or last["has_ended"]:
+        return False
+    if not has_rows:
+        # The name by which it has claimed a folder of parts.
+        manifest["run"] = last.get("run", manifest["run"])
         return False
     _check_shard(run_dir, last, manifest)
     now = manifest["answers"]
