@@ -1,6 +1,7 @@
 """Self-attention of one decoder layer over the paged cache.
 
-T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head size; W: tokens of `WantedTokens`.
+T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head size; V: size of a value's head, D or
+less; W: tokens of `WantedTokens`.
 """
 
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ class Attention(nn.Module):
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
             attended = self._backend.attend(query, *of_layer, distance_bias=distance_bias)
-            attended = attended.view(len(query), self.num_heads, -1)[..., : self._value_size].flatten(1)
+            attended = attended[..., : self._value_size].flatten(1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters
         if self.g_proj is not None:
@@ -156,8 +157,8 @@ class Attention(nn.Module):
         return output
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
-        """Heads [T, Hq * D] times the activated gates [T, Hq, 1 or D] of each, rounded to the dtype."""
-        heads = attended.view(len(attended), self.num_heads, -1)
+        """Heads [T, Hq * V] times the activated gates [T, Hq, 1 or V] of each, rounded to the dtype."""
+        heads = attended.view(len(attended), self.num_heads, self._value_size)
         return (heads * self._gate(gates.float()).to(heads.dtype)).flatten(1)
 
     def _query_key_value(self, projected: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
