@@ -263,13 +263,15 @@ def _ready_logprobs(completion: CompletionOutput, sent: _Sent, *, is_text: bool)
     new, num_left = completion.logprobs[sent.num_logprobs :], len(completion.text) - sent.offset
     if completion.finish_reason is not None or not is_text:
         return new or None
-    ready = []
-    for position in new:
-        num_left -= num_characters(position)
+    num_ready = 0
+    for number, position in enumerate(new, 1):
+        num_added = num_characters(position)
+        num_left -= num_added
         if num_left < 0:
             break
-        ready.append(position)
-    return ready or None
+        # Part of a character is final when the character is.
+        num_ready = number if num_added else num_ready
+    return new[:num_ready] or None
 
 
 def _body_id(row: EncodedRow, name: AnswerName) -> str:

@@ -216,13 +216,17 @@ def test_tool_requests_are_answered_alike_when_streamed(server: ServedHere):
 
 
 @pytest.mark.matrix
-def test_logprobs_wait_for_possible_stop_string(server: ServedHere):
-    """Regression: the stream of a chat that may have calls sent bytes which the stop string then removed."""
-    body = {"messages": USER, "tools": TOOLS, "structured_outputs": {"choice": ["so abcd"]}, "stop": ["bcd"]}
+@pytest.mark.parametrize("stop", ["bcd", "😀"])
+@pytest.mark.parametrize("tools", [TOOLS, []])
+def test_logprobs_wait_for_possible_stop_string(server: ServedHere, tools: list[Any], stop: str):
+    """Regression: a stream sent bytes which the stop string then removed: of a chat that may have calls, and of tokens
+    that are parts of a character.
+    """
+    body = {"messages": USER, "tools": tools, "structured_outputs": {"choice": [f"so a{stop}"]}, "stop": [stop]}
     asked = {**body, "max_tokens": 30, "temperature": 0, "logprobs": True}
     _, whole, _ = server.client.ask(CHAT, asked)
     (choice,) = whole["choices"]
-    assert (choice["message"]["content"], choice["stop_reason"]) == ("so a", "bcd")
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("so a", stop)
     assert joined(server.client.stream(CHAT, asked))["choices"] == whole["choices"]
 
 
