@@ -3,6 +3,7 @@
 Needs no package: a program imports it before everything else.
 """
 
+import contextlib
 import errno
 import io
 import os
@@ -28,8 +29,10 @@ def open_standard_streams() -> None:
         stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "backslashreplace")
         vars(sys).update(stdout=stdout, __stdout__=stdout)
     elif sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        # A locale may lack letters of a name or an answer, and a name may hold bytes that are no letter.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # A locale may lack letters of a name or an answer, and a name may hold bytes that are no letter. A stream whose
+        # file was replaced by a pipe since, as in a fork, cannot be changed.
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is not sys.__stderr__:
         # A caller's own stream, in the caller's process.
         return

@@ -172,7 +172,7 @@ class DecoderStack(nn.Module):
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
         # Joined layers are causal, and nothing is added between them, nor to sums over ranks.
-        joins = is_fused and not added and metadata.last_visible is None
+        joins = is_fused and not added and metadata.is_causal
         joins = joins and not streams and (adapters is None or self._group.size == 1)
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
