@@ -182,6 +182,10 @@ def test_pattern_leaves_out_no_folder_or_link(tmp_path, monkeypatch, pattern):
         patch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "b")
         with pytest.raises(ConfigError, match=rf"its folder {tmp_path}/b cannot be read \(permission denied\): change"):
             RowReader.of(str(tmp_path / pattern))
+        # It may be entered, but not listed.
+        patch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "b" or not mode & os.R_OK)
+        with pytest.raises(ConfigError, match=f"its folder {tmp_path}/b cannot be read"):
+            RowReader.of(str(tmp_path / "**" / "rows.jsonl"))
     (tmp_path / "c" / "rows.jsonl").symlink_to("gone")
     with pytest.raises(ConfigError, match=rf"matches {tmp_path}/c/rows.jsonl, a link to a file that is not there"):
         RowReader.of(str(tmp_path / pattern))

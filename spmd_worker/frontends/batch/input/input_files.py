@@ -148,7 +148,9 @@ def _check_folders(pattern: str) -> None:
     """Raise ConfigError for a folder that cannot be searched: `glob` would leave its files out without a word."""
     parts = Path(pattern).parts
     for depth in range(1, len(parts)):
-        needed = os.R_OK | os.X_OK if glob.has_magic(parts[depth]) else os.X_OK
+        # Below ** every folder is listed, whatever the next name.
+        is_listed = glob.has_magic(parts[depth]) or parts[depth - 1] == "**"
+        needed = os.R_OK | os.X_OK if is_listed else os.X_OK
         for folder in glob.glob(os.path.join(*parts[:depth]), recursive=True):
             # The file system's own, at the top of a volume.
             is_own = os.path.basename(folder) == "lost+found"

@@ -226,7 +226,8 @@ def join_layers(
     if not layers or not all(_computes(layer.config, group.size) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
-    if any(layer.sizes() != sizes for layer in layers):
+    # Outputs that are added at once are complete, which takes a sum over ranks.
+    if any(layer.sizes() != sizes for layer in layers) or (group.size > 1 and not sizes.defers):
         return None
     is_gated = sizes.activation == "silu"
     are_packed = all(_is_packed(each, is_gated=is_gated) for each in weights)
