@@ -305,7 +305,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration"),
         *("Florence2ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),
         *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
-        "NemotronH_Omni_Reasoning_V3",
+        *("NemotronH_Omni_Reasoning_V3", "FuyuForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
     ),
     _SPEECH: (
         *("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
