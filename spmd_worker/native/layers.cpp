@@ -86,13 +86,6 @@ struct Ranks {
 // Linear layers that have adapters.
 enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
 
-// `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
-// row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
-// rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
-// kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
-// up projections, which other activations than SiLU have too; otherwise all three are null. `angles`: cosines and sines of
-// each rope in turn. They are with several ranks: adapters add to complete sums.
-
 // One layer's blocks, and the block tables and the blocks of the step's tokens of its group of layers.
 template <class Element>
 struct LayerBlocks {
@@ -103,6 +96,12 @@ struct LayerBlocks {
   const int64_t* blocks;
 };
 
+// `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
+// row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
+// rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
+// kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
+// up projections, which other activations than SiLU have too; otherwise all three are null. They are with several ranks:
+// adapters add to complete sums. `angles`: cosines and sines of each rope in turn.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
@@ -295,9 +294,9 @@ struct Run {
                   *const sin = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope + 1];
     Calls<Element>::attend_projected(
         of.cache, of.block_stride, stack.num_kv_heads, stack.head_size, stack.block_size, of.tables, of.table_stride,
-        step.projected, projected_size, stack.num_heads, cos, sin,
-        of.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
-        step.num_sequences, stack.scale, stack.score_cap, layer.window, step.attended, true, step.num_threads);
+        step.projected, projected_size, stack.num_heads, cos, sin, of.blocks, step.offsets, step.num_tokens,
+        step.query_starts, step.context_lengths, step.num_sequences, stack.scale, stack.score_cap, layer.window,
+        step.attended, true, step.num_threads);
     multiply_leaves(
         step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);
     add_adapters(adapters_of(number, kOutput), step.attended, heads_size, step.x, hidden);

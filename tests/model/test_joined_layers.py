@@ -145,7 +145,7 @@ def test_consecutive_calls_continue_the_sequence(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("has_groups", [False, True])
 @each_dtype
 def test_middle_stage_gives_equal_residual_stream(dtype: torch.dtype, has_groups: bool):
-    """With one block table, and with a second one that the first layer has."""
+    """Layers have one block table, or the first has another."""
     model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
     stack, backend = model.model, model.model.layers[0].self_attn._backend
     incoming = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).to(dtype)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kv_cache.cache_engine import LayerCaches
 from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -25,7 +26,7 @@ class JoinedLayers(Protocol):
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Tensor | Sequence[Tensor | None],
+        cache: LayerCaches,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:

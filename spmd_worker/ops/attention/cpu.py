@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
@@ -250,7 +251,7 @@ class CpuLayers:
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Tensor | Sequence[Tensor | None],
+        cache: LayerCaches,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:

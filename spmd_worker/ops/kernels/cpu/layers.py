@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model_config.int8_format import PANEL, panel_bytes, row_bytes
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.native.library import NativeLibrary
@@ -34,8 +35,6 @@ from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
 _WEIGHTS: Final = ("qkv", "output", "gates", "down")
-Caches = Tensor | Sequence[Tensor | None]
-"""Blocks of each layer."""
 AdapterStacks = Callable[[], Iterable[AdapterStack | None]]
 _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
@@ -132,7 +131,7 @@ class NativeLayers:
         self,
         residual: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
-        cache: Caches,
+        cache: LayerCaches,
         step: StepPointers,
         adapters: StepAdapters | None = None,
     ) -> Tensor | None:
@@ -184,7 +183,7 @@ class NativeLayers:
         assert part is not None, "parts of one size have a slot or none"
         return part
 
-    def _blocks(self, cache: Caches, step: StepPointers) -> "npt.NDArray[np.int64]":
+    def _blocks(self, cache: LayerCaches, step: StepPointers) -> "npt.NDArray[np.int64]":
         """A row of addresses and strides for each layer, the fields of `LayerBlocks` in `layers.cpp`."""
         sizes, num_layers = self._sizes, len(cache)
         assert num_layers <= len(self._layers), (num_layers, len(self._layers))
@@ -223,11 +222,13 @@ def join_layers(
     fast = group.fast
     if group.size > 1 and not (isinstance(fast, SharedMemoryGroup) and group.has_tree):
         return None
-    if not layers or not all(_computes(layer.config, group.size) for layer in layers):
+    if not layers or not all(_computes(layer.config) for layer in layers):
         return None
     weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
-    # Outputs that are added at once are complete, which takes a sum over ranks.
-    if any(layer.sizes() != sizes for layer in layers) or (group.size > 1 and not sizes.defers):
+    if any(layer.sizes() != sizes for layer in layers):
+        return None
+    # Outputs are complete where they are scaled or added at once, which takes a sum over ranks.
+    if group.size > 1 and not (sizes.defers and sizes.multiplier == 1.0):
         return None
     is_gated = sizes.activation == "silu"
     are_packed = all(_is_packed(each, is_gated=is_gated) for each in weights)
@@ -243,10 +244,8 @@ def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]
     return chain.from_iterable(layer.adapter_stacks() for layer in layers)
 
 
-def _computes(layer: LayerConfig, num_ranks: int) -> bool:
-    """Whether the call computes layers of this kind on so many ranks."""
-    if num_ranks > 1 and not (layer.is_plain_wiring and layer.residual_multiplier == 1.0):
-        return False
+def _computes(layer: LayerConfig) -> bool:
+    """Whether the call computes layers of this kind."""
     is_dense = layer.has_feed_forward and layer.experts is None and layer.is_gated and not layer.bound
     is_dense = is_dense and layer.activation in ACTIVATIONS
     has_other_wires = layer.is_parallel or layer.has_cross_attention or layer.norms_sums or layer.has_scalar
