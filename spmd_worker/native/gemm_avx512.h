@@ -117,6 +117,7 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
             totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
       }
       x.advance(kInputs);
+      asm volatile("" : "+r"(num_left));  // otherwise compilers keep where it ends in a register, too
     }
     if (block.kept != nullptr && !block.is_last_part)
       return each_vector(totals, [&](const Vector& total, int at) { store(block.kept + at, total); });
