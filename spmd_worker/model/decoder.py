@@ -381,6 +381,7 @@ class DecoderForCausalLM(nn.Module):
     def pack_weights(self) -> None:
         """Pack the weights, after they are filled, and join the layers."""
         self.weights.pack()
+        self.forget_addresses()
         self.model.join_layers()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -36,6 +36,8 @@ _SIGNATURES: Final = {
     "gemm": f"{_GEMM} pp ii",
     "gemm_leaves": f"{_GEMM} pp pi ii",
     "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
+    "experts": "ppp i",
+    "weighted_sum": "pp iii p i",
     "add_adapters": "pp pi pi i i",
     "adapter_input_sums": "pp pi pi i",
     "add_adapter_sums": "pp pi pi i",

@@ -7,7 +7,8 @@ is its part of a sum that the next norm makes, like that of a dense layer.
 
 A token's output depends on it alone: kernels are row-wise over the tokens of an expert, and a token's expert outputs
 are added in the order of the experts' indices. Experts are called one by one, with the number of their tokens read
-back, or all at once, if the kernels have a way to do so (`Kernels.expert_kernels`).
+back, or all at once, if the kernels have a way to do so: with weights in one stack (`Kernels.expert_kernels`), or where
+they are (`Kernels.join_experts`).
 
 T: tokens of the step; E: experts of the layer; k: experts of a token.
 """
@@ -37,6 +38,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts
 from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.communicator import single_group
 
@@ -205,6 +207,15 @@ class _Down(RowParallelLinear):
         assert adapters is None, "experts are not adapted"
         return self.product(x)
 
+    @property
+    def parts_leaf_ends(self) -> tuple[int, ...]:
+        """Ends of the leaves in which `product` sums; none without leaves."""
+        return self.leaf_ends if self._has_leaves else ()
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of `product` of inputs of `dtype`."""
+        return self._group.part_dtype(dtype) if self._has_leaves else dtype
+
 
 class Expert(nn.Module):
     """[tokens of this expert, hidden] -> this rank's part of the same."""
@@ -231,6 +242,11 @@ class Expert(nn.Module):
             gated = functional_call(self.gate_up_proj, gates, (x,), {"is_fused": is_fused})
             output = functional_call(self.down_proj, down, (gated,))
         return output
+
+    def weights(self) -> ExpertWeights:
+        """Its parameters, for `Kernels.join_experts`."""
+        gates, down = self.gate_up_proj, self.down_proj
+        return ExpertWeights(gates.weight, gates.bias, down.weight, down.rank_bias)
 
 
 def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:
@@ -291,6 +307,10 @@ class SparseFeedForward(nn.Module):
             self.fc1_latent_proj = replicated_linear(context, "fc1_latent_proj", hidden_size, expert_size)
             self.fc2_latent_proj = replicated_linear(context, "fc2_latent_proj", expert_size, hidden_size)
         self._num_tokens = [0] * experts.num_experts
+        self._kernels, self._dtype, self._activation = context.kernels, context.dtype, layer.activation
+        self._joined: JoinedExperts | None = None
+        self._has_joined = False
+        self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self._stacked: StackedExperts | None = None
         if self._expert_kernels is not None:
             modules, size = [*self.experts.values()], experts.num_experts
@@ -302,7 +322,6 @@ class SparseFeedForward(nn.Module):
                 modules, own, size, layer.activation, *bounds, context.device, stored, is_gated=is_gated
             )
             self._stacked.allocate(context.device)
-            self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self.shared_expert: FeedForward | None = None
         if experts.shared_size:
             has_bias = experts.has_shared_bias
@@ -333,7 +352,10 @@ class SparseFeedForward(nn.Module):
             chosen, weights = ids.view(-1, 1), torch.ones_like(weights)
             padding = None if slots is None else slots.repeat_interleave(num_chosen)
         kernels = self._expert_kernels if is_fused else None
-        if kernels is None:
+        joined = self._joined_experts() if is_fused else None
+        if joined is not None:
+            results = joined.outputs(inputs, chosen, self._totals)
+        elif kernels is None:
             results = self._results(inputs, chosen, is_fused)
         else:
             assert self._stacked is not None, "made with the kernels"
@@ -349,7 +371,9 @@ class SparseFeedForward(nn.Module):
         if self._is_exact:
             # A result is zero on all ranks but one, so the sum is exact.
             results = self._group.all_reduce(results, is_exact=True)
-        if kernels is None:
+        if joined is not None:
+            output = joined.weighted_sum(results, weights)
+        elif kernels is None:
             output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
         else:
             assert self._stacked is not None, "made with the kernels"
@@ -364,19 +388,43 @@ class SparseFeedForward(nn.Module):
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each expert so far, on any rank, without padding. Waits for the device."""
-        counted = [0] * len(self._num_tokens) if self._stacked is None else self._totals.tolist()
-        return [sum(each) for each in zip(self._num_tokens, counted, strict=True)]
+        return [sum(each) for each in zip(self._num_tokens, self._totals.tolist(), strict=True)]
 
     def forget_num_tokens(self) -> None:
         """Count from zero."""
         self._num_tokens = [0] * len(self._num_tokens)
-        if self._stacked is not None:
-            self._totals.zero_()
+        self._totals.zero_()
 
     def forget_addresses(self) -> None:
         """Hold no weights but the parameters, and look at their addresses in the next step."""
+        self._joined, self._has_joined = None, False
         if self._stacked is not None:
             self._stacked.forget()
+
+    def _joined_experts(self) -> JoinedExperts | None:
+        """All experts as one call, made in the first step after their addresses changed."""
+        if self._expert_kernels is None and not self._has_joined:
+            self._joined, self._has_joined = self._join(), True
+        return self._joined
+
+    def _join(self) -> JoinedExperts | None:
+        experts = {int(index): expert for index, expert in self.experts.items() if isinstance(expert, Expert)}
+        if not experts:
+            return None
+        down, config = next(iter(experts.values())).down_proj, self._config
+        sizes = ExpertSizes(
+            num_experts=config.num_experts,
+            hidden_size=down.output_size,
+            intermediate_size=down.input_range[1] - down.input_range[0],
+            activation=self._activation,
+            limit=config.limit,
+            bound=config.bound,
+            is_gated=config.is_gated,
+            leaf_ends=down.parts_leaf_ends,
+            dtype=self._dtype,
+            part_dtype=down.part_dtype(self._dtype),
+        )
+        return self._kernels.join_experts({index: each.weights() for index, each in experts.items()}, sizes)
 
     def _results(self, x: Tensor, ids: Tensor, is_fused: bool) -> Tensor:
         """Outputs [T * k, hidden] of each token's experts, zero for experts of other ranks. `ids` is int64 [T, k]."""

@@ -4,7 +4,7 @@ T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise
 on the other tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -133,6 +133,53 @@ class ExpertStack:
     down_scales: Tensor | None = None
     bound: float = 0.0
     is_gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert of one rank: weights from `pack`, gates of SiLU from `pack_gated`, and biases that this rank adds."""
+
+    gates: Tensor
+    gates_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields, in order."""
+        return self.gates, self.gates_bias, self.down, self.down_bias
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Sizes and kinds that all experts of a layer share, on one rank. `activation`, `limit`, `bound` and `is_gated`:
+    see `ExpertStack`. `leaf_ends`: see `Kernels.linear_of_leaves`, empty without leaves; outputs are of `part_dtype`.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    limit: float
+    bound: float
+    is_gated: bool
+    leaf_ends: tuple[int, ...]
+    dtype: torch.dtype
+    part_dtype: torch.dtype
+
+
+class JoinedExperts(Protocol):
+    """The experts of a sparse layer in one call, with their weights. T, C and E as in `ExpertKernels`."""
+
+    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+        """x [T, H], `ids` int64 [T, C] -> outputs [T * C, H] of each token's experts, of `ExpertSizes.part_dtype`, with
+        the bits that each has by itself; zero for experts of other ranks. Adds the tokens of each expert, on any rank,
+        to `totals`, int64 [E].
+        """
+
+    def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
+        """Outputs [T * C, H] of the model's dtype and float32 weights [T, C] -> [T, H]: products added in float32 from
+        a token's first expert to its last, then rounded.
+        """
 
 
 class ExpertKernels(Protocol):
@@ -286,6 +333,11 @@ class Kernels(Protocol):
 
     def expert_kernels(self) -> ExpertKernels | None:
         """Kernels for all experts of a layer at once; None: experts are called one by one, by the methods above."""
+
+    def join_experts(self, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> JoinedExperts | None:
+        """A rank's own experts by their ids, ascending, as one call; None if these kernels have none for such weights
+        or gates. The weights keep their addresses from now on.
+        """
 
     def adapter_kernels(self) -> AdapterKernels:
         """Kernels of low-rank adapters."""

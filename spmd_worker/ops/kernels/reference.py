@@ -3,7 +3,7 @@
 Rounds in the order of Hugging Face's models, so that low-precision results can be compared too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,7 +25,16 @@ from spmd_worker.base.numerical_policy import (
     source_version,
 )
 from spmd_worker.ops.kernels.adapters import AdapterKernels, ReferenceAdapterKernels
-from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Draws, ExpertKernels, LogitFilters, RowHistories
+from spmd_worker.ops.kernels.api import (
+    PROB_WEIGHT_BITS,
+    Draws,
+    ExpertKernels,
+    ExpertSizes,
+    ExpertWeights,
+    JoinedExperts,
+    LogitFilters,
+    RowHistories,
+)
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
@@ -122,6 +131,10 @@ class ReferenceKernels:
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def expert_kernels(self) -> ExpertKernels | None:
+        return None
+
+    def join_experts(self, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> JoinedExperts | None:
+        del experts, sizes
         return None
 
     def adapter_kernels(self) -> AdapterKernels:

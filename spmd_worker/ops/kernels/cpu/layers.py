@@ -29,8 +29,14 @@ from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
-from spmd_worker.ops.kernels.cpu.native import ACTIVATIONS
-from spmd_worker.ops.kernels.cpu.panels import are_gated_panels, are_panels, check_tensor, dtype_name, leaf_integers
+from spmd_worker.ops.kernels.cpu.panels import (
+    ACTIVATIONS,
+    are_gated_panels,
+    are_panels,
+    check_tensor,
+    dtype_name,
+    leaf_integers,
+)
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 

@@ -5,8 +5,7 @@ Each output row depends on its input row alone, bit for bit. Float32 and bfloat1
 T: tokens; H: hidden size; D: head size; I: intermediate size.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,12 +25,14 @@ from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.adapters import AdapterKernels
-from spmd_worker.ops.kernels.api import Kernels, LogitFilters
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts, Kernels, LogitFilters
 from spmd_worker.ops.kernels.cpu.adapters import NativeAdapterKernels
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ops.kernels.cpu.argmax_prefilter import ArgmaxPrefilter
+from spmd_worker.ops.kernels.cpu.experts import join_experts
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
 from spmd_worker.ops.kernels.cpu.panels import (
+    ACTIVATIONS,
     NATIVE_DTYPES,
     are_gated_panels,
     are_panels,
@@ -62,7 +63,6 @@ _FUNCTIONS = (
 )
 """Functions that the library has for every dtype."""
 _HEADS_NDIM = 5  # of the weights of heads in panels
-ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
 
 
 def cpu_kernels(dtype: torch.dtype, *, has_argmax_prefilter: bool = False) -> tuple[Kernels, str | None]:
@@ -252,6 +252,9 @@ class CpuKernels(PackedKernels):
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, num_threads()),
         )
         return output
+
+    def join_experts(self, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> JoinedExperts | None:
+        return join_experts(self._library, experts, sizes)
 
     def adapter_kernels(self) -> AdapterKernels:
         return NativeAdapterKernels(self._library)

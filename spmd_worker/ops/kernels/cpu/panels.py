@@ -15,6 +15,7 @@ from torch import Tensor
 from spmd_worker.model_config.int8_format import PANEL, STEP
 
 NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16)
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
 _PANELS_NDIM, _GATED_NDIM = 4, 5
 _MAX_LEAVES = 64  # as in gemm.h
 

@@ -1,0 +1,141 @@
+"""The experts of a sparse layer in one call of the compiled library, with the results of `Expert`, one by one.
+
+The structures are those of `experts.cpp`, field by field.
+
+T: tokens of the step; C: experts of a token; E: experts of the layer; H: hidden size; I: intermediate size on it.
+"""
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spmd_worker.native.library import NativeLibrary
+from spmd_worker.native.threads import num_threads
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
+from spmd_worker.ops.kernels.cpu.panels import (
+    ACTIVATIONS,
+    are_gated_panels,
+    are_panels,
+    check_tensor,
+    contiguous_rows,
+    dtype_name,
+    leaf_integers,
+)
+
+_IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
+"""How gates are applied, numbered as in `experts.cpp`."""
+
+
+class _Expert(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("gates", "gates_bias", "down", "down_bias")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("experts", ctypes.POINTER(_Expert)),
+        ("numbers", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_experts", "hidden_size", "intermediate_size", "gating", "activation"),
+                *("leaf_ends", "num_leaves", "is_part"),
+            )
+        ),
+        ("limit", ctypes.c_float),
+    ]
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "num_tokens", "num_chosen")),
+        ("ids", ctypes.c_void_p),
+        ("totals", ctypes.c_void_p),
+    ]
+
+
+class NativeExperts:
+    """Implements `kernels.api.JoinedExperts`. The weights keep their addresses. Made by `join_experts`."""
+
+    def __init__(self, library: NativeLibrary, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> None:
+        # Keeps the tensors whose addresses it has.
+        self._experts, self._sizes = dict(experts), sizes
+        name = dtype_name(sizes.dtype)
+        self._outputs, self._sum = library.functions[f"experts_{name}"], library.functions[f"weighted_sum_{name}"]
+        addresses = [
+            _Expert(*(None if each is None else each.data_ptr() for each in weights.tensors()))
+            for weights in experts.values()
+        ]
+        numbers = [-1] * sizes.num_experts
+        for number, index in enumerate(experts):
+            numbers[index] = number
+        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._leaf_ends = leaf_integers(sizes.leaf_ends) if sizes.leaf_ends else None
+        self._layer = _Layer(
+            *((_Expert * len(addresses))(*addresses), ctypes.addressof(self._numbers)),
+            *(sizes.num_experts, sizes.hidden_size, sizes.intermediate_size, _gating(sizes)),
+            0 if sizes.limit > 0 else ACTIVATIONS.index(sizes.activation),
+            *(0 if self._leaf_ends is None else ctypes.addressof(self._leaf_ends), len(sizes.leaf_ends)),
+            *(sizes.part_dtype == torch.float32, sizes.limit),
+        )
+
+    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+        sizes, (num_tokens, num_chosen) = self._sizes, ids.shape
+        x = contiguous_rows(x)
+        assert x.shape == (num_tokens, sizes.hidden_size), (x.shape, ids.shape)
+        assert x.dtype == sizes.dtype, (x.dtype, sizes.dtype)
+        ids = ids.contiguous()
+        check_tensor(ids, torch.int64, (num_tokens, num_chosen))
+        check_tensor(totals, torch.int64, (sizes.num_experts,))
+        results = torch.empty((num_tokens * num_chosen, sizes.hidden_size), dtype=sizes.part_dtype)
+        tokens = _Tokens(x.data_ptr(), x.stride(0), num_tokens, num_chosen, ids.data_ptr(), totals.data_ptr())
+        self._outputs(ctypes.byref(self._layer), ctypes.byref(tokens), results.data_ptr(), num_threads())
+        return results
+
+    def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
+        (num_tokens, num_chosen), size = weights.shape, results.shape[1]
+        results, weights = results.contiguous(), weights.contiguous()
+        check_tensor(results, self._sizes.dtype, (num_tokens * num_chosen, size))
+        check_tensor(weights, torch.float32, (num_tokens, num_chosen))
+        output = torch.empty((num_tokens, size), dtype=results.dtype)
+        sizes = (num_tokens, num_chosen, size)
+        self._sum(results.data_ptr(), weights.data_ptr(), *sizes, output.data_ptr(), num_threads())
+        return output
+
+
+def join_experts(
+    library: NativeLibrary, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes
+) -> NativeExperts | None:
+    """None if the call does not compute such gates, or a weight is not in panels."""
+    if not experts or sizes.bound or not (sizes.limit > 0 or sizes.activation in ACTIVATIONS):
+        return None
+    are_packed = are_gated_panels if _gating(sizes) == _IN_PANELS else are_panels
+    if not all(are_packed(each.gates) and are_panels(each.down) for each in experts.values()):
+        return None
+    for each in experts.values():
+        _check_shapes(each, sizes)
+    return NativeExperts(library, experts, sizes)
+
+
+def _gating(sizes: ExpertSizes) -> int:
+    """Numbered as in `experts.cpp`."""
+    if sizes.limit > 0:
+        return _ALTERNATING
+    if not sizes.is_gated:
+        return _UNGATED
+    return _IN_PANELS if sizes.activation == "silu" else _FIRST_HALF
+
+
+def _check_shapes(expert: ExpertWeights, sizes: ExpertSizes) -> None:
+    """Raise AssertionError for weights that the compiled code would read out of bounds."""
+    hidden, size, num_each = sizes.hidden_size, sizes.intermediate_size, 1 + sizes.is_gated
+    for weight in (expert.gates, expert.down):
+        check_tensor(weight, sizes.dtype, tuple(weight.shape))
+    counts = (expert.gates.numel(), expert.down.numel())
+    assert counts == (num_each * size * hidden, hidden * size), (counts, sizes)
+    for bias, num_outputs in ((expert.gates_bias, num_each * size), (expert.down_bias, hidden)):
+        if bias is not None:
+            check_tensor(bias, sizes.dtype, (num_outputs,))
+    assert not sizes.leaf_ends or sizes.leaf_ends[-1] == size, (sizes.leaf_ends, size)
