@@ -115,6 +115,7 @@ class DecoderStack(nn.Module):
         self.adapter_kernels = context.kernels.adapter_kernels()
         self.joined_layers: JoinedLayers | None = None
         """All layers as one call; None if they are called one by one."""
+        self._has_moved = False
 
     def forward(
         self,
@@ -174,6 +175,8 @@ class DecoderStack(nn.Module):
         # Joined layers are causal, and nothing is added between them, nor to sums over ranks.
         joins = is_fused and not added and metadata.is_causal
         joins = joins and not streams and (adapters is None or self._group.size == 1)
+        if self._has_moved and self.joined_layers is not None:
+            self.join_layers()
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
@@ -308,9 +311,14 @@ class DecoderStack(nn.Module):
 
     def join_layers(self) -> None:
         """Join the layers into one call if possible. The weights are packed and keep their addresses from now on."""
+        self._has_moved = False
         is_plain = bool(self._rotaries) and all(rotary.is_plain(self.dtype) for rotary in self._rotaries)
         is_plain = is_plain and not self._sums_in_layers and all(type(layer) is DecoderLayer for layer in self.layers)
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
+
+    def forget_addresses(self) -> None:
+        """Have the next step join the layers again, if they were joined: weights may be in other memory."""
+        self._has_moved = True
 
 
 def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> DecoderLayer:
@@ -404,6 +412,7 @@ class DecoderForCausalLM(nn.Module):
 
     def forget_addresses(self) -> None:
         """Parameters may have been given other memory: what joins or stacks them is made again."""
+        self.model.forget_addresses()
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
 

@@ -209,6 +209,19 @@ def test_comparison_detects_wrongly_joined_layers(change: Any):
     assert not are_equal(*joined_and_one_by_one(model, PROMPTS))
 
 
+@needs_products
+def test_joined_layers_follow_parameters_that_move():
+    """A caller of `get_model` may give a parameter other memory."""
+    model = new_model(SHAPES["biased"], torch.float32)
+    before = prompt_logits(model, PROMPTS)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight * 2
+    model.forget_addresses()
+    together, apart = joined_and_one_by_one(model, PROMPTS)
+    assert are_equal(together, apart)
+    assert not are_equal(together, before)
+
+
 @pytest.mark.parametrize(
     ("why", "model_config", "arguments"),
     [
