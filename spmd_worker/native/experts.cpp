@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int64_t kMostRows = 512;  // bounds the scratch memory of a thread, and for how long it delays the others
+constexpr int64_t kMostRows = 256;  // bounds the scratch memory of a thread, and for how long it delays the others
 // Below this many numbers a second thread costs more than it gains.
 constexpr int64_t kSmall = 8192;
 constexpr float kGateSlope = 1.702f;
