@@ -11,17 +11,21 @@ from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
     PRIORITY_KEY,
+    SPACES_KEY,
+    SPECIAL_TOKENS_KEY,
     TEMPLATE_KEYS,
     chat_prompt,
     check_keys,
     check_neutral,
     check_num_logprobs,
+    check_spaces,
     embeds_prompt,
     for_encoder,
     model_name,
     sampling_from,
     text_prompt,
     tokens_prompt,
+    with_special_tokens,
 )
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingKind, Prompt, Row
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
@@ -92,10 +96,10 @@ _INSTEAD_IN_CHAT: Final = {
 
 _COMMON_KEYS: Final = (
     *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo", PRIORITY_KEY),
-    *(*IGNORED_KEYS, *_UNSUPPORTED),
+    *(SPECIAL_TOKENS_KEY, SPACES_KEY, "request_id", *IGNORED_KEYS, *_UNSUPPORTED),
 )
 _COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)
-_CHAT_KEYS: Final = ("messages", "top_logprobs", *TEMPLATE_KEYS, *_COMMON_KEYS)
+_CHAT_KEYS: Final = ("messages", "top_logprobs", "include_reasoning", *TEMPLATE_KEYS, *_COMMON_KEYS)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
 
@@ -138,13 +142,14 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
     if text not in (None, "") and embeds is not None:
         raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
     prompt = _completion_prompt(text) if embeds is None else embeds_prompt("prompt_embeds", embeds)
-    prompt = for_encoder(prompt, body)
+    prompt = for_encoder(with_special_tokens(prompt, body), body)
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:
         # The minimum of an engine; the token is not part of the answer.
         given["max_tokens"] = 1
     sampling = sampling_from(defaults, given)
+    check_spaces(body, sampling)
     if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return Row(
@@ -170,10 +175,13 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
+    sampling = sampling_from(defaults, given)
+    check_spaces(body, sampling)
     return Row(
-        *(index, custom_id, "chat", prompt, sampling_from(defaults, given), model_name(body)),
+        *(index, custom_id, "chat", prompt, sampling, model_name(body)),
         request=request,
         returns_token_ids=optional_flag(body, "return_token_ids"),
+        includes_reasoning=optional_flag(body, "include_reasoning", default=True),
     )
 
 

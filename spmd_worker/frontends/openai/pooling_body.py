@@ -13,7 +13,7 @@ import numpy as np
 from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
-from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt
+from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt, answer_name
 from spmd_worker.frontends.openai.row_writer import json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import similarity
@@ -62,14 +62,14 @@ def pooling_body(
     counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     if row.kind == "rerank":
         results = _ranked(inputs, _scores(encoded, inputs, outputs))
-        return {"id": f"rerank-{row.index}", "model": model, "usage": counts, "results": results}
+        return {"id": f"rerank-{answer_name(row)}", "model": model, "usage": counts, "results": results}
     if row.kind in ("score", "classify"):
         if row.kind == "score":
             scores = _scores(encoded, inputs, outputs)
             data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
         else:
             data = [_class(index, output, encoded.labels, format_vector) for index, output in enumerate(outputs)]
-        top: JsonObject = {"id": f"{row.kind}-{row.index}", "object": "list", "created": 0}
+        top: JsonObject = {"id": f"{row.kind}-{answer_name(row)}", "object": "list", "created": 0}
         return {**top, "model": model, "data": data, "usage": counts}
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(output, inputs, format_vector)}

@@ -27,7 +27,7 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
-_COMMON_KEYS: Final = ("model", "user", "metadata", PRIORITY_KEY)
+_COMMON_KEYS: Final = ("model", "user", "metadata", "request_id", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
 _EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)

@@ -25,9 +25,8 @@ def encode(
     language: str | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
     """Text of a prompt without images, None for token ids, and its ids. `check_text` is called with the text before it
-    is encoded. Special tokens are added to text and not to a chat, whose template writes them, unless
-    `adds_special_tokens` is given; for text in a `language` they have its token. Raises InvalidRequestError, and what
-    `check_text` raises.
+    is encoded. `adds_special_tokens` replaces the prompt's own; for text in a `language` special tokens have its token.
+    Raises InvalidRequestError, and what `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
@@ -38,7 +37,7 @@ def encode(
         with invalid_request():
             before, after = tokenizer.around_source(language)
         return text, (*before, *_encoded(tokenizer, text, adds_special_tokens=False), *after)
-    adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
+    adds = prompt.adds_special_tokens if adds_special_tokens is None else adds_special_tokens
     return text, _encoded(tokenizer, text, adds_special_tokens=adds)
 
 
@@ -68,19 +67,17 @@ def encode_with_images(
 ) -> tuple[str | None, MediaPrompt]:
     """`encode` of a prompt with its images, `media`, between its tokens. The text has their placeholders."""
     tokenizer = _needed(tokenizer)
-    of_text = partial(_encoded, tokenizer, adds_special_tokens=True)
-    of_piece = partial(_encoded, tokenizer, adds_special_tokens=False)
     try:
         name = engine.architecture
         images = check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=name)
         if isinstance(prompt, TokensPrompt):
-            return None, images.of_ids(prompt.token_ids, media, of_piece)
+            return None, images.of_ids(prompt.token_ids, media, partial(_encoded, tokenizer, adds_special_tokens=False))
         if isinstance(prompt, ChatPrompt):
             check_conversation(images, prompt.messages)
         text = _text_of(prompt, tokenizer)
         check_text(text)
-        is_chat = isinstance(prompt, ChatPrompt)
-        return text, images.of_chat(text, media, of_piece) if is_chat else images.of_text(text, media, of_text)
+        of_text = partial(_encoded, tokenizer, adds_special_tokens=prompt.adds_special_tokens)
+        return text, (images.of_chat if isinstance(prompt, ChatPrompt) else images.of_text)(text, media, of_text)
     except MediaError as error:
         raise InvalidRequestError(str(error), error.code) from None
 

@@ -317,12 +317,12 @@ class Answer:
 
     def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
         self._app, self._served, self._reservation = app, served, reservation
-        self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
+        self._name = AnswerName(served.request_id or secrets.token_hex(12), int(time.time()), app.model_name)
         self._headers = ((_REQUEST_ID.decode(), self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, loop = self._app, asyncio.get_running_loop()
-        requests = [OpenRequest(row, self._served.is_streamed, loop) for row in self._served.rows]
+        requests = [OpenRequest(row, self._served.stream.is_streamed, loop) for row in self._served.rows]
         submitted: list[OpenRequest] = []
         try:
             for request in requests:
@@ -350,7 +350,7 @@ class Answer:
                 await work
 
     async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
-        respond = self._stream if self._served.is_streamed else self._respond_once
+        respond = self._stream if self._served.stream.is_streamed else self._respond_once
         is_answered = await respond(requests, send)
         self._app.num_answered += is_answered
 
@@ -389,7 +389,7 @@ class Answer:
                         waiting[asyncio.ensure_future(self._app.exchange.newest(requests[index]))] = index
                 if data and waiting:
                     await self._send(send, response_part(data))
-            if self._served.includes_usage:
+            if self._served.stream.includes_usage:
                 data += event(writers[0].last_chunk([ended[index] for index in sorted(ended)]))
             await self._send(send, response_part(data + DONE, more_body=False))
             return True
@@ -399,10 +399,11 @@ class Answer:
 
     def _writers(self) -> list[ChunkWriter]:
         """One writer per prompt, with the index of its first choice."""
-        writers, first_index = [], 0
+        writers, first_index, options = [], 0, self._served.stream
         for row in self._served.rows:
             assert isinstance(row, EncodedRow), "pooling rows are not streamed"
-            writers.append(ChunkWriter(row, self._name, self._served.includes_usage, first_index))
+            usage = (options.includes_usage, options.counts_in_chunks)
+            writers.append(ChunkWriter(row, self._name, *usage, first_index=first_index))
             first_index += row.sampling.n
         return writers
 
