@@ -34,6 +34,7 @@ from spmd_worker.frontends.openai.openai_stream import (
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import REJECTED
+from spmd_worker.frontends.openai.turns import Turns, at_once, take_turn
 from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
 from spmd_worker.frontends.serve.responses import (
@@ -64,6 +65,8 @@ _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _IMAGES_MARK: Final = b'"image'
 """Mark of bodies with images, whose preparing takes long, as that of audio: such bodies are read apart."""
+_TEXTS_A_TURN: Final = 16
+"""Texts of a body that are encoded before those of the next body in the queue."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
@@ -95,7 +98,7 @@ class ServerApp:
         self._api_key = api_key.encode()
         self._indices = count()
         self._started_s = int(time.time())
-        # Encoded one at a time outside the loop, which must not wait for a chat template.
+        # Encoded in turns outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
         self._media_pool = ThreadPoolExecutor(_MAX_LARGE, "spmd-encode-media")
@@ -158,7 +161,8 @@ class ServerApp:
         return Answer(self, served, reservation)
 
     async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
-        body = await self._read_by(request, partial(answer_tokens, self.reader, request.url.path))
+        answer = partial(answer_tokens, self.reader, request.url.path)
+        body = await self._read_by(request, lambda data: at_once(lambda: answer(data)))
         reservation.free()
         return JsonResponse(body)
 
@@ -228,19 +232,22 @@ class ServerApp:
         custom_id = request.headers.get("x-custom-id")
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
             raise InvalidRequestError(f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII", "invalid_value")
-        read = partial(self.reader.read, next(self._indices), request.url.path)
+        read = partial(self.reader.read_in_turns, next(self._indices), request.url.path)
         content_type = request.headers.get("content-type", "")
         return await self._read_by(request, lambda data: read(data, custom_id, content_type))
 
-    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read]) -> _Read:
-        """Parse the body with `read`, in a thread."""
+    async def _read_by(self, request: "Request", read: Callable[[bytes], Turns[_Read]]) -> _Read:
+        """Parse the body with `read`, in a thread that takes turns with other bodies."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             # A path takes few bytes, and its image may take seconds.
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
             has_media = request.url.path in AUDIO_TASKS or _IMAGES_MARK in data
             pool = self._media_pool if has_media else pool
-            return await _in_pool(pool, lambda: read(data), request.receive)
+            turns = read(data)
+            while (ended := await _in_pool(pool, lambda: take_turn(turns, _TEXTS_A_TURN), request.receive)) is None:
+                pass
+            return ended.result
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
         """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""

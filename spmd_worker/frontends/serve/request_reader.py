@@ -20,7 +20,7 @@ from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
-from spmd_worker.frontends.openai.pooled_row import encode_pooled
+from spmd_worker.frontends.openai.pooled_row import encode_pooled_in_turns
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import SPACES_KEY, check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
@@ -28,6 +28,7 @@ from spmd_worker.frontends.openai.row_encoding import encode_row
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, is_split
 from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.frontends.serve.audio_form import body_of_form
 from spmd_worker.frontends.serve.multipart import is_multipart, read_form
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -97,6 +98,12 @@ class RequestReader:
         """Parse a body; `custom_id` is the header's, `index` the request's number. A request of audio may be a form
         with the file. Raises InvalidRequestError.
         """
+        return result_of(self.read_in_turns(index, url, data, custom_id, content_type))
+
+    def read_in_turns(
+        self, index: int, url: str, data: bytes, custom_id: str | None, content_type: str = ""
+    ) -> Turns[ServedRow]:
+        """`read`, with a pause after each of several texts."""
         is_form = url in AUDIO_TASKS and is_multipart(content_type)
         body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.limits)
         stream = _stream_of(body)
@@ -106,7 +113,7 @@ class RequestReader:
             message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
             raise InvalidRequestError(message, "limit_exceeded")
         if len(prompts) < 2:
-            row = self._read_one(index, url, fields, custom_id, is_streamed=stream.is_streamed)
+            row = yield from self._read_one(index, url, fields, custom_id, is_streamed=stream.is_streamed)
             return ServedRow((row,), stream)
         name = content_name(url, fields) if custom_id is None else custom_id
         rows: list[EncodedRow | EncodedSplitRow] = []
@@ -114,14 +121,15 @@ class RequestReader:
             # Each like a single one, under its own name.
             one, own_name = {**fields, "prompt": prompt}, f"{name}#{number}" if number else name
             try:
-                rows.append(self._read_one(index, url, one, own_name, is_streamed=stream.is_streamed))
+                rows.append((yield from self._read_one(index, url, one, own_name, is_streamed=stream.is_streamed)))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt[{number}]: {error}", error.code) from None
+            yield
         return ServedRow(tuple(rows), stream)
 
     def _read_one(
         self, index: int, url: str, fields: dict[str, Any], custom_id: str | None, *, is_streamed: bool
-    ) -> EncodedRow | EncodedSplitRow:
+    ) -> Turns[EncodedRow | EncodedSplitRow]:
         # Content is named only for what can run: rejected bodies may have megabytes.
         line = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": fields}
         row = parse_fields(index, line, self.defaults, self.limits)
@@ -131,7 +139,7 @@ class RequestReader:
                 raise InvalidRequestError(message, "unsupported_value")
             given = (row, self.tokenizer, self.engine_limits, self.limits, self.models)
             if row.pooling is not None:
-                return encode_pooled(*given)
+                return (yield from encode_pooled_in_turns(*given))
             return encode_audio(*given).named(content_name(url, fields) if custom_id is None else custom_id)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None

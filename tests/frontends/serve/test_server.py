@@ -177,7 +177,7 @@ def test_client_does_not_repeat_failed_requests(client: Client, monkeypatch: pyt
         read.append(data)
         raise error
 
-    monkeypatch.setattr(request_reader.RequestReader, "read", fail)
+    monkeypatch.setattr(request_reader.RequestReader, "read_in_turns", fail)
     asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key=KEY, max_retries=1)
     with pytest.raises(openai.InternalServerError) as found:
         asked.completions.create(model="any", prompt="a")
