@@ -149,6 +149,7 @@ class ServerApp:
             raise
 
     async def _answer(self, request: "Request", reservation: "Reservation") -> AsgiApp:
+        arrived_s = time.monotonic()
         served = await self._read(request)
         most = self.exchange.max_sequences
         if served.num_sequences > most and served.must_fit:
@@ -158,7 +159,7 @@ class ServerApp:
                 "limit_exceeded",
             )
         reservation.add(min(served.num_sequences, most) - 1, served.num_media_bytes)
-        return Answer(self, served, reservation)
+        return Answer(self, served, reservation, arrived_s)
 
     async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
         answer = partial(answer_tokens, self.reader, request.url.path)
@@ -197,6 +198,7 @@ class ServerApp:
 
     async def metrics(self, request: "Request") -> AsgiApp:
         exchange = self.exchange
+        histograms = [] if exchange.histograms is None else exchange.histograms.metrics()
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
             Gauge("spmd_worker_serve_most_sequences", exchange.max_sequences),
@@ -207,7 +209,9 @@ class ServerApp:
                 for status, number in sorted(self._errors.items())
             ),
         ]
-        return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
+        return PlainResponse(
+            prometheus_text([*exchange.metrics, *histograms, *own]), b"text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
         """Answer an unknown path or method."""
@@ -320,16 +324,20 @@ class Reservation:
 
 
 class Answer:
-    """The response to one request. At its end the request is closed in the engine and its capacity freed."""
+    """The response to one request, which arrived at `arrived_s`. At its end the request is closed in the engine and its
+    capacity freed.
+    """
 
-    def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
+    def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation, arrived_s: float) -> None:
+        self._arrived_s = arrived_s
         self._app, self._served, self._reservation = app, served, reservation
         self._name = AnswerName(served.request_id or secrets.token_hex(12), int(time.time()), app.model_name)
         self._headers = ((_REQUEST_ID.decode(), self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, loop = self._app, asyncio.get_running_loop()
-        requests = [OpenRequest(row, self._served.stream.is_streamed, loop) for row in self._served.rows]
+        is_streamed, rows = self._served.stream.is_streamed, self._served.rows
+        requests = [OpenRequest(row, is_streamed, loop, arrived_s=self._arrived_s) for row in rows]
         submitted: list[OpenRequest] = []
         try:
             for request in requests:

@@ -8,6 +8,8 @@ class SchedulerCounters:
     """Totals since the start.
 
     `num_preemptions` counts both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
+    Of the requests that ended, `num_finished`, `num_finished_by_length` have a sample that ended by its length,
+    `num_aborted` were aborted and `num_failed` have no answer: each is counted once, by the worst of its samples.
     `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
     cache by requests that began. `num_stored_blocks` went to the connector, less those that a rank could not save, if
     no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank.
@@ -31,6 +33,9 @@ class SchedulerCounters:
     num_output_tokens: int = 0
     num_computed_tokens: int = 0
     num_finished: int = 0
+    num_finished_by_length: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_snapshots: int = 0
