@@ -41,6 +41,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     **dict.fromkeys(("/v1/score", "/score"), "score"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
     "/classify": "classify",
+    "/pooling": "pooling",
 }
 """OpenAI's names and vLLM's."""
 URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS, *AUDIO_TASKS)

@@ -23,9 +23,9 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.token_texts import TokenText
 
-PoolingKind = Literal["embedding", "score", "rerank", "classify"]
+PoolingKind = Literal["embedding", "score", "rerank", "classify", "pooling"]
 
-RowKind = Literal["plain", "completion", "chat", "audio", "pooled", "embedding", "score", "rerank", "classify"]
+RowKind = Literal["plain", "completion", "chat", "audio", "pooled"] | PoolingKind
 """Format of the output row: the project's own, an OpenAI completion, chat completion or transcript; the same for
 pooling rows.
 """
