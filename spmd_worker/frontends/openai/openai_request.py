@@ -9,6 +9,7 @@ from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_sc
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS, audio_row
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    EFFORT_KEY,
     LANGUAGE_KEYS,
     PRIORITY_KEY,
     SPACES_KEY,
@@ -25,6 +26,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     sampling_from,
     text_prompt,
     tokens_prompt,
+    with_effort,
     with_special_tokens,
 )
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingKind, Prompt, Row
@@ -71,8 +73,8 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    EFFORT_KEY: (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
 }
@@ -82,7 +84,7 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{
         key: neutral
         for key, neutral in _UNSUPPORTED.items()
-        if key not in ("tools", "tool_choice", "parallel_tool_calls")
+        if key not in ("tools", "tool_choice", "parallel_tool_calls", EFFORT_KEY)
     },
     # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
@@ -90,7 +92,6 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 _INSTEAD_IN_CHAT: Final = {
-    "reasoning_effort": 'chat_template_kwargs={"reasoning_effort": ...} to a template that reads it',
     "functions": "tools",
     "function_call": "tool_choice",
 }
@@ -166,7 +167,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
     check_neutral(body, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
     if body.get("messages") is None:
         raise InvalidRequestError("the body has no messages", "missing_prompt")
-    prompt = chat_prompt(body)
+    prompt = with_effort(chat_prompt(body), body)
     request = _chat_request(body, prompt)
     if request is not None and request.tools:
         prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})

@@ -6,7 +6,7 @@ from functools import partial
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.prompt_values import invalid_request
+from spmd_worker.frontends.openai.prompt_values import EFFORT_KEY, invalid_request
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
@@ -103,9 +103,17 @@ def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
     if not tokenizer.has_chat_template:
         message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
         raise InvalidRequestError(message, "chat_template_missing")
+    variables = prompt.template_kwargs
+    if prompt.reasoning_effort is not None:
+        if EFFORT_KEY not in (tokenizer.chat_template_source or ""):
+            message = (
+                f"{EFFORT_KEY}={prompt.reasoning_effort!r}: the model's chat template does not read it: leave it out"
+            )
+            raise InvalidRequestError(message, "unsupported_value")
+        variables = {**variables, EFFORT_KEY: prompt.reasoning_effort}
     try:
         return tokenizer.apply_chat_template(
-            *(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs),
+            *(prompt.messages, prompt.add_generation_prompt, variables),
             continue_final_message=prompt.continue_final_message,
         )
     except ChatTemplateError as error:

@@ -32,6 +32,9 @@ TEMPLATE_KEYS: Final = ("chat_template_kwargs", "add_generation_prompt", "contin
 LANGUAGE_KEYS: Final = ("target_language", "source_language")
 """Languages of a translator's answer and text."""
 SPECIAL_TOKENS_KEY: Final = "add_special_tokens"
+EFFORT_KEY: Final = "reasoning_effort"
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""OpenAI's values, and vLLM's."""
 SPACES_KEY: Final = "spaces_between_special_tokens"
 MAX_NAME: Final = 512
 """Most characters of a request's name, which is a header of the server's."""
@@ -171,6 +174,19 @@ def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True)
     return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), adds_special_tokens)
 
 
+def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
+    """The prompt with OpenAI's `reasoning_effort`, as a variable of its template. Raises InvalidRequestError."""
+    effort = body.get(EFFORT_KEY)
+    if effort is None:
+        return prompt
+    if effort not in _EFFORTS:
+        raise InvalidRequestError(f"{EFFORT_KEY}={shown(effort)} must be one of {', '.join(_EFFORTS)}")
+    if prompt.template_kwargs.get(EFFORT_KEY, effort) != effort:
+        message = f"{EFFORT_KEY} and chat_template_kwargs.{EFFORT_KEY} differ: give one"
+        raise InvalidRequestError(message, "conflicting_keys")
+    return replace(prompt, reasoning_effort=effort)
+
+
 def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
     """The prompt with the images of a plain row. In a conversation they belong to the image parts without an image."""
     given = [] if value is None else list(value) if isinstance(value, list) else [value]
@@ -284,7 +300,8 @@ def _message(index: int, value: Any, images: list[Any]) -> dict[str, Any]:
     if not isinstance(value.get("role"), str) or not value["role"]:
         raise InvalidRequestError(f"{name}.role={shown(value.get('role'))} must be a string such as 'user'")
     message = {key: item for key, item in value.items() if item is not None}
-    if len(message) == 1:
+    # Clients send an answer that was only reasoning back without anything.
+    if len(message) == 1 and message["role"] != "assistant":
         raise InvalidRequestError(f"{name} has no content")
     message = with_parsed_arguments(name, message)
     if "content" in message:

@@ -60,6 +60,7 @@ class ChatPrompt:
     variables the template may read (`enable_thinking`, `date_string`). The last message is left open for the answer
     with `continue_final_message`. `images` are those of the image parts, in order, None for a part without one.
     `adds_special_tokens`: the tokenizer's special tokens are added to those that the template writes.
+    `reasoning_effort` is a variable of templates that read it.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -68,6 +69,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     images: tuple[str | None, ...] = ()
     adds_special_tokens: bool = False
+    reasoning_effort: str | None = None
 
     @property
     def continued(self) -> str | None:

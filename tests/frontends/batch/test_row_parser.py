@@ -500,6 +500,31 @@ def test_special_tokens_have_the_spaces_of_the_library():
         assert parse(row(**{key: 1})).message == f"{key}=1 must be true or false"
 
 
+def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
+    folder = write_byte_level(tmp_path, chat_template="{{ reasoning_effort | default('medium') }}:")
+    reads = Tokenizer.open(folder)
+    for effort, text in (("low", "low:"), (None, "medium:")):
+        assert resolved(chat(reasoning_effort=effort), reads).prompt == text
+    same = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
+    assert resolved(same, reads).prompt == "low:"
+    differ = parse(chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"}))
+    assert differ.code == "conflicting_keys"
+    unread = resolved(chat(reasoning_effort="low"), tokenizer)
+    assert unread.code == "unsupported_value"
+    assert "reasoning_effort='low': the model's chat template does not read it" in unread.message
+    assert "must be one of none, minimal, low" in parse(chat(reasoning_effort="much")).message
+    assert parse(completion(reasoning_effort="low")).code == "unsupported_value"
+
+
+def test_answers_of_clients_are_sent_back(tokenizer):
+    user = {"role": "user", "content": "hi"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
+    for answer, text in ((refused, "no"), ({"role": "assistant", "content": None, "tool_calls": None}, "")):
+        row = resolved(chat(messages=[user, answer, user]), tokenizer)
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.prompt
+    assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
+
+
 @pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513], ids=lambda value: str(value)[:5])
 def test_request_id_is_printable(value):
     for fields in (completion(request_id=value), body_row("/v1/embeddings", input="a", request_id=value)):
