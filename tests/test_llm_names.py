@@ -221,6 +221,10 @@ def test_metrics_have_vllm_names_and_grow(llm: LLM):
     assert [grown[reason] for reason in ("stop", "length", "abort", "error")] == [0, 5, 0, 0]
     assert grown["vllm:generation_tokens"] == 30
     assert grown["vllm:prompt_tokens"] == sum(map(len, PROMPTS))
+    assert grown["vllm:prefix_cache_queries"] == grown["vllm:prompt_tokens"] > grown["vllm:prefix_cache_hits"]
+    uncached = SamplingParams(temperature=0, max_tokens=2, skip_reading_prefix_cache=True)
+    llm.generate(PROMPTS, uncached, use_tqdm=False)
+    assert read()["vllm:prefix_cache_queries"] == after["vllm:prefix_cache_queries"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0.0
     engine = llm.llm_engine

@@ -58,6 +58,7 @@ def engine_metrics(scheduler: Scheduler, model_name: str) -> list[Metric | Vecto
         Gauge("vllm:num_requests_waiting", scheduler.queues.num_waiting),
         Gauge("vllm:kv_cache_usage_perc", cache.num_used_blocks / cache.num_blocks if cache.num_blocks else 0.0),
         Counter("vllm:num_preemptions", counters.num_preemptions),
+        Counter("vllm:prefix_cache_queries", counters.num_queried_prompt_tokens),
         Counter("vllm:prefix_cache_hits", counters.num_cached_prompt_tokens),
         Counter("vllm:prompt_tokens", counters.num_prompt_tokens),
         Counter("vllm:generation_tokens", counters.num_output_tokens),

@@ -172,7 +172,7 @@ class ServerApp:
 
     async def models(self, request: "Request") -> AsgiApp:
         name = request.path_params.get("name")
-        if name is None:
+        if not name:
             return JsonResponse({"object": "list", "data": [self._model(each) for each in self._roots]})
         if name not in self._roots:
             message = f"unknown model {name[:100]!r}: use {', '.join(self._roots)}"
@@ -257,6 +257,10 @@ class ServerApp:
         """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""
         most = self.reader.limits.num_line_bytes
         too_long = InvalidRequestError(f"the body is longer than limits.max_line_bytes={most}", "line_too_long")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            rejected = f"Content-Encoding={encoding[:100]!r} is not supported: send the body without compression"
+            raise InvalidRequestError(rejected, "unsupported_value")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long

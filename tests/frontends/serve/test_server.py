@@ -208,6 +208,11 @@ def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     (model,) = client.ask("/v1/models", method="GET")[1]["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("model", "model", 256)
     assert client.ask("/v1/models/model", method="GET")[1] == model
+    assert client.ask("/v1/models/", method="GET")[1]["data"] == [model]
+    # It was "not UTF-8".
+    packed = client.ask(TEXT, b"\x1f\x8b", {"Content-Encoding": "gzip"})
+    check_error(packed, 400, "unsupported_value", "Content-Encoding='gzip' is not supported")
+    assert client.ask(TEXT, {"prompt": "a", "max_tokens": 1}, {"Content-Encoding": "Identity"})[0] == 200
 
 
 def test_metrics_of_vllm_name_the_model(client: Client):
