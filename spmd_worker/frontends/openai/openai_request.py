@@ -59,6 +59,7 @@ IGNORED_KEYS: Final = (
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
+    "session_id",
 )
 """Accepted, without effect on the answer (`model` is repeated in it)."""
 
@@ -77,8 +78,26 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
+    "truncation_side": ("left",),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
 }
-"""Keys of unsupported features, with the values besides null that are neutral."""
+"""Keys of unsupported features, OpenAI's and then vLLM's, with the values besides null that are neutral."""
+
+_INSTEAD: Final = {
+    "use_beam_search": "a script that calls LLM.beam_search",
+    "logprob_token_ids": "logprobs, a number of alternatives",
+    "thinking_token_budget": "max_tokens or stop",
+    "repetition_detection": "repetition_penalty or frequency_penalty",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "truncation_side": "a text that is cut at its end",
+}
 
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{
@@ -89,9 +108,16 @@ _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
     "echo": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 
 _INSTEAD_IN_CHAT: Final = {
+    **_INSTEAD,
+    "chat_template": "chat_template_kwargs to the folder's template",
+    "documents": "them in messages",
     "functions": "tools",
     "function_call": "tool_choice",
 }
@@ -101,7 +127,11 @@ _COMMON_KEYS: Final = (
     *(SPECIAL_TOKENS_KEY, SPACES_KEY, "request_id", *IGNORED_KEYS, *_UNSUPPORTED),
 )
 _COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)
-_CHAT_KEYS: Final = ("messages", "top_logprobs", "include_reasoning", *TEMPLATE_KEYS, *_COMMON_KEYS)
+_CHAT_KEYS: Final = tuple(
+    dict.fromkeys(
+        ("messages", "top_logprobs", "include_reasoning", *TEMPLATE_KEYS, *_COMMON_KEYS, *_UNSUPPORTED_IN_CHAT)
+    )
+)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
 
@@ -136,7 +166,7 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
     check_keys(body, _COMPLETION_KEYS, " in body")
-    check_neutral(body, _UNSUPPORTED)
+    check_neutral(body, _UNSUPPORTED, _INSTEAD)
     text, embeds = body.get("prompt"), body.get("prompt_embeds")
     if text is None and embeds is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")

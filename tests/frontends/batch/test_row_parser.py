@@ -516,6 +516,30 @@ def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
     assert parse(completion(reasoning_effort="low")).code == "unsupported_value"
 
 
+VLLM_KEYS = {
+    "use_beam_search": (False, True, "LLM.beam_search"),
+    "length_penalty": (1.0, 0.5, "length_penalty=0.5"),
+    "truncation_side": ("left", "right", "a text that is cut"),
+    "thinking_token_budget": (-1, 50, "max_tokens or stop"),
+    "return_tokens_as_token_ids": (False, True, "return_token_ids"),
+    "logprob_token_ids": (None, [5], "logprobs"),
+    "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),
+    "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={"),
+}
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_values_of_vllm_that_change_nothing_are_accepted(make):
+    neutral = {key: value for key, (value, *_) in VLLM_KEYS.items()}
+    assert parse(make(**neutral, session_id="s")) == parse(make())
+    for key, (_, value, words) in VLLM_KEYS.items():
+        row = parse(make(**{key: value}))
+        assert row.code == "unsupported_value"
+        assert words in row.message
+    assert parse(chat(documents=[], mm_processor_kwargs={}, chat_template=None)) == parse(chat())
+    assert "give chat_template_kwargs" in parse(chat(chat_template="{{ messages }}")).message
+
+
 def test_answers_of_clients_are_sent_back(tokenizer):
     user = {"role": "user", "content": "hi"}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
