@@ -211,15 +211,20 @@ def test_metrics_cover_samples_and_aborted_requests(llm: LLM):
 
 def test_metrics_have_vllm_names_and_grow(llm: LLM):
     def read() -> dict[str, float]:
-        return {each.name: each.value for each in llm.get_metrics()}
+        metrics = llm.get_metrics()
+        return {each.labels.get("finished_reason", each.name): each.value for each in metrics}
 
     before = read()
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     after = read()
     grown = {name: after[name] - before[name] for name in before}
-    assert grown["vllm:request_success"] == 5
+    assert [grown[reason] for reason in ("stop", "length", "abort", "error")] == [0, 5, 0, 0]
     assert grown["vllm:generation_tokens"] == 30
     assert grown["vllm:prompt_tokens"] == sum(map(len, PROMPTS))
+    assert grown["vllm:prefix_cache_queries"] == grown["vllm:prompt_tokens"] > grown["vllm:prefix_cache_hits"]
+    uncached = SamplingParams(temperature=0, max_tokens=2, skip_reading_prefix_cache=True)
+    llm.generate(PROMPTS, uncached, use_tqdm=False)
+    assert read()["vllm:prefix_cache_queries"] == after["vllm:prefix_cache_queries"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0.0
     engine = llm.llm_engine

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 
 
@@ -38,6 +39,17 @@ class Vector:
         return [Counter(self.name, value, {**self.labels, "position": str(number)}) for number, value in positions]
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Distribution of `count` values with the sum `sum`; of a bound in `buckets`, those that are not greater."""
+
+    name: str
+    count: int
+    sum: float
+    buckets: dict[float, int]
+    labels: dict[str, str] = field(default_factory=dict)
+
+
 def engine_metrics(scheduler: Scheduler, model_name: str) -> list[Metric | Vector]:
     """Counters since the start of the engine, and current gauges."""
     counters, cache = scheduler.counters, scheduler.cache
@@ -46,13 +58,24 @@ def engine_metrics(scheduler: Scheduler, model_name: str) -> list[Metric | Vecto
         Gauge("vllm:num_requests_waiting", scheduler.queues.num_waiting),
         Gauge("vllm:kv_cache_usage_perc", cache.num_used_blocks / cache.num_blocks if cache.num_blocks else 0.0),
         Counter("vllm:num_preemptions", counters.num_preemptions),
+        Counter("vllm:prefix_cache_queries", counters.num_queried_prompt_tokens),
         Counter("vllm:prefix_cache_hits", counters.num_cached_prompt_tokens),
         Counter("vllm:prompt_tokens", counters.num_prompt_tokens),
         Counter("vllm:generation_tokens", counters.num_output_tokens),
-        Counter("vllm:request_success", counters.num_finished),
+        *[Counter("vllm:request_success", number, {"finished_reason": each}) for each, number in _ends(counters)],
         *_draft_metrics(scheduler),
     ]
-    return [replace(each, labels={"model_name": model_name}) for each in metrics]
+    return [replace(each, labels={"model_name": model_name, **each.labels}) for each in metrics]
+
+
+def _ends(counters: SchedulerCounters) -> list[tuple[str, int]]:
+    """Requests that have ended, by vLLM's names of the reasons."""
+    others = {
+        "length": counters.num_finished_by_length,
+        "abort": counters.num_aborted,
+        "error": counters.num_failed,
+    }
+    return [("stop", counters.num_finished - sum(others.values())), *others.items()]
 
 
 def _draft_metrics(scheduler: Scheduler) -> list[Metric | Vector]:

@@ -176,7 +176,7 @@ class RequestLimits:
         """Raise RequestError for a row of another runner."""
         try:
             if pooling is not None:
-                check_task(pooling.task or "embed", self.pooling)
+                check_task(pooling.task or (self.pooling.task if self.pooling else "pooling"), self.pooling)
         except ValueError as error:
             raise RequestError("wrong_runner", str(error)) from None
         if pooling is None and self.pooling is not None:

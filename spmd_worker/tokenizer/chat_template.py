@@ -66,12 +66,24 @@ class ChatTemplate:
             given = [{key: value for key, value in message.items() if value is not None} for message in messages]
             context = {"tools": None, "documents": None, **context, "add_generation_prompt": add_generation_prompt}
             plain = [_with_reasoning(message) for message in _plain(given)]
-            if content_format is not None:
-                tried = partial(self._tried, context)
-                plain = adapt_contents(plain, tried, content_format, self._formats, context)
-            return self._render({**context, "messages": plain})
+            return self._rendered(plain, context, content_format)
         except Exception as error:  # foreign code
             raise ChatTemplateError(explained(error)) from error
+
+    def _rendered(self, messages: list[Message], context: dict[str, Any], content_format: str | None) -> str:
+        """The text of `messages`, of which those of an assistant may have no content: a call or reasoning alone."""
+        errors: list[Exception] = []
+        for filled in _fillings(messages):
+            try:
+                if content_format is not None:
+                    tried = partial(self._tried, context)
+                    filled = adapt_contents(filled, tried, content_format, self._formats, context)
+                return self._render({**context, "messages": filled})
+            except (SecurityError, MemoryError, RecursionError):
+                raise
+            except Exception as error:  # foreign code
+                errors.append(error)
+        raise errors[0]
 
     def _tried(self, context: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
         """The rendered text; None where the template raises. Exceeded limits, which no content format avoids, raise."""
@@ -111,6 +123,16 @@ def explained(error: BaseException) -> str:
     if "strftime_now" in message:
         message += " (today's date is not available: pass the date in chat_template_kwargs or edit the template)"
     return f"chat template: {message}"
+
+
+def _fillings(messages: list[Message]) -> Iterator[list[Message]]:
+    """The conversation as transformers gives it, and, for templates that raise, with the contents that it lacks: null,
+    which DeepSeek's test, and "", which vLLM gives.
+    """
+    yield messages
+    is_open = [message.get("role") == "assistant" and "content" not in message for message in messages]
+    for content in (None, "") if any(is_open) else ():
+        yield [{**each, "content": content} if lacks else each for each, lacks in zip(messages, is_open, strict=True)]
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -74,6 +74,9 @@ def _part(name: str, value: Any, images: list[Any]) -> dict[str, Any]:
     if isinstance(kind, str) and kind in _IMAGE_KEYS:
         images.append(_image(name, value, kind))
         return dict(IMAGE_PART)
+    if kind == "refusal" and isinstance(value.get("refusal"), str):
+        # An answer of OpenAI's models that is sent back.
+        return {"type": "text", "text": value["refusal"]}
     if kind not in _TEXT_TYPES:
         raise InvalidRequestError(
             f"{name} has type {shown(kind)}: only text and images are supported", "unsupported_value"

@@ -99,6 +99,11 @@ def joined(chunks: list[JSON]) -> JSON:
                 mask = known.setdefault("sampling_mask", {"token_ids": [], "offsets": [0]})
                 mask["offsets"] += [len(mask["token_ids"]) + each for each in part["sampling_mask"]["offsets"][1:]]
                 mask["token_ids"] += part["sampling_mask"]["token_ids"]
+    for choice in choices.values():
+        message = choice.get("message", {})
+        if message.get("content") == "" and len(message) > 2:
+            # Before reasoning and calls nobody knows that no content will come.
+            message["content"] = None
     return {**body, "choices": [choices[index] for index in sorted(choices)]}
 
 

@@ -112,3 +112,29 @@ def test_reasoning_reaches_the_template_under_every_name(tmp_path: Path, name: s
     assert {key: written[key] for key in thoughts if key != "reasoning_content" and thoughts[key] is not None} == {
         key: value for key, value in thoughts.items() if key != "reasoning_content" and value is not None
     }
+
+
+LACKING = {
+    # DeepSeek's.
+    "null": (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}<call>"
+        "{% else %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}",
+        "uhello<call>uhelloaso",
+    ),
+    # Qwen2.5's.
+    "text": ("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}", "uhelloauhelloaso"),
+    "tolerant": ("{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}", "uhelloauhelloaso"),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_answer_without_content_is_rendered(name: str):
+    """Regression: an error of the template, for a call with `"content": null`, as OpenAI's clients send it back."""
+    template, expected = LACKING[name]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {}}}
+    for message in ({"content": None, "tool_calls": [call]}, {"content": None}, {}):
+        talk = [*USER, {"role": "assistant", **message}, *USER, {"role": "assistant", "content": "so"}]
+        assert ChatTemplate(template, {}).render(talk, False) == expected
+    # The first error is reported.
+    with pytest.raises(ChatTemplateError, match="nothing is right"):
+        ChatTemplate("{{ raise_exception('nothing is right') }}", {}).render(talk, False)

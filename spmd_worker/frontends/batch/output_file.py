@@ -370,8 +370,9 @@ def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.f
 def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
     """The vector of a row, if it has one of this length."""
     data = body.get("data") or []
-    # Scores have vLLM's name in a body of /classify.
-    vector = data[0].get(name, data[0].get("probs")) if len(data) == 1 else body.get(name)
+    # Numbers have vLLM's names in bodies of /classify and /pooling.
+    names = (name, "probs", "data")
+    vector = next((data[0][each] for each in names if each in data[0]), None) if len(data) == 1 else body.get(name)
     if isinstance(vector, str):
         vector = np.frombuffer(base64.b64decode(vector), "<f4").tolist()
     return vector if vector is not None and len(vector) == size else None

@@ -1,7 +1,7 @@
 """Builds the bodies of OpenAI responses: completions and chat completions.
 
-Every value depends only on the row: `created` is 0 and ids carry the row's index, so that a repeated or resumed job
-writes the same bytes. Values that depend on other rows (tokens found in the prefix cache) are left out.
+Every value depends only on the row: `created` is 0 and ids carry its `request_id`, or its index, so that a repeated or
+resumed job writes the same bytes. Values that depend on other rows (tokens found in the prefix cache) are left out.
 """
 
 import base64
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spmd_worker.chat.answer_reader import ChatAnswer
 from spmd_worker.chat.chat_format import NONE
 from spmd_worker.chat.message import CallIds, chat_message
-from spmd_worker.frontends.openai.row import Echo, EncodedRow
+from spmd_worker.frontends.openai.row import Echo, EncodedRow, answer_name
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
@@ -30,7 +30,7 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
     """Body of a /v1/completions response."""
     output = echoed(row, output)
     choices = [completion_choice(completion) for completion in output.outputs]
-    body = _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+    body = _body("text_completion", f"cmpl-{answer_name(row)}", row, output, choices, model_name)
     for choice in choices:
         if row.echo is not None:
             drop_first_logprob(choice)
@@ -93,7 +93,7 @@ def drop_first_logprob(choice: JsonObject) -> None:
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a /v1/chat/completions response."""
     choices = [_complete_chat_choice(completion, row) for completion in output.outputs]
-    body = _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+    body = _body("chat.completion", f"chatcmpl-{answer_name(row)}", row, output, choices, model_name)
     if row.returns_token_ids:
         body["prompt_token_ids"] = list(row.prompt_token_ids)
     return body
@@ -114,6 +114,8 @@ def _complete_chat_choice(completion: CompletionOutput, row: EncodedRow) -> Json
     if row.reader is not None:
         answer = row.reader.read(row.reader.marked_text(row.prompt_token_ids, row.sampling).read(completion))
     message = chat_message(answer, call_ids(row, completion.index))
+    if not row.includes_reasoning:
+        message.pop("reasoning_content", None)
     return chat_choice(ended(row, completion, len(answer.tool_calls)), {"message": message}, row)
 
 

@@ -9,19 +9,25 @@ from spmd_worker.chat.chat_request import ChatRequest, chat_request, response_sc
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS, audio_row
 from spmd_worker.frontends.openai.pooling_request import pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
+    EFFORT_KEY,
     LANGUAGE_KEYS,
     PRIORITY_KEY,
+    SPACES_KEY,
+    SPECIAL_TOKENS_KEY,
     TEMPLATE_KEYS,
     chat_prompt,
     check_keys,
     check_neutral,
     check_num_logprobs,
+    check_spaces,
     embeds_prompt,
     for_encoder,
     model_name,
     sampling_from,
     text_prompt,
     tokens_prompt,
+    with_effort,
+    with_special_tokens,
 )
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingKind, Prompt, Row
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
@@ -37,6 +43,7 @@ _POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
     **dict.fromkeys(("/v1/score", "/score"), "score"),
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "rerank"),
     "/classify": "classify",
+    "/pooling": "pooling",
 }
 """OpenAI's names and vLLM's."""
 URLS: Final = (COMPLETIONS_URL, CHAT_URL, *_POOLING_URLS, *AUDIO_TASKS)
@@ -52,6 +59,7 @@ IGNORED_KEYS: Final = (
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
+    "session_id",
 )
 """Accepted, without effect on the answer (`model` is repeated in it)."""
 
@@ -66,36 +74,64 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    EFFORT_KEY: (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
+    "truncation_side": ("left",),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
 }
-"""Keys of unsupported features, with the values besides null that are neutral."""
+"""Keys of unsupported features, OpenAI's and then vLLM's, with the values besides null that are neutral."""
+
+_INSTEAD: Final = {
+    "use_beam_search": "a script that calls LLM.beam_search",
+    "logprob_token_ids": "logprobs, a number of alternatives",
+    "thinking_token_budget": "max_tokens or stop",
+    "repetition_detection": "repetition_penalty or frequency_penalty",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "truncation_side": "a text that is cut at its end",
+}
 
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
     **{
         key: neutral
         for key, neutral in _UNSUPPORTED.items()
-        if key not in ("tools", "tool_choice", "parallel_tool_calls")
+        if key not in ("tools", "tool_choice", "parallel_tool_calls", EFFORT_KEY)
     },
     # OpenAI ranks only completions: a chat body has one sample per choice.
     "best_of": (1,),
     "echo": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 
 _INSTEAD_IN_CHAT: Final = {
-    "reasoning_effort": 'chat_template_kwargs={"reasoning_effort": ...} to a template that reads it',
+    **_INSTEAD,
+    "chat_template": "chat_template_kwargs to the folder's template",
+    "documents": "them in messages",
     "functions": "tools",
     "function_call": "tool_choice",
 }
 
 _COMMON_KEYS: Final = (
     *(*SAMPLING_KEYS, "max_completion_tokens", "response_format", "return_token_ids", "echo", PRIORITY_KEY),
-    *(*IGNORED_KEYS, *_UNSUPPORTED),
+    *(SPECIAL_TOKENS_KEY, SPACES_KEY, "request_id", *IGNORED_KEYS, *_UNSUPPORTED),
 )
 _COMPLETION_KEYS: Final = ("prompt", "prompt_embeds", *LANGUAGE_KEYS, *_COMMON_KEYS)
-_CHAT_KEYS: Final = ("messages", "top_logprobs", *TEMPLATE_KEYS, *_COMMON_KEYS)
+_CHAT_KEYS: Final = tuple(
+    dict.fromkeys(
+        ("messages", "top_logprobs", "include_reasoning", *TEMPLATE_KEYS, *_COMMON_KEYS, *_UNSUPPORTED_IN_CHAT)
+    )
+)
 BODY_KEYS: Final = (*_COMPLETION_KEYS, *_CHAT_KEYS)
 
 
@@ -130,7 +166,7 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
     check_keys(body, _COMPLETION_KEYS, " in body")
-    check_neutral(body, _UNSUPPORTED)
+    check_neutral(body, _UNSUPPORTED, _INSTEAD)
     text, embeds = body.get("prompt"), body.get("prompt_embeds")
     if text is None and embeds is None:
         raise InvalidRequestError("the body has no prompt", "missing_prompt")
@@ -138,13 +174,14 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
     if text not in (None, "") and embeds is not None:
         raise InvalidRequestError("the body has prompt and prompt_embeds: give one of them", "conflicting_prompts")
     prompt = _completion_prompt(text) if embeds is None else embeds_prompt("prompt_embeds", embeds)
-    prompt = for_encoder(prompt, body)
+    prompt = for_encoder(with_special_tokens(prompt, body), body)
     given, echo = _sampling_values(body), optional_flag(body, "echo")
     is_alone = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
     if is_alone:
         # The minimum of an engine; the token is not part of the answer.
         given["max_tokens"] = 1
     sampling = sampling_from(defaults, given)
+    check_spaces(body, sampling)
     if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return Row(
@@ -160,7 +197,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
     check_neutral(body, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
     if body.get("messages") is None:
         raise InvalidRequestError("the body has no messages", "missing_prompt")
-    prompt = chat_prompt(body)
+    prompt = with_effort(chat_prompt(body), body)
     request = _chat_request(body, prompt)
     if request is not None and request.tools:
         prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})
@@ -170,10 +207,13 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
+    sampling = sampling_from(defaults, given)
+    check_spaces(body, sampling)
     return Row(
-        *(index, custom_id, "chat", prompt, sampling_from(defaults, given), model_name(body)),
+        *(index, custom_id, "chat", prompt, sampling, model_name(body)),
         request=request,
         returns_token_ids=optional_flag(body, "return_token_ids"),
+        includes_reasoning=optional_flag(body, "include_reasoning", default=True),
     )
 
 

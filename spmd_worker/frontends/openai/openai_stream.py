@@ -1,8 +1,9 @@
 """Responses to clients in OpenAI's format: complete bodies, the chunks of a stream, errors.
 
 A body is that of a batch row except `id` and `created`, which do not depend on the answer. A stream's joined chunks are
-that body. If a chat's answers may have tool calls, text that may become one is held back until it is known, and a call
-is one chunk.
+that body, but for the content of a chat's answer that has only reasoning or calls: null there, and "" here, because
+clients expect a `content` in the first chunk. If a chat's answers may have tool calls, text that may become one is held
+back until it is known, and a call is one chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +75,9 @@ def event(record: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class AnswerName:
-    """Identity of an answer: unique id, seconds since the epoch, and the model of requests that named none."""
+    """Identity of an answer: the client's or a unique id, seconds since the epoch, and the model of requests that named
+    none.
+    """
 
     request: str
     created: int
@@ -140,11 +143,14 @@ class _Sent:
 
 @dataclass(slots=True)
 class ChunkWriter:
-    """The chunks of one prompt's stream, from cumulative outputs. `first_index` is the index of its first choice."""
+    """The chunks of one prompt's stream, from cumulative outputs. `first_index` is the index of its first choice.
+    `includes_usage`: a chunk has a key for it, with `counts_in_chunks` the usage of its choice so far, as vLLM's.
+    """
 
     row: EncodedRow
     name: AnswerName
     includes_usage: bool
+    counts_in_chunks: bool = False
     first_index: int = 0
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
@@ -165,6 +171,8 @@ class ChunkWriter:
             if choice is None:
                 continue
             chunk = self._chunk([{**choice, "index": self.first_index + completion.index}])
+            if self.counts_in_chunks:
+                chunk["usage"] = total_usage(replace(output, outputs=[completion]))
             if self.row.returns_token_ids:
                 # Like vLLM's chunks: the prompt's once.
                 sent, (own,) = self._sent[completion.index], chunk["choices"]
@@ -217,8 +225,8 @@ class ChunkWriter:
         num_calls, is_end = sent.answer.num_calls, completion.finished()
         new = sent.answer.read(sent.text.read(completion), is_end=is_end)
         delta: JsonObject = {"role": "assistant"} if is_first else {}
-        delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
-        delta |= {"content": new.content} if new.content else {}
+        delta |= {"reasoning_content": new.reasoning} if new.reasoning and self.row.includes_reasoning else {}
+        delta |= {"content": new.content} if new.content or is_first else {}
         calls = call_records(new.tool_calls, call_ids(self.row, completion.index), num_calls)
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]

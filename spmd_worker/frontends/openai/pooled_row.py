@@ -11,6 +11,7 @@ from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, 
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
@@ -43,7 +44,6 @@ class EncodedPooledRow:
         return replace(self, media=())
 
 
-@invalid_request(errors=RequestError)
 def encode_pooled(
     row: Row,
     tokenizer: Tokenizer | None,
@@ -55,38 +55,52 @@ def encode_pooled(
     """Encode a row's texts as ids within the limits of `engine`. `media` are its images, prepared before. Raises
     InvalidRequestError.
     """
+    return result_of(encode_pooled_in_turns(row, tokenizer, engine, limits, models, media))
+
+
+def encode_pooled_in_turns(
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits,
+    models: ServedModels = ANY_MODEL,
+    media: Sequence[PreparedMedia] | None = None,
+) -> Turns[EncodedPooledRow]:
+    """`encode_pooled`, with a pause after each text."""
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
-    adapter_id = models.adapters_of(row).adapter_id
-    engine.check_runner(inputs.params)
-    engine.check_priority(row.priority)
-    config = engine.pooling
-    assert config is not None, "checked by check_runner"
-    with invalid_request():
-        params = resolve_pooling(inputs.params, config)
-    are_pairs = bool(inputs.num_firsts) and config.task == "classify"
-    prompts: Iterable[ReadPrompt | TextPair] = inputs.prompts
-    if are_pairs:
-        firsts, seconds = inputs.prompts[: inputs.num_firsts], inputs.prompts[inputs.num_firsts :]
-        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-        # Lazily: the first pair that is too long ends it, before all are built.
-        pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
-        prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
-    texts, with_images = [], Encoded(None, ())
-    for prompt in prompts:
-        encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
-        if encoded.media:
-            with_images = encoded
-        engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
-        num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
-        if most is not None and num_tokens > most:
-            message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
-            raise InvalidRequestError(message, "prompt_too_long")
-        assert encoded.pooling is not None, "resolved by apply_pooling"
-        texts.append((encoded.token_ids, encoded.pooling))
-    images = (with_images.media, with_images.media_items)
-    compared = (are_pairs, config.similarity)
-    return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, labels=config.labels)
+    with invalid_request(errors=RequestError):
+        adapter_id = models.adapters_of(row).adapter_id
+        engine.check_runner(inputs.params)
+        engine.check_priority(row.priority)
+        config = engine.pooling
+        assert config is not None, "checked by check_runner"
+        with invalid_request():
+            params = resolve_pooling(inputs.params, config)
+        are_pairs = bool(inputs.num_firsts) and config.task == "classify"
+        prompts: Iterable[ReadPrompt | TextPair] = inputs.prompts
+        if are_pairs:
+            firsts, seconds = inputs.prompts[: inputs.num_firsts], inputs.prompts[inputs.num_firsts :]
+            firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+            # Lazily: the first pair that is too long ends it, before all are built.
+            pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
+            prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
+        texts, with_images = [], Encoded(None, ())
+        for prompt in prompts:
+            encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
+            if encoded.media:
+                with_images = encoded
+            engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
+            num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
+            if most is not None and num_tokens > most:
+                message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
+                raise InvalidRequestError(message, "prompt_too_long")
+            assert encoded.pooling is not None, "resolved by apply_pooling"
+            texts.append((encoded.token_ids, encoded.pooling))
+            yield
+        images = (with_images.media, with_images.media_items)
+        compared = (are_pairs, config.similarity)
+        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, labels=config.labels)
 
 
 def _truncated(

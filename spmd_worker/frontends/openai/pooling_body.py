@@ -1,4 +1,5 @@
-"""Output records of pooling rows: OpenAI's for embeddings, vLLM's for scores and classes, Jina's for reranking.
+"""Output records of pooling rows: OpenAI's for embeddings, vLLM's for scores, classes and pooling, Jina's for
+reranking.
 
 Every value depends only on the row, as in `openai_body.py`. Vectors are float32; a number is written with its shortest
 unique digits.
@@ -13,7 +14,7 @@ import numpy as np
 from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
-from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt
+from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt, answer_name
 from spmd_worker.frontends.openai.row_writer import json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import similarity
@@ -62,20 +63,28 @@ def pooling_body(
     counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     if row.kind == "rerank":
         results = _ranked(inputs, _scores(encoded, inputs, outputs))
-        return {"id": f"rerank-{row.index}", "model": model, "usage": counts, "results": results}
-    if row.kind in ("score", "classify"):
-        if row.kind == "score":
-            scores = _scores(encoded, inputs, outputs)
-            data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
-        else:
-            data = [_class(index, output, encoded.labels, format_vector) for index, output in enumerate(outputs)]
-        top: JsonObject = {"id": f"{row.kind}-{row.index}", "object": "list", "created": 0}
-        return {**top, "model": model, "data": data, "usage": counts}
-    data = [
-        {"object": "embedding", "index": index, "embedding": _vector(output, inputs, format_vector)}
-        for index, output in enumerate(outputs)
-    ]
-    return {"object": "list", "data": data, "model": model, "usage": counts}
+        return {"id": f"rerank-{answer_name(row)}", "model": model, "usage": counts, "results": results}
+    data = _entries(encoded, inputs, outputs, format_vector)
+    if row.kind == "embedding":
+        return {"object": "list", "data": data, "model": model, "usage": counts}
+    top: JsonObject = {"id": f"{row.kind}-{answer_name(row)}", "object": "list", "created": 0}
+    return {**top, "model": model, "data": data, "usage": counts}
+
+
+def _entries(
+    encoded: EncodedPooledRow, inputs: PoolingInputs, outputs: Sequence[RequestOutput], format_vector: FormatVector
+) -> list[JsonObject]:
+    """The list of a body, in the order of its texts."""
+    kind = encoded.row.kind
+    if kind == "score":
+        scores = _scores(encoded, inputs, outputs)
+        return [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+    if kind == "classify":
+        return [_class(index, output, encoded.labels, format_vector) for index, output in enumerate(outputs)]
+    vectors = [_vector(output, inputs, format_vector) for output in outputs]
+    if kind == "pooling":
+        return [{"index": index, "object": "pooling", "data": vector} for index, vector in enumerate(vectors)]
+    return [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
 
 
 def _scores(encoded: EncodedPooledRow, inputs: PoolingInputs, outputs: Sequence[RequestOutput]) -> list[float]:

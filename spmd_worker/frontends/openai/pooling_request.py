@@ -1,5 +1,5 @@
-"""Parses pooling rows: bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify, and plain rows with a task as
-key.
+"""Parses pooling rows: bodies of /v1/embeddings, /v1/score, /v1/rerank, /classify and /pooling, and plain rows with a
+task as key.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,13 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
-_COMMON_KEYS: Final = ("model", "user", "metadata", PRIORITY_KEY)
+_COMMON_KEYS: Final = ("model", "user", "metadata", "request_id", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
 _EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _CLASSIFY_KEYS: Final = ("input", *_CHAT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
+_POOLING_KEYS: Final = ("input", *_CHAT_KEYS, "task", "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
@@ -45,7 +46,14 @@ def pooling_row(
     index: int, custom_id: str | None, kind: PoolingKind, body: Mapping[str, Any], defaults: SamplingParams
 ) -> Row:
     """Row of an OpenAI batch line. Raises InvalidRequestError."""
-    inputs = {"embedding": _embedding, "score": _score, "rerank": _rerank, "classify": _classification}[kind](body)
+    parse = {
+        "embedding": _embedding,
+        "score": _score,
+        "rerank": _rerank,
+        "classify": _classification,
+        "pooling": _pooled,
+    }
+    inputs = parse[kind](body)
     return Row(index, custom_id, kind, inputs.prompts[0], defaults, model_name(body), pooling=inputs)
 
 
@@ -69,10 +77,20 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
 
 def _embedding(body: Mapping[str, Any]) -> PoolingInputs:
     check_keys(body, _EMBEDDING_KEYS, " in body")
-    prompts, encoding = _texts_or_conversation(body), body.get("encoding_format")
+    return PoolingInputs(_texts_or_conversation(body), _params(body, "embed"), is_base64=_is_base64(body))
+
+
+def _pooled(body: Mapping[str, Any]) -> PoolingInputs:
+    """vLLM's body of any task, by default the model's."""
+    check_keys(body, _POOLING_KEYS, " in body")
+    return PoolingInputs(_texts_or_conversation(body), _params(body, body.get("task")), is_base64=_is_base64(body))
+
+
+def _is_base64(body: Mapping[str, Any]) -> bool:
+    encoding = body.get("encoding_format")
     if encoding not in (None, "float", "base64"):
         raise InvalidRequestError(f"encoding_format={shown(encoding)} must be 'float' or 'base64'")
-    return PoolingInputs(prompts, _params(body, "embed"), is_base64=encoding == "base64")
+    return encoding == "base64"
 
 
 def _classification(body: Mapping[str, Any]) -> PoolingInputs:
@@ -115,7 +133,7 @@ def _check_texts_alone(body: Mapping[str, Any], *names: str) -> None:
         )
 
 
-def _params(given: Mapping[str, Any], task: str) -> PoolingParams:
+def _params(given: Mapping[str, Any], task: Any) -> PoolingParams:
     with invalid_request():
         return PoolingParams(task=task, **{key: given[key] for key in _PARAM_KEYS if key in given})
 

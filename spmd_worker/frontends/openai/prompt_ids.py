@@ -6,7 +6,7 @@ from functools import partial
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
 from spmd_worker.compat.image_prompts import MediaPrompt, check_conversation, check_images
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.prompt_values import invalid_request
+from spmd_worker.frontends.openai.prompt_values import EFFORT_KEY, invalid_request
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import PreparedImage
@@ -25,9 +25,8 @@ def encode(
     language: str | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
     """Text of a prompt without images, None for token ids, and its ids. `check_text` is called with the text before it
-    is encoded. Special tokens are added to text and not to a chat, whose template writes them, unless
-    `adds_special_tokens` is given; for text in a `language` they have its token. Raises InvalidRequestError, and what
-    `check_text` raises.
+    is encoded. `adds_special_tokens` replaces the prompt's own; for text in a `language` special tokens have its token.
+    Raises InvalidRequestError, and what `check_text` raises.
     """
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
@@ -38,7 +37,7 @@ def encode(
         with invalid_request():
             before, after = tokenizer.around_source(language)
         return text, (*before, *_encoded(tokenizer, text, adds_special_tokens=False), *after)
-    adds = not isinstance(prompt, ChatPrompt) if adds_special_tokens is None else adds_special_tokens
+    adds = prompt.adds_special_tokens if adds_special_tokens is None else adds_special_tokens
     return text, _encoded(tokenizer, text, adds_special_tokens=adds)
 
 
@@ -68,19 +67,17 @@ def encode_with_images(
 ) -> tuple[str | None, MediaPrompt]:
     """`encode` of a prompt with its images, `media`, between its tokens. The text has their placeholders."""
     tokenizer = _needed(tokenizer)
-    of_text = partial(_encoded, tokenizer, adds_special_tokens=True)
-    of_piece = partial(_encoded, tokenizer, adds_special_tokens=False)
     try:
         name = engine.architecture
         images = check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=name)
         if isinstance(prompt, TokensPrompt):
-            return None, images.of_ids(prompt.token_ids, media, of_piece)
+            return None, images.of_ids(prompt.token_ids, media, partial(_encoded, tokenizer, adds_special_tokens=False))
         if isinstance(prompt, ChatPrompt):
             check_conversation(images, prompt.messages)
         text = _text_of(prompt, tokenizer)
         check_text(text)
-        is_chat = isinstance(prompt, ChatPrompt)
-        return text, images.of_chat(text, media, of_piece) if is_chat else images.of_text(text, media, of_text)
+        of_text = partial(_encoded, tokenizer, adds_special_tokens=prompt.adds_special_tokens)
+        return text, (images.of_chat if isinstance(prompt, ChatPrompt) else images.of_text)(text, media, of_text)
     except MediaError as error:
         raise InvalidRequestError(str(error), error.code) from None
 
@@ -106,9 +103,17 @@ def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
     if not tokenizer.has_chat_template:
         message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
         raise InvalidRequestError(message, "chat_template_missing")
+    variables = prompt.template_kwargs
+    if prompt.reasoning_effort is not None:
+        if EFFORT_KEY not in (tokenizer.chat_template_source or ""):
+            message = (
+                f"{EFFORT_KEY}={prompt.reasoning_effort!r}: the model's chat template does not read it: leave it out"
+            )
+            raise InvalidRequestError(message, "unsupported_value")
+        variables = {**variables, EFFORT_KEY: prompt.reasoning_effort}
     try:
         return tokenizer.apply_chat_template(
-            *(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs),
+            *(prompt.messages, prompt.add_generation_prompt, variables),
             continue_final_message=prompt.continue_final_message,
         )
     except ChatTemplateError as error:

@@ -31,6 +31,13 @@ TEMPLATE_KEYS: Final = ("chat_template_kwargs", "add_generation_prompt", "contin
 """Keys of a conversation's rendering."""
 LANGUAGE_KEYS: Final = ("target_language", "source_language")
 """Languages of a translator's answer and text."""
+SPECIAL_TOKENS_KEY: Final = "add_special_tokens"
+EFFORT_KEY: Final = "reasoning_effort"
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""OpenAI's values, and vLLM's."""
+SPACES_KEY: Final = "spaces_between_special_tokens"
+MAX_NAME: Final = 512
+"""Most characters of a request's name, which is a header of the server's."""
 DATA_URL: Final = "data:"
 _MAX_INTEGER: Final = 2**31 - 1
 """The maximum of any sampling key except `seed`: kernels take 32 bits."""
@@ -83,6 +90,12 @@ def tokens_prompt(name: str, value: Any) -> TokensPrompt:
     return TokensPrompt(tuple(value))
 
 
+def with_special_tokens(prompt: _AnyPrompt, given: Mapping[str, Any]) -> _AnyPrompt:
+    """The prompt as `add_special_tokens` says, which token ids and embeddings have no text for."""
+    adds = optional_flag(given, SPECIAL_TOKENS_KEY, default=True)
+    return replace(prompt, adds_special_tokens=adds) if isinstance(prompt, TextPrompt) else prompt
+
+
 def decoder_prompt(name: str, value: Any) -> TextPrompt | TokensPrompt | None:
     """The prompt of a decoder, text or ids; None for the model's own. Raises InvalidRequestError."""
     if value is None:
@@ -107,6 +120,9 @@ def for_encoder(prompt: Prompt, fields: Mapping[str, Any]) -> Prompt:
         raise InvalidRequestError(message, "conflicting_keys")
     if source is not None and not isinstance(prompt, TextPrompt):
         raise InvalidRequestError(OF_TEXT, "conflicting_keys")
+    if source is not None and isinstance(prompt, TextPrompt) and not prompt.adds_special_tokens:
+        message = f"source_language={source!r} is a special token, and {SPECIAL_TOKENS_KEY}=false adds none"
+        raise InvalidRequestError(f"{message}: leave one of them out", "conflicting_keys")
     return EncoderPrompt(prompt, decoder, target, source)
 
 
@@ -152,9 +168,23 @@ def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True)
             f"another: give add_generation_prompt=false with it",
             "conflicting_keys",
         )
+    adds_special_tokens = optional_flag(given, SPECIAL_TOKENS_KEY)
     images: list[Any] = []
     messages = tuple([_message(index, item, images) for index, item in enumerate(value)])
-    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images))
+    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), adds_special_tokens)
+
+
+def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
+    """The prompt with OpenAI's `reasoning_effort`, as a variable of its template. Raises InvalidRequestError."""
+    effort = body.get(EFFORT_KEY)
+    if effort is None:
+        return prompt
+    if effort not in _EFFORTS:
+        raise InvalidRequestError(f"{EFFORT_KEY}={shown(effort)} must be one of {', '.join(_EFFORTS)}")
+    if prompt.template_kwargs.get(EFFORT_KEY, effort) != effort:
+        message = f"{EFFORT_KEY} and chat_template_kwargs.{EFFORT_KEY} differ: give one"
+        raise InvalidRequestError(message, "conflicting_keys")
+    return replace(prompt, reasoning_effort=effort)
 
 
 def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
@@ -211,6 +241,26 @@ def priority_of(fields: Mapping[str, Any]) -> int:
     return priority
 
 
+def request_id_of(body: Mapping[str, Any]) -> str | None:
+    """The client's name for an answer. Raises InvalidRequestError."""
+    given = body.get("request_id")
+    if given is None:
+        return None
+    if not isinstance(given, str) or not (0 < len(given) <= MAX_NAME and given.isascii() and given.isprintable()):
+        raise InvalidRequestError(f"request_id={shown(given)} must be 1 to {MAX_NAME} printable characters of ASCII")
+    return given
+
+
+def check_spaces(given: Mapping[str, Any], sampling: SamplingParams) -> None:
+    """Raise InvalidRequestError for texts of special tokens without the spaces that the tokenizers library writes."""
+    if not optional_flag(given, SPACES_KEY, default=True) and not sampling.skip_special_tokens:
+        raise InvalidRequestError(
+            f"{SPACES_KEY}=false is not supported with skip_special_tokens=false: the tokenizers library decides where "
+            f"it writes spaces; leave it out",
+            "unsupported_value",
+        )
+
+
 def adapter_name(fields: Mapping[str, Any], key: str = "adapter") -> str | None:
     """The adapter that a plain row names under `key`. Raises InvalidRequestError."""
     adapter = fields.get(key)
@@ -250,7 +300,8 @@ def _message(index: int, value: Any, images: list[Any]) -> dict[str, Any]:
     if not isinstance(value.get("role"), str) or not value["role"]:
         raise InvalidRequestError(f"{name}.role={shown(value.get('role'))} must be a string such as 'user'")
     message = {key: item for key, item in value.items() if item is not None}
-    if len(message) == 1:
+    # Clients send an answer that was only reasoning back without anything.
+    if len(message) == 1 and message["role"] != "assistant":
         raise InvalidRequestError(f"{name} has no content")
     message = with_parsed_arguments(name, message)
     if "content" in message:

@@ -23,9 +23,9 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.token_texts import TokenText
 
-PoolingKind = Literal["embedding", "score", "rerank", "classify"]
+PoolingKind = Literal["embedding", "score", "rerank", "classify", "pooling"]
 
-RowKind = Literal["plain", "completion", "chat", "audio", "pooled", "embedding", "score", "rerank", "classify"]
+RowKind = Literal["plain", "completion", "chat", "audio", "pooled"] | PoolingKind
 """Format of the output row: the project's own, an OpenAI completion, chat completion or transcript; the same for
 pooling rows.
 """
@@ -35,12 +35,13 @@ ErrorShape = Literal["plain", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say). It has the
-    model's placeholder for each of `images`, URLs or paths.
+    """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say) unless
+    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths.
     """
 
     text: str
     images: tuple[str, ...] = ()
+    adds_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class ChatPrompt:
     """A conversation for the chat template: plain JSON values, every message with a role. `template_kwargs` are further
     variables the template may read (`enable_thinking`, `date_string`). The last message is left open for the answer
     with `continue_final_message`. `images` are those of the image parts, in order, None for a part without one.
+    `adds_special_tokens`: the tokenizer's special tokens are added to those that the template writes.
+    `reasoning_effort` is a variable of templates that read it.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -65,6 +68,8 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     images: tuple[str | None, ...] = ()
+    adds_special_tokens: bool = False
+    reasoning_effort: str | None = None
 
     @property
     def continued(self) -> str | None:
@@ -133,7 +138,8 @@ class Row:
     """One well-formed input row. `index` counts input rows from 0; `model` is the name in an OpenAI body, `request` the
     constraints on its answer. With `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling`
     is unused. `returns_token_ids`: the answer has the ids of its prompt and texts. `adapter` and
-    `prompt_adapter` are names in a plain row. `response_format` is that of a transcript.
+    `prompt_adapter` are names in a plain row. `response_format` is that of a transcript. `request_id` is the client's
+    name for the answer; without `includes_reasoning` a chat's answer has no reasoning.
     """
 
     index: int
@@ -150,6 +156,8 @@ class Row:
     prompt_adapter: str | None = None
     response_format: ResponseFormat = "json"
     priority: int = 0
+    request_id: str | None = None
+    includes_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,8 @@ class EncodedRow:
     and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter and
     `virtual` are the tokens of the prompt adapter (`ServedModels`), `adapter` and `prompt_adapter` their names in a
     plain row. The ids are placeholders of `rows` of embeddings, if there are. `media_items` are the tokens of its
-    images, `media`. `encoder` and `encoder_text` are as in `Encoded`.
+    images, `media`. `encoder` and `encoder_text` are as in `Encoded`, `request_id` and `includes_reasoning` are the
+    row's.
     """
 
     index: int
@@ -193,6 +202,8 @@ class EncodedRow:
     encoder: EncoderInput | None = None
     encoder_text: str | None = None
     priority: int = 0
+    request_id: str | None = None
+    includes_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +258,8 @@ def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:
 def shape_of(row: Row | EncodedRow) -> ErrorShape:
     """Format of a row's error."""
     return "plain" if row.kind in ("plain", "pooled") else "openai"
+
+
+def answer_name(row: Row | EncodedRow) -> str | int:
+    """End of the id of a row's answer."""
+    return row.index if row.request_id is None else row.request_id

@@ -204,6 +204,8 @@ def finish_row(
         encoder=given.encoder,
         encoder_text=given.encoder_text,
         priority=row.priority,
+        request_id=row.request_id,
+        includes_reasoning=row.includes_reasoning,
     )
 
 

@@ -19,18 +19,23 @@ from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pool
 from spmd_worker.frontends.openai.prompt_values import (
     LANGUAGE_KEYS,
     PRIORITY_KEY,
+    SPACES_KEY,
+    SPECIAL_TOKENS_KEY,
     TEMPLATE_KEYS,
     adapter_name,
     chat_prompt,
     check_keys,
     check_num_logprobs,
+    check_spaces,
     embeds_prompt,
     for_encoder,
     priority_of,
+    request_id_of,
     sampling_from,
     text_prompt,
     tokens_prompt,
     with_images,
+    with_special_tokens,
 )
 from spmd_worker.frontends.openai.row import (
     ErrorShape,
@@ -51,6 +56,8 @@ _PLAIN_KEYS: Final = (
     "prompt_adapter",
     PRIORITY_KEY,
     *TEMPLATE_KEYS,
+    SPECIAL_TOKENS_KEY,
+    SPACES_KEY,
     "decoder_prompt",
     *LANGUAGE_KEYS,
     *SAMPLING_KEYS,
@@ -115,7 +122,8 @@ def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams
     row = (parse_openai if is_openai else _parse_plain)(index, custom_id, fields, defaults)
     _check_limits(row.sampling, limits)
     priority = priority_of(fields["body"] if is_openai else fields)
-    return replace(row, priority=priority) if priority else row
+    request_id = request_id_of(fields["body"]) if is_openai else None
+    return replace(row, priority=priority, request_id=request_id) if priority or request_id else row
 
 
 def _is_openai(fields: Mapping[str, Any]) -> bool:
@@ -158,6 +166,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     check_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
+    check_spaces(fields, sampling)
     adapters = (adapter_name(fields), adapter_name(fields, "prompt_adapter"))
     return Row(index, custom_id, "plain", prompt, sampling, adapter=adapters[0], prompt_adapter=adapters[1])
 
@@ -173,7 +182,8 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
         raise InvalidRequestError(f"the row has no prompt: give one of {every}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
-    return with_images(for_encoder(_prompt_without_images(given[0], fields), fields), fields.get("images"))
+    prompt = with_special_tokens(_prompt_without_images(given[0], fields), fields)
+    return with_images(for_encoder(prompt, fields), fields.get("images"))
 
 
 def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:

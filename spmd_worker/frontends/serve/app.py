@@ -34,6 +34,7 @@ from spmd_worker.frontends.openai.openai_stream import (
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import REJECTED
+from spmd_worker.frontends.openai.turns import Turns, at_once, take_turn
 from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
 from spmd_worker.frontends.serve.responses import (
@@ -64,6 +65,8 @@ _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
 _IMAGES_MARK: Final = b'"image'
 """Mark of bodies with images, whose preparing takes long, as that of audio: such bodies are read apart."""
+_TEXTS_A_TURN: Final = 16
+"""Texts of a body that are encoded before those of the next body in the queue."""
 _RETRY_AFTER_S: Final = 1
 _OPEN_PATHS: Final = ("/health", "/ping")
 _PATHS: Final = (*URLS, TOKENIZE_URL, DETOKENIZE_URL, "/v1/models", *_OPEN_PATHS, "/version", "/metrics")
@@ -95,7 +98,7 @@ class ServerApp:
         self._api_key = api_key.encode()
         self._indices = count()
         self._started_s = int(time.time())
-        # Encoded one at a time outside the loop, which must not wait for a chat template.
+        # Encoded in turns outside the loop, which must not wait for a chat template.
         self._pool = ThreadPoolExecutor(1, "spmd-encode")
         self._large_pool = ThreadPoolExecutor(1, "spmd-encode-large")
         self._media_pool = ThreadPoolExecutor(_MAX_LARGE, "spmd-encode-media")
@@ -146,6 +149,7 @@ class ServerApp:
             raise
 
     async def _answer(self, request: "Request", reservation: "Reservation") -> AsgiApp:
+        arrived_s = time.monotonic()
         served = await self._read(request)
         most = self.exchange.max_sequences
         if served.num_sequences > most and served.must_fit:
@@ -155,10 +159,11 @@ class ServerApp:
                 "limit_exceeded",
             )
         reservation.add(min(served.num_sequences, most) - 1, served.num_media_bytes)
-        return Answer(self, served, reservation)
+        return Answer(self, served, reservation, arrived_s)
 
     async def _tokens(self, request: "Request", reservation: "Reservation") -> AsgiApp:
-        body = await self._read_by(request, partial(answer_tokens, self.reader, request.url.path))
+        answer = partial(answer_tokens, self.reader, request.url.path)
+        body = await self._read_by(request, lambda data: at_once(lambda: answer(data)))
         reservation.free()
         return JsonResponse(body)
 
@@ -167,7 +172,7 @@ class ServerApp:
 
     async def models(self, request: "Request") -> AsgiApp:
         name = request.path_params.get("name")
-        if name is None:
+        if not name:
             return JsonResponse({"object": "list", "data": [self._model(each) for each in self._roots]})
         if name not in self._roots:
             message = f"unknown model {name[:100]!r}: use {', '.join(self._roots)}"
@@ -193,6 +198,7 @@ class ServerApp:
 
     async def metrics(self, request: "Request") -> AsgiApp:
         exchange = self.exchange
+        histograms = [] if exchange.histograms is None else exchange.histograms.metrics()
         own: list[Metric] = [
             Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
             Gauge("spmd_worker_serve_most_sequences", exchange.max_sequences),
@@ -203,7 +209,9 @@ class ServerApp:
                 for status, number in sorted(self._errors.items())
             ),
         ]
-        return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
+        return PlainResponse(
+            prometheus_text([*exchange.metrics, *histograms, *own]), b"text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
         """Answer an unknown path or method."""
@@ -228,24 +236,31 @@ class ServerApp:
         custom_id = request.headers.get("x-custom-id")
         if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
             raise InvalidRequestError(f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII", "invalid_value")
-        read = partial(self.reader.read, next(self._indices), request.url.path)
+        read = partial(self.reader.read_in_turns, next(self._indices), request.url.path)
         content_type = request.headers.get("content-type", "")
         return await self._read_by(request, lambda data: read(data, custom_id, content_type))
 
-    async def _read_by(self, request: "Request", read: Callable[[bytes], _Read]) -> _Read:
-        """Parse the body with `read`, in a thread."""
+    async def _read_by(self, request: "Request", read: Callable[[bytes], Turns[_Read]]) -> _Read:
+        """Parse the body with `read`, in a thread that takes turns with other bodies."""
         async with contextlib.AsyncExitStack() as held:
             data = await self._body(request, held)
             # A path takes few bytes, and its image may take seconds.
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
             has_media = request.url.path in AUDIO_TASKS or _IMAGES_MARK in data
             pool = self._media_pool if has_media else pool
-            return await _in_pool(pool, lambda: read(data), request.receive)
+            turns = read(data)
+            while (ended := await _in_pool(pool, lambda: take_turn(turns, _TEXTS_A_TURN), request.receive)) is None:
+                pass
+            return ended.result
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
         """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""
         most = self.reader.limits.num_line_bytes
         too_long = InvalidRequestError(f"the body is longer than limits.max_line_bytes={most}", "line_too_long")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            rejected = f"Content-Encoding={encoding[:100]!r} is not supported: send the body without compression"
+            raise InvalidRequestError(rejected, "unsupported_value")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long
@@ -313,16 +328,20 @@ class Reservation:
 
 
 class Answer:
-    """The response to one request. At its end the request is closed in the engine and its capacity freed."""
+    """The response to one request, which arrived at `arrived_s`. At its end the request is closed in the engine and its
+    capacity freed.
+    """
 
-    def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation) -> None:
+    def __init__(self, app: ServerApp, served: ServedRow, reservation: Reservation, arrived_s: float) -> None:
+        self._arrived_s = arrived_s
         self._app, self._served, self._reservation = app, served, reservation
-        self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
+        self._name = AnswerName(served.request_id or secrets.token_hex(12), int(time.time()), app.model_name)
         self._headers = ((_REQUEST_ID.decode(), self._name.request),)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, loop = self._app, asyncio.get_running_loop()
-        requests = [OpenRequest(row, self._served.is_streamed, loop) for row in self._served.rows]
+        is_streamed, rows = self._served.stream.is_streamed, self._served.rows
+        requests = [OpenRequest(row, is_streamed, loop, arrived_s=self._arrived_s) for row in rows]
         submitted: list[OpenRequest] = []
         try:
             for request in requests:
@@ -350,7 +369,7 @@ class Answer:
                 await work
 
     async def _respond(self, requests: list[OpenRequest], send: Send) -> None:
-        respond = self._stream if self._served.is_streamed else self._respond_once
+        respond = self._stream if self._served.stream.is_streamed else self._respond_once
         is_answered = await respond(requests, send)
         self._app.num_answered += is_answered
 
@@ -389,7 +408,7 @@ class Answer:
                         waiting[asyncio.ensure_future(self._app.exchange.newest(requests[index]))] = index
                 if data and waiting:
                     await self._send(send, response_part(data))
-            if self._served.includes_usage:
+            if self._served.stream.includes_usage:
                 data += event(writers[0].last_chunk([ended[index] for index in sorted(ended)]))
             await self._send(send, response_part(data + DONE, more_body=False))
             return True
@@ -399,10 +418,11 @@ class Answer:
 
     def _writers(self) -> list[ChunkWriter]:
         """One writer per prompt, with the index of its first choice."""
-        writers, first_index = [], 0
+        writers, first_index, options = [], 0, self._served.stream
         for row in self._served.rows:
             assert isinstance(row, EncodedRow), "pooling rows are not streamed"
-            writers.append(ChunkWriter(row, self._name, self._served.includes_usage, first_index))
+            usage = (options.includes_usage, options.counts_in_chunks)
+            writers.append(ChunkWriter(row, self._name, *usage, first_index=first_index))
             first_index += row.sampling.n
         return writers
 

@@ -57,9 +57,9 @@ usage: torchrun --nproc-per-node N -m spmd_worker.serve KEY=VALUE... [OPTION...]
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
 paths: POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, for a pooling model
-       /v1/embeddings, /v1/score, /v1/rerank (/score, /rerank, /v2/rerank), /classify, for a model
-       of speech /v1/audio/transcriptions, /v1/audio/translations; GET /v1/models, /version,
-       /metrics, and without a key /health, /ping
+       /v1/embeddings, /v1/score, /v1/rerank (/score, /rerank, /v2/rerank), /classify, /pooling,
+       for a model of speech /v1/audio/transcriptions, /v1/audio/translations; GET /v1/models,
+       /version, /metrics, and without a key /health, /ping
 
 exit codes: 0 ended by request; 1 failure; 70 the ranks diverged"""
 

@@ -11,13 +11,16 @@ from spmd_worker.compat.metrics import engine_metrics
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.step_interval import max_step_interval_s
+from spmd_worker.frontends.openai.audio_row import EncodedAudioRow
+from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.split_rows import admit_split
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
+from spmd_worker.frontends.serve.request_histograms import RequestHistograms
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.request import RequestId
-from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
+from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class EngineLoop:
         self._ids: dict[OpenRequest, list[RequestId]] = {}
         self._outputs: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
+        self._histograms = RequestHistograms(engine.resolved.location.name, engine.limits.max_model_len)
         self._patience_s = max_step_interval_s(engine.config.executor.timeout_s)
         # A worker process that ends is noticed by the next step.
         engine.executor.register_failure_callback(exchange.look)
@@ -51,6 +55,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         engine, exchange = self._engine, self._exchange
+        exchange.histograms = self._histograms
         self._publish()
         stepped_s = time.monotonic()
         ending_s: float | None = None
@@ -111,9 +116,15 @@ class EngineLoop:
                 )
         self._ids[request], self._outputs[request] = ids, {}
         self._requests |= dict.fromkeys(ids, request)
+        if not isinstance(row, EncodedPooledRow):
+            for request_id in ids:
+                self._histograms.begin(request_id, request.arrived_s)
 
     def _step(self) -> None:
-        steps = [self._ended(output) for output in self._engine.step()]
+        ended_now = self._engine.step()
+        now_s = time.monotonic()
+        steps = [self._ended(output, now_s) for output in ended_now]
+        self._histograms.step(self._engine.scheduler.running, now_s)
         outputs = [ended for ended in steps if ended is not None]
         groups = self._engine.scheduler.queues.groups
         for request_id, partial in self._partials.items():
@@ -125,11 +136,12 @@ class EngineLoop:
         self._exchange.give(outputs)
         self._publish()
 
-    def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | RowOutputs] | None:
+    def _ended(self, output: RequestOutput, now_s: float) -> tuple[OpenRequest, RequestOutput | RowOutputs] | None:
         """Output of a request; None while others of it are not answered."""
         request_id = RequestId(int(output.request_id))
         request = self._requests.pop(request_id)
         self._partials.pop(request_id, None)
+        self._histograms.end(request_id, output, self._sampling_of(request, request_id), request.arrived_s, now_s)
         outputs = self._outputs[request]
         outputs[request_id] = output
         if len(outputs) < len(self._ids[request]):
@@ -137,6 +149,13 @@ class EngineLoop:
         del self._outputs[request]
         ordered = tuple([outputs[each] for each in self._ids.pop(request)])
         return request, output if isinstance(request.row, EncodedRow) else RowOutputs(ordered)
+
+    def _sampling_of(self, request: OpenRequest, request_id: RequestId) -> SamplingParams | None:
+        """Parameters of one of a request's sequences of tokens; None for a pooled text."""
+        row = request.row
+        if isinstance(row, EncodedAudioRow):
+            return row.windows[self._ids[request].index(request_id)].sampling
+        return row.sampling if isinstance(row, EncodedRow) else None
 
     def _end_all(self, reason: str) -> None:
         if not self._exchange.has_failed:

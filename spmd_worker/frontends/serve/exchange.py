@@ -12,6 +12,7 @@ engine.
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +20,7 @@ from typing import Final
 from spmd_worker.compat.metrics import Metric, Vector
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
+from spmd_worker.frontends.serve.request_histograms import RequestHistograms
 from spmd_worker.replica.sequence.outputs import RequestOutput
 
 FAILED: Final = "server_failed"
@@ -35,7 +37,9 @@ class EndingError(Exception):
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request that was accepted. `is_streamed`: its reader wants outputs before the last."""
+    """A request that was accepted. `is_streamed`: its reader wants outputs before the last. `arrived_s` is a time of
+    the monotonic clock.
+    """
 
     row: EncodedRow | EncodedSplitRow
     is_streamed: bool
@@ -43,6 +47,7 @@ class OpenRequest:
     has_output: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | RowOutputs | None = None
     """The newest output, until it is read; under the exchange's lock."""
+    arrived_s: float = field(default_factory=time.monotonic)
 
 
 class RequestExchange:
@@ -55,6 +60,8 @@ class RequestExchange:
         self.num_sequences = self.num_media_bytes = 0
         self.metrics: list[Metric | Vector] = []
         """The engine's, after its last step."""
+        self.histograms: RequestHistograms | None = None
+        """The engine loop's, once it runs."""
         self.ending = ""
         """Reason why no more requests are accepted; empty while they are."""
         self.has_failed = False

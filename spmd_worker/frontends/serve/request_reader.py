@@ -20,14 +20,15 @@ from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
-from spmd_worker.frontends.openai.pooled_row import encode_pooled
+from spmd_worker.frontends.openai.pooled_row import encode_pooled_in_turns
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
-from spmd_worker.frontends.openai.prompt_values import check_keys
+from spmd_worker.frontends.openai.prompt_values import SPACES_KEY, check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_encoding import encode_row
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, is_split
 from spmd_worker.frontends.openai.row_parser import parse_fields
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.frontends.serve.audio_form import body_of_form
 from spmd_worker.frontends.serve.multipart import is_multipart, read_form
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -35,18 +36,34 @@ from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _STREAM_KEYS: Final = ("stream", "stream_options")
-_STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
+_STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+_UNNAMED_KEYS: Final = (*IGNORED_KEYS, "cache_salt", "request_id", "include_reasoning", SPACES_KEY)
+"""Keys that change nothing of what a request samples."""
 _DIGEST_BYTES: Final = 16
 _UNNAMED: Final = "request"
 
 
 @dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """`includes_usage`: a stream ends with the usage. `counts_in_chunks`: other chunks have that of their choice."""
+
+    is_streamed: bool
+    includes_usage: bool = False
+    counts_in_chunks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ServedRow:
-    """A request that can run: one row, or one for each prompt. `includes_usage`: its stream ends with the usage."""
+    """A request that can run: one row, or one for each prompt."""
 
     rows: tuple[EncodedRow | EncodedSplitRow, ...]
-    is_streamed: bool
-    includes_usage: bool
+    stream: StreamOptions
+
+    @property
+    def request_id(self) -> str | None:
+        """The client's name for the answer."""
+        row = self.rows[0]
+        return row.request_id if isinstance(row, EncodedRow) else row.row.request_id
 
     @property
     def num_sequences(self) -> int:
@@ -81,6 +98,12 @@ class RequestReader:
         """Parse a body; `custom_id` is the header's, `index` the request's number. A request of audio may be a form
         with the file. Raises InvalidRequestError.
         """
+        return result_of(self.read_in_turns(index, url, data, custom_id, content_type))
+
+    def read_in_turns(
+        self, index: int, url: str, data: bytes, custom_id: str | None, content_type: str = ""
+    ) -> Turns[ServedRow]:
+        """`read`, with a pause after each of several texts."""
         is_form = url in AUDIO_TASKS and is_multipart(content_type)
         body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.limits)
         stream = _stream_of(body)
@@ -90,22 +113,23 @@ class RequestReader:
             message = f"prompt has {len(prompts)} prompts, more than {MAX_INPUTS}: send more requests"
             raise InvalidRequestError(message, "limit_exceeded")
         if len(prompts) < 2:
-            row = self._read_one(index, url, fields, custom_id, is_streamed=stream[0])
-            return ServedRow((row,), *stream)
+            row = yield from self._read_one(index, url, fields, custom_id, is_streamed=stream.is_streamed)
+            return ServedRow((row,), stream)
         name = content_name(url, fields) if custom_id is None else custom_id
         rows: list[EncodedRow | EncodedSplitRow] = []
         for number, prompt in enumerate(prompts):
             # Each like a single one, under its own name.
             one, own_name = {**fields, "prompt": prompt}, f"{name}#{number}" if number else name
             try:
-                rows.append(self._read_one(index, url, one, own_name, is_streamed=stream[0]))
+                rows.append((yield from self._read_one(index, url, one, own_name, is_streamed=stream.is_streamed)))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt[{number}]: {error}", error.code) from None
-        return ServedRow(tuple(rows), *stream)
+            yield
+        return ServedRow(tuple(rows), stream)
 
     def _read_one(
         self, index: int, url: str, fields: dict[str, Any], custom_id: str | None, *, is_streamed: bool
-    ) -> EncodedRow | EncodedSplitRow:
+    ) -> Turns[EncodedRow | EncodedSplitRow]:
         # Content is named only for what can run: rejected bodies may have megabytes.
         line = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": fields}
         row = parse_fields(index, line, self.defaults, self.limits)
@@ -115,7 +139,7 @@ class RequestReader:
                 raise InvalidRequestError(message, "unsupported_value")
             given = (row, self.tokenizer, self.engine_limits, self.limits, self.models)
             if row.pooling is not None:
-                return encode_pooled(*given)
+                return (yield from encode_pooled_in_turns(*given))
             return encode_audio(*given).named(content_name(url, fields) if custom_id is None else custom_id)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
@@ -147,7 +171,7 @@ def _prompts(url: str, fields: Mapping[str, Any]) -> list[Any]:
 
 def content_name(url: str, body: Mapping[str, Any]) -> str:
     """Default name of a request: a digest of all that its answer depends on besides the model."""
-    fields = {key: value for key, value in body.items() if key not in (*IGNORED_KEYS, "cache_salt")}
+    fields = {key: value for key, value in body.items() if key not in _UNNAMED_KEYS}
     text = json.dumps([url, fields], sort_keys=True, separators=(",", ":"), default=_digest_of_file)
     return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
 
@@ -156,13 +180,15 @@ def _digest_of_file(value: bytes) -> str:
     return blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether with usage. Raises InvalidRequestError."""
+def _stream_of(body: Mapping[str, Any]) -> StreamOptions:
+    """The options of a body. Raises InvalidRequestError."""
     is_streamed, options = optional_flag(body, "stream"), body.get("stream_options")
     if options is None:
-        return is_streamed, False
+        return StreamOptions(is_streamed)
     if not isinstance(options, dict):
         raise InvalidRequestError(f"stream_options={shown(options)} must be an object")
     check_keys(options, _STREAM_OPTIONS, " in stream_options")
     flags = {key: optional_flag(options, key, prefix="stream_options.") for key in _STREAM_OPTIONS}
-    return is_streamed, flags["include_usage"]
+    # vLLM's option adds to `include_usage`, and alone it does nothing.
+    counts_in_chunks = flags["include_usage"] and flags["continuous_usage_stats"]
+    return StreamOptions(is_streamed, flags["include_usage"], counts_in_chunks)

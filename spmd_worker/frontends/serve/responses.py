@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
-from spmd_worker.compat.metrics import Counter, Metric, Vector
+from spmd_worker.compat.metrics import Counter, Histogram, Metric, Vector
 from spmd_worker.frontends.openai.row_writer import json_line
 
 Message = MutableMapping[str, Any]
@@ -39,20 +39,31 @@ class JsonResponse(PlainResponse):
         super().__init__(json_line(record), b"application/json", status, headers)
 
 
-def prometheus_text(metrics: Sequence[Metric | Vector]) -> bytes:
-    """Metrics in Prometheus' text format, version 0.0.4."""
+def prometheus_text(metrics: Sequence[Metric | Vector | Histogram]) -> bytes:
+    """Metrics in Prometheus' text format, version 0.0.4. Those of one name follow one another."""
     lines: list[str] = []
+    headings: dict[str, None] = {}
     singles = (one for given in metrics for one in (given.by_position() if isinstance(given, Vector) else [given]))
     for each in singles:
         is_counter = isinstance(each, Counter)
         name = f"{each.name}_total" if is_counter else each.name
-        heading = f"# TYPE {name} {'counter' if is_counter else 'gauge'}"
-        if heading not in lines:
-            lines.append(heading)
-        labels = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in each.labels.items())
-        lines.append(f"{name}{f'{{{labels}}}' if labels else ''} {each.value}")
+        kind = "histogram" if isinstance(each, Histogram) else "counter" if is_counter else "gauge"
+        if name not in headings:
+            headings[name] = None
+            lines.append(f"# TYPE {name} {kind}")
+        if isinstance(each, Histogram):
+            buckets = {**{str(bound): number for bound, number in each.buckets.items()}, "+Inf": each.count}
+            lines += [_sample(f"{name}_bucket", {**each.labels, "le": le}, number) for le, number in buckets.items()]
+            lines += [_sample(f"{name}_sum", each.labels, each.sum), _sample(f"{name}_count", each.labels, each.count)]
+        else:
+            lines.append(_sample(name, each.labels, each.value))
     # A folder's name may have bytes that are not UTF-8.
     return ("\n".join(lines) + "\n").encode("utf-8", "replace")
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    written = ",".join(f'{key}="{value.translate(_ESCAPES)}"' for key, value in labels.items())
+    return f"{name}{f'{{{written}}}' if written else ''} {value}"
 
 
 def response_start(status: int, headers: Headers) -> Message:

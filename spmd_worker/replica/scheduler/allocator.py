@@ -153,6 +153,9 @@ class Allocator:
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = num_found
                 self._counters.num_cached_prompt_tokens += num_found
+                is_shared = self._enable_prefix_caching and sequence.block_hashes is not None
+                if is_shared and sequence.request.sampling.reads_prefix_cache:
+                    self._counters.num_queried_prompt_tokens += sequence.num_prompt_tokens
             num_given = sequence.request.num_given_tokens
             if num_found < num_given:
                 # The workers write them before they compute the first chunk.

@@ -465,11 +465,21 @@ class Scheduler:
         del self.queues.groups[group.request.request_id]
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
-        self.counters.num_finished += 1
+        self._count_end([sequence.finish_reason for sequence in group.sequences])
         images = () if group.request.num_encoder_positions else group.request.media
         self.counters.num_images += len(images)
         self.counters.num_image_tokens += sum([item.num_rows for item in images])
         return group
+
+    def _count_end(self, reasons: list[FinishReason | None]) -> None:
+        """Count a request that has ended, by the worst reason of its samples."""
+        self.counters.num_finished += 1
+        if FinishReason.ERROR in reasons or FinishReason.GRAMMAR_ERROR in reasons:
+            self.counters.num_failed += 1
+        elif FinishReason.ABORT in reasons:
+            self.counters.num_aborted += 1
+        elif FinishReason.LENGTH in reasons:
+            self.counters.num_finished_by_length += 1
 
     def _admit(self, request: Request) -> None:
         assert request.request_id not in self.queues.groups, request.request_id

@@ -121,7 +121,7 @@ def test_every_parameter_of_client_is_known():
         body = {**dict.fromkeys(params.__annotations__), **own, **prompt}
         row = parse_row(0, json.dumps(openai_row("a", url, body)).encode(), SamplingParams())
         assert isinstance(row, Row), row
-    for key, value, instead in (("reasoning_effort", "low", "chat_template_kwargs"), ("functions", [{}], "tools")):
+    for key, value, instead in (("function_call", {}, "tool_choice"), ("functions", [{}], "tools")):
         refused = parse_row(0, json.dumps(openai_row("a", url, {**prompt, key: value})).encode(), SamplingParams())
         assert isinstance(refused, RowError), refused
         assert f"is not supported: give {instead}" in refused.message

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from property_examples import examples
-from tokenizer_folders import CHATML, write_byte_level
+from tokenizer_folders import CHATML, write_byte_level, write_llama_style
+from transformers import AutoTokenizer
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
@@ -463,6 +464,99 @@ def test_conversation_is_rendered_and_encoded_without_special_tokens(tokenizer):
     row = resolved(chat(), tokenizer)
     assert row.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert row.prompt_token_ids == tuple(tokenizer.encode(row.prompt, add_special_tokens=False))
+
+
+def test_special_tokens_are_added_as_asked(tmp_path):
+    """vLLM's defaults: to text, and not to what a template has written."""
+    folder = write_llama_style(tmp_path, chat_template="<s>{{ messages[0].content }}")
+    tokenizer, oracle = Tokenizer.open(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "hello"}]
+    for row, default in (
+        ({"prompt": "hello"}, True),
+        ({"messages": messages}, False),
+        (completion(prompt="hello"), True),
+        (chat(messages=messages), False),
+    ):
+        for asked in (None, True, False):
+            given = {"add_special_tokens": asked}
+            fields = {**row, "body": {**row["body"], **given}} if "body" in row else {**row, **given}
+            found = resolved(fields, tokenizer)
+            adds = default if asked is None else asked
+            assert list(found.prompt_token_ids) == oracle.encode(found.prompt, add_special_tokens=adds)
+    # Control: there is something to add.
+    assert oracle.encode("hello") != oracle.encode("hello", add_special_tokens=False)
+    row = parse({"prompt": "a", "source_language": "fr", "add_special_tokens": False})
+    assert "source_language='fr' is a special token, and add_special_tokens=false adds none" in row.message
+
+
+def test_special_tokens_have_the_spaces_of_the_library():
+    key = "spaces_between_special_tokens"
+    for row in (lambda **given: {"prompt": "hi", **given}, completion, chat):
+        assert isinstance(parse(row(**{key: True}, skip_special_tokens=False)), Row)
+        # Text without special tokens has none between them.
+        assert isinstance(parse(row(**{key: False})), Row)
+        error = parse(row(**{key: False}, skip_special_tokens=False))
+        assert (error.code, f"{key}=false is not supported with" in error.message) == ("unsupported_value", True)
+        assert parse(row(**{key: 1})).message == f"{key}=1 must be true or false"
+
+
+def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
+    folder = write_byte_level(tmp_path, chat_template="{{ reasoning_effort | default('medium') }}:")
+    reads = Tokenizer.open(folder)
+    for effort, text in (("low", "low:"), (None, "medium:")):
+        assert resolved(chat(reasoning_effort=effort), reads).prompt == text
+    same = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
+    assert resolved(same, reads).prompt == "low:"
+    differ = parse(chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"}))
+    assert differ.code == "conflicting_keys"
+    unread = resolved(chat(reasoning_effort="low"), tokenizer)
+    assert unread.code == "unsupported_value"
+    assert "reasoning_effort='low': the model's chat template does not read it" in unread.message
+    assert "must be one of none, minimal, low" in parse(chat(reasoning_effort="much")).message
+    assert parse(completion(reasoning_effort="low")).code == "unsupported_value"
+
+
+VLLM_KEYS = {
+    "use_beam_search": (False, True, "LLM.beam_search"),
+    "length_penalty": (1.0, 0.5, "length_penalty=0.5"),
+    "truncation_side": ("left", "right", "a text that is cut"),
+    "thinking_token_budget": (-1, 50, "max_tokens or stop"),
+    "return_tokens_as_token_ids": (False, True, "return_token_ids"),
+    "logprob_token_ids": (None, [5], "logprobs"),
+    "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),
+    "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={"),
+}
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_values_of_vllm_that_change_nothing_are_accepted(make):
+    neutral = {key: value for key, (value, *_) in VLLM_KEYS.items()}
+    assert parse(make(**neutral, session_id="s")) == parse(make())
+    for key, (_, value, words) in VLLM_KEYS.items():
+        row = parse(make(**{key: value}))
+        assert row.code == "unsupported_value"
+        assert words in row.message
+    assert parse(chat(documents=[], mm_processor_kwargs={}, chat_template=None)) == parse(chat())
+    assert "give chat_template_kwargs" in parse(chat(chat_template="{{ messages }}")).message
+
+
+def test_answers_of_clients_are_sent_back(tokenizer):
+    user = {"role": "user", "content": "hi"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
+    for answer, text in ((refused, "no"), ({"role": "assistant", "content": None, "tool_calls": None}, "")):
+        row = resolved(chat(messages=[user, answer, user]), tokenizer)
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.prompt
+    assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
+
+
+@pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513], ids=lambda value: str(value)[:5])
+def test_request_id_is_printable(value):
+    for fields in (completion(request_id=value), body_row("/v1/embeddings", input="a", request_id=value)):
+        row = parse(fields)
+        assert isinstance(row, RowError), row
+        assert (row.code, "must be 1 to 512 printable characters of ASCII" in row.message) == ("invalid_value", True)
+    assert parse(completion(request_id="a b")).request_id == "a b"
+    assert parse({"prompt": "a", "request_id": "x"}).message.startswith("'request_id' is a key of an OpenAI row's body")
 
 
 def test_token_ids_need_no_tokenizer():

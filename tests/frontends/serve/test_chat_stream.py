@@ -127,6 +127,55 @@ def test_call_quoting_markers_is_streamed_and_complete(name: str, tmp_path: Path
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
+def test_empty_answer_has_empty_content(tmp_path: Path):
+    """Regression: chunks of an empty answer had no `content`, which clients read as null."""
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes with reasoning"))
+    for more in ({}, {"tools": TOOLS}, {"n": 2}):
+        served = served_row(tokenizer, **more)
+        texts = [""] * served.sampling.n
+        chunks, whole = streamed_and_whole(tokenizer, served, *texts)
+        assert [choice["message"] for choice in whole["choices"]] == [{"role": "assistant", "content": ""}] * len(texts)
+        assert without_usage(joined(chunks)) == without_usage(whole)
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        for chunk in chunks:
+            state.handle_chunk(CHUNK.validate_python(chunk, strict=True))
+        assert [choice.message.content for choice in state.get_final_completion().choices] == [""] * len(texts)
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_first_delta_has_role_and_content(name: str, tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
+    for text in (CHAT_MODELS[name].call, "hello"):
+        first, *others = streamed_and_whole(tokenizer, served_row(tokenizer, tools=TOOLS), text)[0]
+        delta = first["choices"][0]["delta"]
+        assert delta["role"] == "assistant"
+        assert isinstance(delta["content"], str)
+        assert not any("role" in each["choices"][0]["delta"] for each in others)
+
+
+@pytest.mark.parametrize("name", ["hermes with reasoning", "mistral with names", "harmony"])
+def test_reasoning_is_left_out_when_not_included(name: str, tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
+    call = CHAT_MODELS[name].call
+    for text in (call, *([f"{call} and"] if name == "hermes with reasoning" else [])):
+        found: dict[bool, tuple[JSON, JSON]] = {}
+        for includes in (True, False):
+            served = served_row(tokenizer, tools=TOOLS, include_reasoning=includes, return_token_ids=True)
+            chunks, whole = streamed_and_whole(tokenizer, served, text)
+            ids = [each for chunk in chunks for each in chunk["choices"][0]["token_ids"]]
+            assert ids == whole["choices"][0]["token_ids"]
+            found[includes] = joined(chunks)["choices"][0]["message"], whole["choices"][0]["message"]
+        for with_reasoning, without in zip(*found.values(), strict=True):
+            assert with_reasoning.pop("reasoning_content")
+            assert with_reasoning == without
+    # All of an answer may be reasoning.
+    served = served_row(tokenizer, include_reasoning=False)
+    start = text[: text.index("a <") + 3] if name == "hermes with reasoning" else text[: text.index("so") + 2]
+    chunks, whole = streamed_and_whole(tokenizer, served, start)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": None}
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant", "content": ""}, {}]
+
+
 def done_calls(chunks: list[JSON]) -> list[str]:
     """Names of the calls that the official client reports as complete."""
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

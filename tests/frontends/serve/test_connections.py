@@ -9,21 +9,24 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from typing import Any
 
 import openai
 import pytest
 import requests
-from serving import JSON, KEY, Client, ServedHere
+from pooling_models import pooling_folder
+from serving import JSON, KEY, MODEL, Client, ServedHere
 from waiting import LIMIT_S, wait_until
 
+from spmd_worker.frontends.openai.turns import Turns
 from spmd_worker.frontends.serve import app, connections, http_protocol, http_server
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.tokenizer.template_process import LARGE_BYTES, IsolatedTemplate
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, VECTORS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 SMALL = {"prompt": "add 1 2 =", "max_tokens": 4, "temperature": 0}
 KEY_LINE = f"Authorization: Bearer {KEY}\r\n"
 
@@ -277,14 +280,14 @@ class HeldReader:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mark: bytes | None = None) -> None:
         self.may_read, self.num_begun, self._mark = threading.Event(), 0, mark
-        self._read = RequestReader.read
-        monkeypatch.setattr(RequestReader, "read", lambda *arguments: self.read(*arguments))
+        self._read = RequestReader.read_in_turns
+        monkeypatch.setattr(RequestReader, "read_in_turns", lambda *arguments: self.read(*arguments))
 
-    def read(self, reader: RequestReader, index: int, url: str, data: bytes, *more: Any) -> Any:
+    def read(self, reader: RequestReader, index: int, url: str, data: bytes, *more: Any) -> Turns[Any]:
         if len(data) > LARGE_BYTES if self._mark is None else self._mark in data:
             self.num_begun += 1
             assert self.may_read.wait(LIMIT_S)
-        return self._read(reader, index, url, data, *more)
+        return (yield from self._read(reader, index, url, data, *more))
 
 
 @pytest.mark.finding(number="B2")
@@ -319,6 +322,48 @@ def test_text_does_not_wait_for_images(monkeypatch: pytest.MonkeyPatch):
         assert [each.getresponse().status for each in sent] == [400, 400]
         for each in sent:
             each.close()
+
+
+def sent_texts(body: JSON, found: JSON) -> list[str]:
+    """Texts of a completion that repeats its prompts; of vectors, in their order, those that were sent."""
+    if "choices" in found:
+        return [choice["text"] for choice in found["choices"]]
+    assert [each["index"] for each in found["data"]] == list(range(len(body["input"])))
+    return list(body["input"])
+
+
+@pytest.mark.parametrize("way", ["prompts", "texts"])
+def test_request_is_encoded_between_texts_of_another(monkeypatch: pytest.MonkeyPatch, way: str):
+    """Regression: a small body of 2,048 texts held the one thread that encodes until all were encoded."""
+    texts = [f"add {number} 3 =" for number in range(90)]
+    path, key, more = (TEXT, "prompt", {"echo": True, "max_tokens": 0}) if way == "prompts" else (VECTORS, "input", {})
+    encoded, may_go_on, calls = list[str](), threading.Event(), list[Any]()
+    encode, in_pool = Tokenizer.encode, app._in_pool
+
+    def held(tokenizer: Tokenizer, text: str, *arguments: Any, **named: Any) -> Any:
+        encoded.append(text)
+        assert text != texts[3] or may_go_on.wait(LIMIT_S)
+        return encode(tokenizer, text, *arguments, **named)
+
+    async def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return await in_pool(*arguments)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    monkeypatch.setattr(app, "_in_pool", counted)
+    model = MODEL if way == "prompts" else pooling_folder("last")
+    with ServedHere(max_queued=96, model=model) as server, ThreadPoolExecutor(2) as pool:
+        many = {key: texts, **more}
+        asked = [pool.submit(server.client.ask, path, many)]
+        wait_until(lambda: encoded[-1:] == texts[3:4])
+        asked.append(pool.submit(server.client.ask, path, {key: "one", **more}))
+        # The loop queues the call before it hears of the first turn's end.
+        wait_until(lambda: len(calls) == 2)
+        may_go_on.set()
+        (status, found, _), (other, *_) = [each.result(LIMIT_S) for each in asked]
+        assert (status, other, sent_texts(many, found)) == (200, 200, texts)
+    assert encoded.index("one") == app._TEXTS_A_TURN < len(texts)
+    assert [each for each in encoded if each != "one"] == texts
 
 
 @pytest.mark.finding(number="B2")

@@ -177,7 +177,7 @@ def test_client_does_not_repeat_failed_requests(client: Client, monkeypatch: pyt
         read.append(data)
         raise error
 
-    monkeypatch.setattr(request_reader.RequestReader, "read", fail)
+    monkeypatch.setattr(request_reader.RequestReader, "read_in_turns", fail)
     asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key=KEY, max_retries=1)
     with pytest.raises(openai.InternalServerError) as found:
         asked.completions.create(model="any", prompt="a")
@@ -208,6 +208,11 @@ def test_unsupported_path_is_reported(client: Client, server: ServedHere):
     (model,) = client.ask("/v1/models", method="GET")[1]["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("model", "model", 256)
     assert client.ask("/v1/models/model", method="GET")[1] == model
+    assert client.ask("/v1/models/", method="GET")[1]["data"] == [model]
+    # It was "not UTF-8".
+    packed = client.ask(TEXT, b"\x1f\x8b", {"Content-Encoding": "gzip"})
+    check_error(packed, 400, "unsupported_value", "Content-Encoding='gzip' is not supported")
+    assert client.ask(TEXT, {"prompt": "a", "max_tokens": 1}, {"Content-Encoding": "Identity"})[0] == 200
 
 
 def test_metrics_of_vllm_name_the_model(client: Client):
@@ -216,7 +221,7 @@ def test_metrics_of_vllm_name_the_model(client: Client):
     lines = client.ask("/metrics", method="GET")[1]["text"].splitlines()
     values = [line for line in lines if line.startswith("vllm:")]
     assert len(values) > 5
-    assert [line for line in values if f'{{model_name="{model["id"]}"}} ' not in line] == []
+    assert [line for line in values if f'{{model_name="{model["id"]}"' not in line] == []
     # A folder may have any name.
     assert prometheus_text([Gauge("a", 1, {"b": 'c"\\\n\ud800'})]) == b'# TYPE a gauge\na{b="c\\"\\\\\\n?"} 1\n'
 

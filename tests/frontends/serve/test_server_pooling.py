@@ -1,5 +1,6 @@
 """A server of a model that pools: bodies are those of a job's rows, and OpenAI's client takes them."""
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from jobs_of_rows import answers_of_job, openai_row
@@ -156,6 +158,38 @@ def test_labels_without_names_have_those_of_transformers() -> None:
     assert entry == {"index": 0, "label": "LABEL_0", "probs": [scores[0]["score"]], "num_classes": 1}
 
 
+@pytest.mark.parametrize(
+    ("folder", "task", "path", "key"),
+    [
+        ("last", None, "/v1/embeddings", "embedding"),
+        ("last", "embed", "/v1/embeddings", "embedding"),
+        ("labels", None, "/classify", "probs"),
+        ("reward", "reward", "", ""),
+    ],
+)
+def test_pooling_has_the_numbers_of_its_task(folder: str, task: str | None, path: str, key: str, tmp_path: Path):
+    model = pooling_folder(folder)
+    body: dict[str, Any] = {"input": TEXTS, "model": "named", **({} if task is None else {"task": task})}
+    with ServedHere(model=model, max_queued=8) as served:
+        status, found, _ = served.client.ask("/pooling", {**body, "request_id": "run-7"})
+        packed = served.client.ask("/pooling", {**body, "encoding_format": "base64"})[1]["data"]
+        refused = [served.client.ask("/pooling", {**body, "task": each}) for each in ("token_embed", "generate", 5)]
+        raw = {"input": TEXTS, "use_activation": False}
+        others = served.client.ask(path or "/classify", {"input": TEXTS} if path else raw)[1]
+    assert (status, found["id"], found["object"], found["model"]) == (200, "pooling-run-7", "list", "named")
+    expected = [each[key or "probs"] for each in others["data"]]
+    assert found["data"] == [{"index": i, "object": "pooling", "data": each} for i, each in enumerate(expected)]
+    assert found["usage"] == others["usage"]
+    for entry, numbers in zip(packed, expected, strict=True):
+        assert np.frombuffer(base64.b64decode(entry["data"]), "<f4").tolist() == pytest.approx(numbers)
+    assert [each[0] for each in refused] == [400] * 3
+    assert "not one for each token" in refused[0][1]["error"]["message"]
+    rows = [openai_row("a", "/pooling", body), openai_row("b", "/pooling", {**body, "input": TEXTS[1]})]
+    first, second = answers_of_job(tmp_path, model, rows, "out.parquet", num_blocks=64)
+    assert without_names(json.loads(first["json"])["response"]["body"]) == without_names(found)
+    assert second["embedding" if folder == "last" else "scores"] == pytest.approx(expected[1])
+
+
 def test_leaving_client_frees_slots_of_its_texts(server: ServedHere) -> None:
     server.allow(0)
     try:
@@ -170,9 +204,10 @@ def test_leaving_client_frees_slots_of_its_texts(server: ServedHere) -> None:
 
 def test_generating_server_says_which_runner_has_vectors() -> None:
     with ServedHere(max_queued=4) as served:
-        status, found, _ = served.client.ask("/v1/embeddings", {"input": "a"})
-    assert (status, found["error"]["code"]) == (400, "wrong_runner")
-    assert "model.runner=pooling" in found["error"]["message"]
+        for path in ("/v1/embeddings", "/pooling"):
+            status, found, _ = served.client.ask(path, {"input": "a"})
+            assert (status, found["error"]["code"]) == (400, "wrong_runner")
+            assert "model.runner=pooling" in found["error"]["message"]
 
 
 def test_ending_server_fails_open_requests(tmp_path: Path) -> None:

@@ -202,6 +202,51 @@ def test_answers_have_the_requested_ids(client: Client, oracle: Any, tmp_path: A
     assert "token_ids" not in client.ask(TEXT, {**text, "return_token_ids": False})[1]["choices"][0]
 
 
+# Names and usage.
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_request_id_names_the_answer(client: Client, asked: openai.OpenAI, tmp_path: Any, path: str):
+    """It says nothing of the answer."""
+    prompt: JSON = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": [{"role": "user", "content": PROMPTS[0]}]}
+    body: JSON = {"model": "m", "max_tokens": 6, "temperature": 1.5, **prompt}
+    create = asked.completions.create if path == TEXT else asked.chat.completions.create
+    named = create(**body, extra_body={"request_id": "run-7"})
+    head = "cmpl" if path == TEXT else "chatcmpl"
+    assert (named.id, named._request_id) == (f"{head}-run-7", "run-7")
+    assert named.choices == create(**body).choices
+    stream = list(create(**body, stream=True, extra_body={"request_id": "run-8"}))
+    assert {chunk.id for chunk in stream} == {f"{head}-run-8"}
+    rows = answers_of_job(tmp_path, MODEL, [openai_row("a", path, {**body, "request_id": "run-7"})])
+    assert rows[0]["response"]["body"]["id"] == named.id
+
+
+@pytest.mark.parametrize(("path", "echo"), [(TEXT, False), (TEXT, True), (CHAT, False)])
+def test_chunks_have_the_usage_so_far(client: Client, asked: openai.OpenAI, oracle: Any, path: str, echo: bool):
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    more: JSON = {"prompt": PROMPTS, "echo": echo} if path == TEXT else {"messages": messages}
+    create = asked.completions.create if path == TEXT else asked.chat.completions.create
+    body = {"model": "m", "max_tokens": 6, "n": 2, "seed": 1, "stream": True, **more}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = create(**body, stream_options=options, extra_body={"return_token_ids": True})
+    lengths, counts = dict.fromkeys(range(6 if path == TEXT else 2), 0), dict[int, tuple[int, int]]()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        lengths[choice.index] += len(choice.token_ids)
+        counts[choice.index] = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+        assert chunk.usage.completion_tokens == lengths[choice.index]
+        assert chunk.usage.total_tokens == sum(counts[choice.index])
+    assert sorted(counts) == list(lengths)
+    if path == TEXT:
+        assert [counts[2 * index][0] for index in range(3)] == [len(oracle.encode(each)) for each in PROMPTS]
+    assert last.choices == []
+    assert last.usage.completion_tokens == sum(lengths.values())
+    # As in vLLM it adds to the usage at the end, and is nothing without it.
+    assert all(chunk.usage is None for chunk in create(**body, stream_options={"continuous_usage_stats": True}))
+    *others, _ = create(**body, stream_options={"include_usage": True, "continuous_usage_stats": False})
+    assert all(chunk.usage is None for chunk in others)
+
+
 # Tokens.
 
 

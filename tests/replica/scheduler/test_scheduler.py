@@ -5,7 +5,7 @@ A row of a step is (request, sample, first token, tokens, samples). Blocks hold 
 
 import pytest
 from mirror_state import mirror_state
-from scheduler_runs import Row, Run
+from scheduler_runs import EOS, Row, Run
 
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_manager import CacheManager
@@ -14,7 +14,7 @@ from spmd_worker.replica.sequence.events import Close
 from spmd_worker.replica.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.request import Request
-from spmd_worker.replica.sequence.sampled import SampledIds
+from spmd_worker.replica.sequence.sampled import NON_FINITE, SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import FinishReason, SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
@@ -343,6 +343,20 @@ def test_counters_add_up():
     # Each prompt once for two samples, each output token but the last once, and what was computed again.
     once = 15 + 3 * 2 * 5
     assert counters.num_computed_tokens == once + counters.num_recomputed_tokens
+
+
+def test_request_is_counted_by_the_worst_end_of_its_samples():
+    run = Run(num_blocks=32)
+    for _ in range(3):
+        run.admit(4, max_tokens=6, n=2, ignore_eos=False)
+    ends = {(0, 0): EOS, (0, 1): EOS, (1, 0): EOS, (2, 1): NON_FINITE}
+    run.finish(lambda key, position: ends.get((key.request_id, key.sample_index), 5))
+    run.admit(4, max_tokens=6)
+    run.step()
+    run.abort(3)
+    counters = run.scheduler.counters
+    found = (counters.num_finished, counters.num_finished_by_length, counters.num_failed, counters.num_aborted)
+    assert found == (4, 1, 1, 1)
 
 
 def test_prompt_logprobs_arrive_by_chunk_and_after_preemption():
