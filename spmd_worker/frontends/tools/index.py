@@ -16,12 +16,12 @@ from spmd_worker.base.files import write_file
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
-from spmd_worker.frontends.tools.program import ends_with_its_reader, local_output_name, make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_without_its_reader, local_output_name, make_parser, print_error
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("index", __doc__)
     parser.add_argument("input", metavar="INPUT", help="rows: a file, or a pattern such as 'rows/*.jsonl'")

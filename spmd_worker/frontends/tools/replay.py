@@ -38,7 +38,7 @@ from spmd_worker.frontends.replay.replay import (
     read_messages,
 )
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLog, StepLogHeader, read_step_log
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_without_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.run_dir import NO_JOB, WHERE, RunDirError, RunState, look_at_run
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
@@ -72,7 +72,7 @@ MAX_WAITING_SHOWN = 12
 MAX_MISMATCHES_SHOWN = 10
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("replay", __doc__)
     parser.add_argument(
@@ -93,8 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ReplayDivergedError as error:
         print(f"replay and run differ: {error}")
         return EXIT_DIFFERENT
-    except BrokenPipeError:
-        raise
     except (RunDirError, SpmdError, OSError, ValueError) as error:
         print_error("replay", error)
         return EXIT_CANNOT_TELL

@@ -39,7 +39,7 @@ from spmd_worker.frontends.tools.pool_status import pool_lines
 from spmd_worker.frontends.tools.pools import check_pool_report, is_pool, open_pool
 from spmd_worker.frontends.tools.program import (
     add_run_dir_or_pool,
-    ends_with_its_reader,
+    ends_without_its_reader,
     local_output_name,
     make_parser,
     print_error,
@@ -50,7 +50,7 @@ REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
     add_run_dir_or_pool(parser)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.files import JsonError, open_job_file, read_json_object
+from spmd_worker.base.remote_names import RemotePath, file_path
+from spmd_worker.frontends.batch.output_parts import last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
@@ -77,6 +79,18 @@ def look_at_run(folder: Path) -> Run:
     # Removed by each start, and written when the output is complete.
     has_metrics = (folder / METRICS_NAME).exists()
     return Run(folder, RunState.COMPLETE if has_metrics else RunState.UNFINISHED, output)
+
+
+def is_missing(output: str) -> bool:
+    """Whether an output, or the last file of one in parts, is not there. A remote one counts as there."""
+    path = file_path(output)
+    if isinstance(path, RemotePath):
+        return False
+    try:
+        return size_of(last_path(path)) is None
+    except OSError:
+        # Below a folder that may not be entered.
+        return False
 
 
 def read_metrics(folder: Path) -> dict[str, Any] | None:

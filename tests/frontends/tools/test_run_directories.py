@@ -111,6 +111,18 @@ def test_tools_agree_on_ended_run(say, runs: Path):
     assert "digests equal" in told["replay"][1]
 
 
+def test_tools_agree_on_missing_output(say, runs: Path, tmp_path: Path):
+    """Regression: the run had ended well, and collect told to read a file that was not there."""
+    shutil.copy(runs / "ended" / "rows.jsonl", tmp_path)
+    run_job(config_of(tmp_path), RankEnvironment())
+    (tmp_path / "out.jsonl").unlink()
+    told = say(tmp_path / "out.jsonl.run")
+    assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=2)
+    for said in (told["doctor"][1], told["collect"][2]):
+        assert f"its output {tmp_path}/out.jsonl is missing" in said
+        assert "restore it, or start the same command again, which computes it again" in said
+
+
 def test_tools_find_relative_output_from_any_folder(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -246,7 +258,7 @@ def test_fixture_metrics_match_their_jobs(runs: Path):
 @pytest.mark.parametrize("name", [*TOOLS, "verify"])
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str, is_buffered: bool):
-    """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError."""
+    """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError, and then 0 for a run that had failed."""
     run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
     output = str(runs / "ended" / "out.jsonl")
     arguments = [output, output] if name == "verify" else [str(run_dir)]
@@ -266,7 +278,7 @@ def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str
     )
     os.close(writer)
     assert "Pipe" not in done.stderr
-    assert done.returncode == 0
+    assert done.returncode == (1 if name == "doctor" else 0)
 
 
 @pytest.mark.parametrize("name", ["collect", "verify", pytest.param("report", marks=pytest.mark.stress)])
