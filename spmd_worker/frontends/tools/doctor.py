@@ -33,11 +33,19 @@ from spmd_worker.frontends.tools.program import (
     print_error,
     program_name,
 )
-from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, is_missing, look_at_run, read_metrics
+from spmd_worker.frontends.tools.run_dir import (
+    NO_STEP,
+    WHERE,
+    Run,
+    RunDirError,
+    RunState,
+    is_missing,
+    look_at_run,
+    read_metrics,
+)
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 
-NO_STEP = "no job reached its first step here"
 MAX_INTERVAL_S = 86_400
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may still be running."""

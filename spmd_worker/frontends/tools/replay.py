@@ -26,6 +26,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.state_ops import StateOps
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError, SpmdError
 from spmd_worker.base.files import JobFileError, job_file_fault
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.frontends.replay.history import RowHistory, shorten
 from spmd_worker.frontends.replay.replay import (
@@ -39,7 +40,7 @@ from spmd_worker.frontends.replay.replay import (
 )
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLog, StepLogHeader, read_step_log
 from spmd_worker.frontends.tools.program import ends_without_its_reader, make_parser, print_error
-from spmd_worker.frontends.tools.run_dir import NO_JOB, WHERE, RunDirError, RunState, look_at_run
+from spmd_worker.frontends.tools.run_dir import NO_JOB, NO_STEP, WHERE, RunDirError, RunState, look_at_run
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
     Abort,
@@ -134,7 +135,9 @@ def open_log(path: Path) -> StepLog:
             raise JobFileError(path, fault)
         if not path.exists():
             has_job = look_at_run(run_dir).state is not RunState.UNKNOWN
-            reason = "the job was started without job.step_log=true" if has_job else NO_JOB
+            has_steps = (run_dir / STEP_STATS_NAME).exists()
+            without = "the job was started without job.step_log=true" if has_steps else NO_STEP
+            reason = without if has_job else NO_JOB
             raise RunDirError(f"{run_dir} has no {STEP_LOG_NAME}: {reason}")
     try:
         log = read_step_log(path)

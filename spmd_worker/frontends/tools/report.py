@@ -29,7 +29,7 @@ from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_metrics import values
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
 from spmd_worker.frontends.batch.pool.view import read_pool
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_report
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, check_report
 from spmd_worker.frontends.report.data import make_totals
 from spmd_worker.frontends.report.drawing import can_draw
 from spmd_worker.frontends.report.page import NO_CHARTS, report_page
@@ -44,7 +44,7 @@ from spmd_worker.frontends.tools.program import (
     make_parser,
     print_error,
 )
-from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
+from spmd_worker.frontends.tools.run_dir import NO_JOB, NO_STEP, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
@@ -123,7 +123,8 @@ def read_steps(run_dir: Path) -> list[StepStats]:
         return read_step_stats(path)
     except FileNotFoundError:
         older = f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
-        reason = older if (run_dir / METRICS_NAME).exists() else NO_JOB
+        has_job = (run_dir / MANIFEST_NAME).exists()
+        reason = older if (run_dir / METRICS_NAME).exists() else NO_STEP if has_job else NO_JOB
         raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {reason}") from None
     except OSError as error:
         raise RunDirError(f"cannot read {path}: {error.strerror}") from None

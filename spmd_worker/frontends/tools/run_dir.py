@@ -16,6 +16,7 @@ from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
 
 WHERE: Final = "a run's directory is job.run_dir, by default <job.output>.run"
 NO_JOB: Final = "no job ran in this folder; give job.run_dir, by default <job.output>.run"
+NO_STEP: Final = "no job reached its first step here"
 _NUMBERS: Final[tuple[str, ...]] = (
     *("rows", "error_rows", "prompt_tokens", "cached_prompt_tokens", "computed_prompt_tokens", "output_tokens"),
     *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
