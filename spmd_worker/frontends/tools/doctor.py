@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
+from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
@@ -122,7 +123,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         records = read_records(run_dir)
         steps = read_steps(run_dir)
     except (OSError, ValueError) as error:
-        raise RunDirError(f"cannot read the files of the run: {error}") from None
+        raise RunDirError(f"cannot read the files of the run: {describe_os_error(error)}") from None
     metrics = read_metrics(run_dir)
     if records:
         return failure_lines(run_dir, records, steps), EXIT_FAILED

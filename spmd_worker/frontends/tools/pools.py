@@ -12,7 +12,11 @@ from spmd_worker.frontends.batch.pool.store import PoolStore
 
 def is_pool(name: str) -> bool:
     """Whether it is a folder with a pool, begun or not, or a name in an object store, where no run directory can be."""
-    return is_remote(name) or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+    try:
+        return is_remote(name) or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+    except OSError:
+        # A folder that may not be entered: who reads its files names them.
+        return False
 
 
 def open_pool(name: str) -> PoolStore:

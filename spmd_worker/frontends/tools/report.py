@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         if error.filename is None:
             # Of standard output.
             raise
-        print_error("report", f"cannot write {error.filename}: {error.strerror}")
+        way_out = "give --output FILE in a folder where it can be written"
+        print_error("report", f"cannot write {error.filename}: {error.strerror}: {way_out}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE
 

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.files import JsonError, open_job_file, read_json_object
+from spmd_worker.base.files import JsonError, describe_os_error, open_job_file, read_json_object
 from spmd_worker.base.remote_names import RemotePath, file_path
 from spmd_worker.frontends.batch.output_parts import last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
@@ -63,12 +63,12 @@ def check_folder(path: Path) -> None:
 
 
 def look_at_run(folder: Path) -> Run:
-    """State of the run. Raises RunDirError for anything but a folder, and for an unreadable manifest."""
+    """State of the run. Raises RunDirError for anything but a folder, and for an unreadable manifest or lock."""
     check_folder(folder)
     try:
         manifest = read_manifest(folder / MANIFEST_NAME)
     except (OSError, ValueError) as error:
-        raise RunDirError(str(error)) from None
+        raise RunDirError(describe_os_error(error)) from None
     if manifest is None:
         return Run(folder, RunState.UNKNOWN)
     # An older version may lack it.
@@ -120,10 +120,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
+    """Raises RunDirError for a lock that cannot be opened: the run may be running."""
     try:
         descriptor = open_job_file(path, os.O_RDONLY)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise RunDirError(describe_os_error(error)) from None
     try:
         # Closing the descriptor releases the lock at once.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
