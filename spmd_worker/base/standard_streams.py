@@ -44,8 +44,8 @@ def open_standard_streams() -> None:
 
 
 def keep_on_without_reader() -> None:
-    """From now on what is written to standard output is lost once its reader has ended (`| head`): a program that
-    checks something ends with the result of the check. A caller's own stream is left as it is.
+    """Writes to standard output are lost from now on once its reader has ended (`| head`): a program that checks
+    something ends with the result of the check. A caller's own stream is left as it is.
     """
     stream = sys.stdout
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
