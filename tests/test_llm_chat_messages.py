@@ -68,7 +68,7 @@ def calling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.finding(number="D12")
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 def test_tool_choice_constrains_the_answer(calling: LLM, tool_choice: Any):
-    """Regression: without the bias on every end, one answer in five of a model of random weights was a list of calls that
+    """Regression: without a bias on every end, one answer in five of these random weights was a list of calls that
     reached `max_tokens`, and rounding decided which.
     """
     vocabulary = calling.llm_engine.need_tokenizer().vocabulary()
