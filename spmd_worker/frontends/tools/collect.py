@@ -22,6 +22,7 @@ from spmd_worker.base.standard_streams import has_reader, is_full
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
+from spmd_worker.frontends.tools.pools import without_job
 from spmd_worker.frontends.tools.program import (
     ends_without_its_reader,
     local_folder,
@@ -29,7 +30,7 @@ from spmd_worker.frontends.tools.program import (
     output_name,
     print_error,
 )
-from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, is_missing, look_at_run
+from spmd_worker.frontends.tools.run_dir import RunDirError, RunState, check_folder, is_missing, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
@@ -78,7 +79,9 @@ def print_rows(run_dir: Path) -> int:
         sys.stdout.buffer.flush()
     except FileNotFoundError:
         has_job = (run_dir / MANIFEST_NAME).exists()
-        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else NO_JOB}")
+        print_error(
+            "collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else without_job(run_dir)}"
+        )
         return EXIT_CANNOT_TELL
     except (RunDirError, JournalError, OSError) as error:
         if isinstance(error, OSError) and is_full(error):

@@ -39,8 +39,9 @@ from spmd_worker.frontends.replay.replay import (
     read_messages,
 )
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLog, StepLogHeader, read_step_log
+from spmd_worker.frontends.tools.pools import without_job
 from spmd_worker.frontends.tools.program import ends_without_its_reader, make_parser, print_error
-from spmd_worker.frontends.tools.run_dir import NO_JOB, NO_STEP, WHERE, RunDirError, RunState, look_at_run
+from spmd_worker.frontends.tools.run_dir import NO_STEP, WHERE, RunDirError, RunState, look_at_run
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
     Abort,
@@ -137,7 +138,7 @@ def open_log(path: Path) -> StepLog:
             has_job = look_at_run(run_dir).state is not RunState.UNKNOWN
             has_steps = (run_dir / STEP_STATS_NAME).exists()
             without = "the job was started without job.step_log=true" if has_steps else NO_STEP
-            reason = without if has_job else NO_JOB
+            reason = without if has_job else without_job(run_dir)
             raise RunDirError(f"{run_dir} has no {STEP_LOG_NAME}: {reason}")
     try:
         log = read_step_log(path)

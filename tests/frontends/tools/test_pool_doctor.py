@@ -125,6 +125,15 @@ def test_exit_code_says_whether_the_pool_ended(
     assert ("No worker is alive. Start the same command again" in out) == bool(age_s)
 
 
+@pytest.mark.parametrize("name", ["collect", "replay"])
+def test_tools_of_runs_name_a_pool(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Regression: no job had run in the folder."""
+    make_pool(800, [World("one-1", 0, 100)], lease_rows=400).write(tmp_path / "pool", 0.0)
+    code, _, err = tool(name, capsys)(tmp_path / "pool")
+    assert code == 2
+    assert f"it is a pool, which doctor and report read: give a worker's run directory, inside {tmp_path}/pool/" in err
+
+
 def test_missing_output_is_not_a_good_end(doctor, tmp_path: Path, output: Path):
     """Regression: the pool had ended well, by the exit code too, and its output was lost."""
     make_pool(800, [World("one-1", 0, 100)], lease_rows=400).write(tmp_path / "pool", 0.0)
