@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 
 def open_standard_streams() -> None:
@@ -43,6 +43,31 @@ def open_standard_streams() -> None:
     vars(sys).update(stderr=stderr, __stderr__=stderr)
 
 
+def keep_on_without_reader() -> None:
+    """Writes to standard output are lost from now on once its reader has ended (`| head`): a program that checks
+    something ends with the result of the check. A caller's own stream is left as it is.
+    """
+    stream = sys.stdout
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
+        return
+    raw = _UnreadFile(stream.fileno(), "w", closefd=False)
+    buffer = io.BufferedWriter(raw) if stream.line_buffering or not stream.write_through else raw
+    stdout = io.TextIOWrapper(
+        cast("BinaryIO", buffer),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+    vars(sys).update(stdout=stdout, __stdout__=stdout)
+
+
+def has_reader() -> bool:
+    """Whether the reader of standard output has not ended, as far as writes have shown."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    return not getattr(getattr(buffer, "raw", buffer), "is_unread", False)
+
+
 def discard_output() -> None:
     """Nothing more can be written to standard output, at the end of the process either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,6 +76,19 @@ def discard_output() -> None:
 def is_full(error: OSError) -> bool:
     """True for an error of a full disk that names no file, as that of standard output."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None
+
+
+class _UnreadFile(io.FileIO):
+    """A pipe whose writes have no effect when its reader has ended."""
+
+    is_unread = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self.is_unread = True
+            return memoryview(data).nbytes
 
 
 class _LossyFile(io.FileIO):

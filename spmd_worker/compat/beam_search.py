@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import RequestOutput, TokenLogprobs
-from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, REJECTED, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import REJECTED, SamplingParams
 from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
 _NO_GRAMMAR: Final = "beams are not constrained: use generate with structured_outputs, or leave it out"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.config.extras import package_fault
+from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.base.names import hint
-from spmd_worker.replica.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)

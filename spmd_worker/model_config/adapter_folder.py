@@ -8,6 +8,7 @@ from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.base.remote_names import is_remote
 from spmd_worker.model_config.remote_model import copy_once, find_remote_files
+from spmd_worker.model_config.unreadable_files import unreadable_file
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -27,12 +28,17 @@ def adapter_folders(model: ModelOptions) -> dict[str, str]:
 
 
 def fetch_adapters(model: ModelOptions) -> None:
-    """Download remote adapters of the configuration, before ranks wait for each other. Raises ConfigError."""
+    """Download remote adapters of the configuration, before ranks wait for each other, and look whether the files of
+    all can be read. Raises ConfigError.
+    """
     for key, folder in adapter_folders(model).items():
         try:
-            local_adapter(folder)
+            local = local_adapter(folder)
         except AdapterError as error:
             raise ConfigError(f"{key}: {error}") from None
+        fault = unreadable_file(local, (CONFIG_FILE, WEIGHTS_FILE))
+        if fault is not None:
+            raise ConfigError(f"{key}={folder} cannot be read: {fault}, or give another folder")
 
 
 def local_adapter(path: str | Path) -> Path:

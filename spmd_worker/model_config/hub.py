@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
-from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file, write_json
+from spmd_worker.base.files import JsonError, describe_os_error, parse_json_object, read_regular_file, write_json
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.remote_names import is_remote
 from spmd_worker.model_config.hub_cache import (
@@ -34,7 +34,8 @@ from spmd_worker.model_config.hub_cache import (
 )
 from spmd_worker.model_config.remote_model import locate_remote_model
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
-from spmd_worker.model_config.tensor_names import STATE_FILE
+from spmd_worker.model_config.tensor_names import SINGLE_FILE, STATE_FILE
+from spmd_worker.model_config.unreadable_files import unreadable_file
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,35 @@ class _Wanted:
 
 
 def locate_model(path: str, revision: str | None, *, needs_weights: bool = True) -> ModelLocation:
+    """`_locate_model`, whose files can be read. Raises ModelConfigError, with the files and folders that were searched,
+    or the file that cannot be read.
+    """
+    try:
+        location = _locate_model(path, revision, needs_weights=needs_weights)
+    except OSError as error:
+        raise ModelConfigError(f"model.path={path} cannot be read: {describe_os_error(error)}") from None
+    fault = _unreadable_file(location.folder, needs_weights=needs_weights)
+    if fault is not None:
+        raise ModelConfigError(f"model.path={path} cannot be read: {fault}, or give another folder")
+    return location
+
+
+def _unreadable_file(folder: Path, *, needs_weights: bool) -> str | None:
+    # Beside the one file of weights no other counts.
+    one = (SINGLE_FILE,) if os.path.lexists(folder / SINGLE_FILE) else _WEIGHTS
+    weights = one if needs_weights else ()
+    patterns = (*_SETTINGS, "sentence_*_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, *weights)
+    fault = unreadable_file(folder, patterns, _NOT_FETCHED)
+    if fault is not None:
+        return fault
+    faults = (unreadable_file(folder / each, ("config.json", *weights)) for each in module_folders(folder))
+    return next(filter(None, faults), None)
+
+
+def _locate_model(path: str, revision: str | None, *, needs_weights: bool) -> ModelLocation:
     """The folder `path`, a copy of it if it is remote, or the snapshot of the hub's model of that name at `revision`
     (main). Missing files are downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but possible
-    pooling files is used if the hub cannot be reached. Raises ModelConfigError, with the files and folders that were
-    searched.
+    pooling files is used if the hub cannot be reached. Raises ModelConfigError and OSError.
     """
     if is_remote(path):
         return locate_remote_model(path, _FILES if needs_weights else _SETTINGS, _NOT_FETCHED)

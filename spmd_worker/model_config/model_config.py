@@ -324,9 +324,10 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     """
     path, generation_path = config_path(model_folder), model_folder / "generation_config.json"
     text = _content(path)
-    generation_text = _content(generation_path) if generation_path.exists() else b""
+    has_generation = generation_path.exists()
+    generation_text = _content(generation_path) if has_generation else b""
     config = _json_object(text, path)
-    generation = _json_object(generation_text, generation_path) if generation_text else {}
+    generation = _json_object(generation_text, generation_path) if has_generation else {}
     # If it is null, config.json's counts.
     config |= {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
     others = b"".join(_content(each) for each in pooling_files(model_folder))

@@ -21,6 +21,7 @@ import pytest
 from fork_server import IMPORT_PATH, ForkedProcess, fork_server
 from plain_executors import is_running, new_plain, open_descriptors, plain, timeouts_after
 from ranks import REPOSITORY, environment, kill_all, processes_of, without_unanswered_names
+from shared_names import FOLDER, shared_names
 from waiting import LIMIT_S, wait_until
 
 from spmd_worker.base.errors import RankFailedError, ReplicaDivergedError, WorkerDiedError, WorkerError
@@ -191,11 +192,13 @@ def test_shutdown_fails_pending_calls():
 def test_shutdown_leaves_no_resources():
     with plain():
         pass
-    threads, descriptors, shared = threading.enumerate(), Counter(open_descriptors()), set(os.listdir("/dev/shm"))
+    threads, descriptors = threading.enumerate(), Counter(open_descriptors())
+    before = shared_names([os.getpid()])
     for how in ("idle", "busy", "failed"):
         with plain() as executor:
             pids = executor.worker_pids
             assert all(map(is_running, pids))
+            names = shared_names([*pids, os.getpid()]) - before
             if how == "busy":
                 executor.collective_rpc("nap", args=(600.0,), non_block=True)
             if how == "failed":
@@ -203,10 +206,10 @@ def test_shutdown_leaves_no_resources():
                 wait_until(lambda executor=executor: executor.is_failed)
         executor.shutdown()
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "not even a zombie"
-        # What was left of an earlier test may go meanwhile, and what other tests have in shared memory comes and goes.
+        # What was left of an earlier test may go meanwhile.
         assert [thread for thread in threading.enumerate() if thread not in threads] == []
         assert not Counter(open_descriptors()) - descriptors
-        wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)
+        wait_until(lambda names=names: names.isdisjoint(os.listdir(FOLDER)))
 
 
 @pytest.mark.gate("9-4")

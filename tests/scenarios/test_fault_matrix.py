@@ -22,6 +22,7 @@ import pytest
 import ranks
 from faults import HANG, LOOP, SURE_S, heard_file
 from fork_server import ForkedProcess, fork_server
+from shared_names import living_pids, shared_names
 from stress_seed import SEED
 from waiting import wait_until
 
@@ -193,8 +194,8 @@ def break_a_rank(
     FIGURES.setdefault((fault, num_ranks), []).append(seconds)
     print(f"{fault}, {num_ranks} ranks, rank {victim}, moment {moment:.2f}: {seconds:.1f} s", flush=True)
     assert done.returncode != 0, done.output
-    # What others have there goes too, and theirs that come meanwhile do not count.
-    left = set(os.listdir("/dev/shm")) - shared_memory
+    # The ranks have ended: what a process still uses is of others, and what they leave goes too.
+    left = set(os.listdir("/dev/shm")) - shared_memory - shared_names(living_pids())
     wait_until(lambda: left.isdisjoint(os.listdir("/dev/shm")))
     is_sure = moment >= SURE_S or fault not in ("SIGKILL", "SIGTERM", "SIGSTOP")
     if is_sure or HEADING in done.output:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import ranks
 from job_attempts import LAYOUTS, LIMIT_S, Attempt, write_rows
+from shared_names import FOLDER, shared_names
 from stress_seed import SEED
 from waiting import NotInTime, wait_until
 
@@ -174,8 +175,15 @@ def whole_output(folder: Path) -> bytes:
 
 def killed(folder: Path, kill: Kill, figures: Figures) -> bool:
     """Start the job and kill it, and see what is left then; false where the moment never came, and the job ended."""
-    shared_memory = set(os.listdir("/dev/shm"))
+    names: set[str] = set()
     attempt = kill.start(folder)
+
+    def is_gone() -> bool:
+        # Ranks that live on may share more memory until they end.
+        pids = attempt.running()
+        names.update(shared_names(pids))
+        return not pids
+
     try:
         if kill.moment == "imports":
             if attempt.ends_within(kill.after_s):
@@ -184,25 +192,26 @@ def killed(folder: Path, kill: Kill, figures: Figures) -> bool:
             wait_until(lambda: (folder / "held").exists() or attempt.ends_within(0.0), LIMIT_S)
             if attempt.ends_within(0.0):
                 return False
+        is_gone()
         struck_s = time.monotonic()
         kill.strike(attempt)
         figures.kills += 1
         figures.moments[kill.moment] = figures.moments.get(kill.moment, 0) + 1
         figures.victims[kill.victim] = figures.victims.get(kill.victim, 0) + 1
         try:
-            wait_until(lambda: not attempt.running(), LEFT_S)
+            wait_until(is_gone, LEFT_S)
         except NotInTime:
             figures.left.append(f"{kill}: processes {attempt.running()}")
         figures.seconds.append(time.monotonic() - struck_s)
-        figures.left += [f"{kill}: {each}" for each in left_in(folder, shared_memory)]
+        figures.left += [f"{kill}: {each}" for each in left_in(folder, names)]
         print(f"{figures.kills} {kill}: {figures.seconds[-1]:.1f} s", flush=True)
         return True
     finally:
         attempt.kill(None)
 
 
-def left_in(folder: Path, shared_memory: set[str]) -> list[str]:
-    """Locks that are held, and shared memory that was not there before."""
+def left_in(folder: Path, names: set[str]) -> list[str]:
+    """Locks that are held, and shared memory of these names, which the job had."""
     found = []
     for path in (folder / "out.jsonl.run" / "lock", folder / "out.jsonl.partial"):
         if path.exists():
@@ -212,10 +221,9 @@ def left_in(folder: Path, shared_memory: set[str]) -> list[str]:
             except NotInTime:
                 found.append(f"the lock {path.name}")
     try:
-        # What others do on this machine comes and goes.
-        wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory, LEFT_S)
+        wait_until(lambda: names.isdisjoint(os.listdir(FOLDER)), LEFT_S)
     except NotInTime:
-        found.append(f"shared memory {set(os.listdir('/dev/shm')) - shared_memory}")
+        found.append(f"shared memory {names.intersection(os.listdir(FOLDER))}")
     return found
 
 

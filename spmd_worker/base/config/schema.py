@@ -20,6 +20,9 @@ from spmd_worker.base.config.plain_values import plain_folder, sendable_text
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 
+MAX_LOGPROBS: Final = 64
+"""Most alternatives that `logprobs` and `prompt_logprobs` may ask for, unless they ask in Python for all."""
+
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 _EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
@@ -531,7 +534,9 @@ class SamplingConfig:
     min_tokens: int | None = command_option(None, "output tokens before which no row ends")
     stop: list[str] | None = command_option(None, "texts that end a row, such as `[a,b]`", is_common=True)
     ignore_eos: bool | None = command_option(None, "go on after the end-of-sequence token")
-    logprobs: int | None = command_option(None, "log-probabilities per output token; -1: of the entire vocabulary")
+    logprobs: int | None = command_option(
+        None, f"log-probability of each output token and of the top k, at most {MAX_LOGPROBS}"
+    )
     presence_penalty: float | None = command_option(None, "subtracted from logits of tokens that the output has")
     frequency_penalty: float | None = command_option(
         None, "subtracted once for each time that the output has the token"
@@ -796,6 +801,13 @@ class RunConfig:
 
 def _check_defaults(sampling: SamplingConfig, limits: RowLimits) -> None:
     """Check defaults against limits: a higher default would make every row without the key an error row."""
+    logprobs = sampling.logprobs
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        reason = " requests the entire vocabulary, which no row or request gets: it" if logprobs == -1 else ""
+        raise ConfigError(
+            f"sampling.logprobs={logprobs}{reason} must be from 0 to {MAX_LOGPROBS}; in Python "
+            f"SamplingParams(logprobs=-1) gives the entire vocabulary"
+        )
     asked = {
         "sampling.n": (sampling.n, "max_n", limits.max_n),
         "sampling.best_of": (sampling.best_of, "max_n", limits.max_n),

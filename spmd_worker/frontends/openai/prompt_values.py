@@ -7,11 +7,12 @@ from dataclasses import fields, replace
 from typing import Any, Final, TypeVar
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.compat.encoder_prompts import OF_TEXT
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.frontends.openai.row import ChatPrompt, EmbedsPrompt, EncoderPrompt, Prompt, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.record_checks import INT64
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     checked_content,

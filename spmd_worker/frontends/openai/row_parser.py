@@ -25,7 +25,6 @@ from spmd_worker.frontends.openai.prompt_values import (
     adapter_name,
     chat_prompt,
     check_keys,
-    check_num_logprobs,
     check_spaces,
     embeds_prompt,
     for_encoder,
@@ -44,7 +43,7 @@ from spmd_worker.frontends.openai.row import (
     RowError,
     shape_of,
 )
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SAMPLING_KEYS, SamplingParams
+from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages", "encoder_prompt")
@@ -137,10 +136,6 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
         if most is not None and number > most:
             entries = "" if isinstance(value, int) else "entries of "
             raise InvalidRequestError(f"{entries}{key}: {number} is more than limits.{limit}={most}", "limit_exceeded")
-    for key in ("logprobs", "prompt_logprobs"):
-        # A default, perhaps.
-        if getattr(sampling, key) == ALL_LOGPROBS:
-            check_num_logprobs(key, ALL_LOGPROBS)
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:

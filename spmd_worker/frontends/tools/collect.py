@@ -18,23 +18,24 @@ from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError, JournalError
 from spmd_worker.base.remote_names import FilePath, file_path
-from spmd_worker.base.standard_streams import is_full
+from spmd_worker.base.standard_streams import has_reader, is_full
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.journal import read_journal
+from spmd_worker.frontends.tools.pools import without_job
 from spmd_worker.frontends.tools.program import (
-    ends_with_its_reader,
+    ends_without_its_reader,
     local_folder,
     make_parser,
     output_name,
     print_error,
 )
-from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, RunState, check_folder, look_at_run
+from spmd_worker.frontends.tools.run_dir import RunDirError, RunState, check_folder, is_missing, look_at_run
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("collect", __doc__)
     help_text = "a run's directory, such as runs/demo"
@@ -73,12 +74,14 @@ def print_rows(run_dir: Path) -> int:
         for last_row, line in read_journal(run_dir):  # noqa: B007  # the last is reported below
             sys.stdout.buffer.write(line)
             num_rows += 1
+            if not has_reader():
+                return EXIT_DONE
         sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        raise
     except FileNotFoundError:
         has_job = (run_dir / MANIFEST_NAME).exists()
-        print_error("collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else NO_JOB}")
+        print_error(
+            "collect", f"{run_dir}: {'the job has not finished a row yet' if has_job else without_job(run_dir)}"
+        )
         return EXIT_CANNOT_TELL
     except (RunDirError, JournalError, OSError) as error:
         if isinstance(error, OSError) and is_full(error):
@@ -97,5 +100,10 @@ def reject_ended(run_dir: Path) -> None:
     except RunDirError as error:
         print_error("collect", f"warning: {error}")
         return
+    if run.state is RunState.ENDED and run.output and is_missing(run.output):
+        raise RunDirError(
+            f"{run_dir}: the job has ended and its output {run.output} is missing: restore it, or start the same "
+            f"command again, which computes it again"
+        )
     if run.state is RunState.ENDED:
         raise RunDirError(f"{run_dir}: the job has ended and its output is complete: read {run.output or 'job.output'}")

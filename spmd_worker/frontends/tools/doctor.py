@@ -8,7 +8,7 @@ RUN_DIR is job.run_dir, by default <job.output>.run. Rebuilds the rank status of
 error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run of which every process was killed,
 or that is still running. POOL is job.pool; --watch repeats its report until the pool has ended.
 
-Exits with 0 for a run, or a pool, that ended well, 1 for one that did not, 2 if that is unknown.
+Exits with 0 for a run, or a pool, that ended well and has its output, 1 for one that did not, 2 if that is unknown.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError, PoolError, StepStatsError
+from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.base.liveness.failure_diagnosis import status_lines
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
@@ -28,16 +29,24 @@ from spmd_worker.frontends.tools.pool_status import watch_pool
 from spmd_worker.frontends.tools.pools import is_pool, open_pool
 from spmd_worker.frontends.tools.program import (
     add_run_dir_or_pool,
-    ends_with_its_reader,
+    ends_without_its_reader,
     make_parser,
     print_error,
     program_name,
 )
-from spmd_worker.frontends.tools.run_dir import WHERE, Run, RunDirError, RunState, look_at_run, read_metrics
+from spmd_worker.frontends.tools.run_dir import (
+    NO_STEP,
+    WHERE,
+    Run,
+    RunDirError,
+    RunState,
+    is_missing,
+    look_at_run,
+    read_metrics,
+)
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 
-NO_STEP = "no job reached its first step here"
 MAX_INTERVAL_S = 86_400
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may still be running."""
@@ -78,7 +87,7 @@ ADVICE = (
 """Advice by a part of the diagnosis. The first match applies."""
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("doctor", __doc__)
     add_run_dir_or_pool(parser)
@@ -92,8 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
         if options.watch is not None:
             parser.error(f"--watch is for a pool: {options.run_dir} is not one")
         lines, exit_code = examine(Path(options.run_dir))
-    except BrokenPipeError:
-        raise
     except (RunDirError, ConfigError, PoolError, OSError) as error:
         print_error("doctor", error)
         return EXIT_CANNOT_TELL
@@ -116,7 +123,7 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
         records = read_records(run_dir)
         steps = read_steps(run_dir)
     except (OSError, ValueError) as error:
-        raise RunDirError(f"cannot read the files of the run: {error}") from None
+        raise RunDirError(f"cannot read the files of the run: {describe_os_error(error)}") from None
     metrics = read_metrics(run_dir)
     if records:
         return failure_lines(run_dir, records, steps), EXIT_FAILED
@@ -128,6 +135,11 @@ def examine(run_dir: Path) -> tuple[list[str], int]:
             f"The output is complete, but the job failed: {row_counts(metrics or {})}.",
             "What to do: if those are more than job.max_error_rows, correct the rows or raise it. The same command "
             "started again computes no row twice.",
+        ], EXIT_FAILED
+    if run.state is RunState.ENDED and run.output and is_missing(run.output):
+        return [
+            f"The run ended well, but its output {run.output} is missing.",
+            "What to do: restore it, or start the same command again, which computes it again.",
         ], EXIT_FAILED
     # A folder without a manifest is older than manifests.
     is_of_this_run = run.state is RunState.ENDED or (

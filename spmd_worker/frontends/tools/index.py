@@ -8,20 +8,23 @@ and checks that they are those of the index; without it each shard counts the ro
 input that cannot be read, and writes nothing then.
 """
 
+import glob
 import sys
 from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import write_file
+from spmd_worker.base.remote_names import is_remote
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import index_input
 from spmd_worker.frontends.batch.input.row_reader import RowReader
-from spmd_worker.frontends.tools.program import ends_with_its_reader, local_output_name, make_parser, print_error
+from spmd_worker.frontends.batch.run_dir.file_names import matches
+from spmd_worker.frontends.tools.program import ends_without_its_reader, local_output_name, make_parser, print_error
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("index", __doc__)
     parser.add_argument("input", metavar="INPUT", help="rows: a file, or a pattern such as 'rows/*.jsonl'")
@@ -40,9 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def reader_of(name: str, output: Path) -> RowReader:
-    """Reader of the rows. Raises ConfigError for a stream, and for an output that is one of its files."""
+    """Reader of the rows. Raises ConfigError for a stream, and for an output that is one of its files, or would be."""
     if is_stream(name):
         raise ConfigError(f"{name} is a stream, which is read once: write the rows to a file")
+    if glob.has_magic(name) and not is_remote(name) and matches(name, output):
+        raise ConfigError(f"--output {output} matches {name}, and would be read as rows: give another file")
     reader = RowReader.of(name)
     for path in reader.paths or ():
         if isinstance(path, Path) and output.exists() and output.samefile(path):

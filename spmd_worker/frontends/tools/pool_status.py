@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
+from spmd_worker.base.standard_streams import has_reader
 from spmd_worker.frontends.batch.pool.pool_history import Holding, read_history
 from spmd_worker.frontends.batch.pool.pool_progress import PoolProgress, WorkerProgress, make_progress
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool.view import RangeState, read_pool
 from spmd_worker.frontends.report.text import compact, count, duration, share
+from spmd_worker.frontends.tools.run_dir import is_missing
 
 _MIN_COLUMNS: Final = 80
 _MAX_WORKERS: Final = 20
@@ -23,8 +25,8 @@ _ORDER: Final = ("dead", "failed", "slow", "alive", "left", "ended")
 
 
 def watch_pool(store: PoolStore, every_s: float | None) -> bool:
-    """Print the state of a pool, once or until it has ended; on a terminal each report replaces the one before. Returns
-    whether it has ended well. Raises as `read_pool` does.
+    """Print the state of a pool, once, or until the pool or the reader of the reports has ended; on a terminal each
+    report replaces the one before. Returns whether the pool has ended well. Raises as `read_pool` does.
     """
     clear = "\x1b[H\x1b[2J" if every_s is not None and sys.stdout.isatty() else ""
     columns = max(_MIN_COLUMNS, shutil.get_terminal_size((100, 0)).columns)
@@ -35,8 +37,9 @@ def watch_pool(store: PoolStore, every_s: float | None) -> bool:
             has_deaths = bool(progress.with_status("dead", "failed"))
             holdings = read_history(store).holdings if has_deaths else ()
             print(clear + "\n".join(pool_lines(progress, holdings, columns)), flush=True)
-            if every_s is None or progress.state.merged is not None:
-                return progress.state.merged is not None
+            has_ended = progress.state.merged is not None
+            if every_s is None or has_ended or not has_reader():
+                return has_ended and not is_missing(progress.state.job.output)
             time.sleep(every_s)
     return False
 
@@ -56,7 +59,8 @@ def _headline(progress: PoolProgress) -> str:
     done = f"{state.num_rows_done:,} of {count(state.job.num_rows, 'row')} are done"
     done = f"{done} ({share(state.num_rows_done, state.job.num_rows)}), in {ranges}"
     if state.merged is not None:
-        return f"The pool has ended well: {done}."
+        end = ", but its output is missing" if is_missing(state.job.output) else " well"
+        return f"The pool has ended{end}: {done}."
     if progress.with_status("alive", "slow"):
         return f"The pool is running: {done}."
     return f"The pool has not ended: {done}."
@@ -64,6 +68,8 @@ def _headline(progress: PoolProgress) -> str:
 
 def _pace(progress: PoolProgress) -> str:
     state = progress.state
+    if state.merged is not None and is_missing(state.job.output):
+        return f"Restore {state.job.output}, or remove the pool to compute it again."
     if state.merged is not None:
         return f"Output: {state.job.output}, {count(state.merged.lines, 'line')}, {count(state.merged.bytes, 'byte')}."
     if not progress.with_status("alive", "slow"):

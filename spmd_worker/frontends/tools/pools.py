@@ -6,13 +6,25 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import is_remote
 from spmd_worker.frontends.batch.pool.object_store import ObjectStore
 from spmd_worker.frontends.batch.pool.posix_store import PosixStore
-from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, OUTPUT_NAME
+from spmd_worker.frontends.batch.pool.records import FOLDERS, INPUT_INDEX_NAME, JOB_NAME, OUTPUT_NAME, WORLDS
 from spmd_worker.frontends.batch.pool.store import PoolStore
+from spmd_worker.frontends.tools.run_dir import NO_JOB
 
 
 def is_pool(name: str) -> bool:
     """Whether it is a folder with a pool, begun or not, or a name in an object store, where no run directory can be."""
-    return is_remote(name) or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+    try:
+        return is_remote(name) or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+    except OSError:
+        # A folder that may not be entered: who reads its files names them.
+        return False
+
+
+def without_job(folder: Path) -> str:
+    """Reason for which a tool of runs finds nothing in a folder without a manifest."""
+    if not is_pool(str(folder)):
+        return NO_JOB
+    return f"it is a pool, which doctor and report read: give a worker's run directory, inside {folder / WORLDS}"
 
 
 def open_pool(name: str) -> PoolStore:

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.remote_names import is_remote, shown_name
-from spmd_worker.base.standard_streams import discard_output, is_full, open_standard_streams
+from spmd_worker.base.standard_streams import (
+    discard_output,
+    is_full,
+    keep_on_without_reader,
+    open_standard_streams,
+)
 from spmd_worker.base.urls import without_credentials
 
 
@@ -18,22 +23,20 @@ def program_name(tool: str) -> str:
     return f"spmd-worker-{tool}" if is_command else f"python -m spmd_worker.tools.{tool}"
 
 
-def ends_with_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """`main`, which ends without an error when its reader has: `spmd-worker-doctor RUN_DIR | head`. On a full disk it
+def ends_without_its_reader(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
+    """`main`, whose exit code is the same when its reader ends: `spmd-worker-doctor RUN_DIR | head`. On a full disk it
     ends with 2, which means for all tools that the result is unknown.
     """
 
     @wraps(main)
     def run(arguments: list[str] | None = None) -> int:
         open_standard_streams()
+        keep_on_without_reader()
         try:
             try:
                 return main(arguments)
             finally:
                 sys.stdout.flush()
-        except BrokenPipeError:
-            discard_output()
-            return 0
         except OSError as error:
             if not is_full(error):
                 raise

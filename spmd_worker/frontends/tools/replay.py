@@ -26,6 +26,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.state_ops import StateOps
 from spmd_worker.base.errors import ReplayDivergedError, ReplayError, SpmdError
 from spmd_worker.base.files import JobFileError, job_file_fault
+from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME
 from spmd_worker.base.version import code_fingerprint
 from spmd_worker.frontends.replay.history import RowHistory, shorten
 from spmd_worker.frontends.replay.replay import (
@@ -38,8 +39,9 @@ from spmd_worker.frontends.replay.replay import (
     read_messages,
 )
 from spmd_worker.frontends.replay.step_log import STEP_LOG_NAME, StepLog, StepLogHeader, read_step_log
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
-from spmd_worker.frontends.tools.run_dir import NO_JOB, WHERE, RunDirError, RunState, look_at_run
+from spmd_worker.frontends.tools.pools import without_job
+from spmd_worker.frontends.tools.program import ends_without_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.run_dir import NO_STEP, WHERE, RunDirError, RunState, look_at_run
 from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.replica.sequence.events import (
     Abort,
@@ -72,7 +74,7 @@ MAX_WAITING_SHOWN = 12
 MAX_MISMATCHES_SHOWN = 10
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("replay", __doc__)
     parser.add_argument(
@@ -93,8 +95,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ReplayDivergedError as error:
         print(f"replay and run differ: {error}")
         return EXIT_DIFFERENT
-    except BrokenPipeError:
-        raise
     except (RunDirError, SpmdError, OSError, ValueError) as error:
         print_error("replay", error)
         return EXIT_CANNOT_TELL
@@ -136,7 +136,9 @@ def open_log(path: Path) -> StepLog:
             raise JobFileError(path, fault)
         if not path.exists():
             has_job = look_at_run(run_dir).state is not RunState.UNKNOWN
-            reason = "the job was started without job.step_log=true" if has_job else NO_JOB
+            has_steps = (run_dir / STEP_STATS_NAME).exists()
+            without = "the job was started without job.step_log=true" if has_steps else NO_STEP
+            reason = without if has_job else without_job(run_dir)
             raise RunDirError(f"{run_dir} has no {STEP_LOG_NAME}: {reason}")
     try:
         log = read_step_log(path)

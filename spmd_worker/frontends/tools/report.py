@@ -29,7 +29,7 @@ from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_metrics import values
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
 from spmd_worker.frontends.batch.pool.view import read_pool
-from spmd_worker.frontends.batch.run_dir.job_files import METRICS_NAME, check_report
+from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME, check_report
 from spmd_worker.frontends.report.data import make_totals
 from spmd_worker.frontends.report.drawing import can_draw
 from spmd_worker.frontends.report.page import NO_CHARTS, report_page
@@ -39,18 +39,18 @@ from spmd_worker.frontends.tools.pool_status import pool_lines
 from spmd_worker.frontends.tools.pools import check_pool_report, is_pool, open_pool
 from spmd_worker.frontends.tools.program import (
     add_run_dir_or_pool,
-    ends_with_its_reader,
+    ends_without_its_reader,
     local_output_name,
     make_parser,
     print_error,
 )
-from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder, read_metrics
+from spmd_worker.frontends.tools.run_dir import NO_JOB, NO_STEP, RunDirError, check_folder, read_metrics
 
 REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("report", __doc__)
     add_run_dir_or_pool(parser)
@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         if error.filename is None:
             # Of standard output.
             raise
-        print_error("report", f"cannot write {error.filename}: {error.strerror}")
+        way_out = "give --output FILE in a folder where it can be written"
+        print_error("report", f"cannot write {error.filename}: {error.strerror}: {way_out}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE
 
@@ -123,7 +124,8 @@ def read_steps(run_dir: Path) -> list[StepStats]:
         return read_step_stats(path)
     except FileNotFoundError:
         older = f"the job that wrote its {METRICS_NAME} kept no step statistics; run it again with this version"
-        reason = older if (run_dir / METRICS_NAME).exists() else NO_JOB
+        has_job = (run_dir / MANIFEST_NAME).exists()
+        reason = older if (run_dir / METRICS_NAME).exists() else NO_STEP if has_job else NO_JOB
         raise RunDirError(f"{run_dir} has no {STEP_STATS_NAME}: {reason}") from None
     except OSError as error:
         raise RunDirError(f"cannot read {path}: {error.strerror}") from None

@@ -7,13 +7,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.files import JsonError, open_job_file, read_json_object
+from spmd_worker.base.files import JsonError, describe_os_error, open_job_file, read_json_object
+from spmd_worker.base.remote_names import RemotePath, file_path
+from spmd_worker.frontends.batch.output_parts import last_path, size_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, METRICS_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME
 
 WHERE: Final = "a run's directory is job.run_dir, by default <job.output>.run"
 NO_JOB: Final = "no job ran in this folder; give job.run_dir, by default <job.output>.run"
+NO_STEP: Final = "no job reached its first step here"
 _NUMBERS: Final[tuple[str, ...]] = (
     *("rows", "error_rows", "prompt_tokens", "cached_prompt_tokens", "computed_prompt_tokens", "output_tokens"),
     *("resumed_rows", "resumed_output_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "steps"),
@@ -60,12 +63,12 @@ def check_folder(path: Path) -> None:
 
 
 def look_at_run(folder: Path) -> Run:
-    """State of the run. Raises RunDirError for anything but a folder, and for an unreadable manifest."""
+    """State of the run. Raises RunDirError for anything but a folder, and for an unreadable manifest or lock."""
     check_folder(folder)
     try:
         manifest = read_manifest(folder / MANIFEST_NAME)
     except (OSError, ValueError) as error:
-        raise RunDirError(str(error)) from None
+        raise RunDirError(describe_os_error(error)) from None
     if manifest is None:
         return Run(folder, RunState.UNKNOWN)
     # An older version may lack it.
@@ -77,6 +80,18 @@ def look_at_run(folder: Path) -> Run:
     # Removed by each start, and written when the output is complete.
     has_metrics = (folder / METRICS_NAME).exists()
     return Run(folder, RunState.COMPLETE if has_metrics else RunState.UNFINISHED, output)
+
+
+def is_missing(output: str) -> bool:
+    """Whether an output, or the last file of one in parts, is not there. A remote one counts as there."""
+    path = file_path(output)
+    if isinstance(path, RemotePath):
+        return False
+    try:
+        return size_of(last_path(path)) is None
+    except OSError:
+        # Below a folder that may not be entered.
+        return False
 
 
 def read_metrics(folder: Path) -> dict[str, Any] | None:
@@ -105,10 +120,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
+    """Raises RunDirError for a lock that cannot be opened: the run may be running."""
     try:
         descriptor = open_job_file(path, os.O_RDONLY)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise RunDirError(describe_os_error(error)) from None
     try:
         # Closing the descriptor releases the lock at once.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ from spmd_worker.base.remote_names import FilePath, file_path, is_remote, shown_
 from spmd_worker.frontends.batch.input.input_files import open_bytes
 from spmd_worker.frontends.batch.output_file import read_lines
 from spmd_worker.frontends.batch.output_parts import files_of
-from spmd_worker.frontends.tools.program import ends_with_its_reader, make_parser, print_error
+from spmd_worker.frontends.tools.program import ends_without_its_reader, make_parser, print_error
 from spmd_worker.frontends.tools.verify_images import ImagesError, compare_images
 
 GENERATED = ("outputs", "choices")
@@ -288,7 +288,7 @@ def each_line(path: FilePath, *, is_decoded: bool) -> Iterator[bytes]:
         raise VerifyError(str(error)) from None
 
 
-@ends_with_its_reader
+@ends_without_its_reader
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("verify", __doc__)
     parser.add_argument("first", type=file_path, nargs="?", help="output rows, as in job.output")

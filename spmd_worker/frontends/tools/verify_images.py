@@ -20,6 +20,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifes
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row
 from spmd_worker.frontends.openai.row_parser import parse_row
+from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.source import AUDIO, IMAGE, Medium, read_source
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -34,8 +35,14 @@ def compare_images(run_dir: Path) -> tuple[int, str | None]:
     has; None for the same ones. Raises ImagesError.
     """
     try:
+        check_folder(run_dir)
         provenance = read_json_object(run_dir / PROVENANCE_NAME)
         manifest = read_manifest(run_dir / MANIFEST_NAME)
+    except RunDirError as error:
+        raise ImagesError(str(error)) from None
+    except FileNotFoundError:
+        reason = "the job has not ended: let it end" if (run_dir / MANIFEST_NAME).exists() else NO_JOB
+        raise ImagesError(f"{run_dir} has no {PROVENANCE_NAME}: {reason}") from None
     except (OSError, JsonError, ConfigError) as error:
         raise ImagesError(f"{run_dir} is not the run directory of an ended job: {error}") from None
     if manifest is None or not isinstance(manifest.get("input"), list):

@@ -15,13 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.ops.kernels.api import PROB_WEIGHT_BITS, Kernels
 from spmd_worker.ops.kernels.top_k import top_k, top_k_of_rows
 from spmd_worker.ops.sampling.logprobs import entries_of
 from spmd_worker.ops.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
 
 
 def log_normalisers(kernels: Kernels, logits: Tensor, maxima: Tensor, factors: Tensor, group: GroupHandle) -> Tensor:

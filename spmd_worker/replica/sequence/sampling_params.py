@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, cast
 import numpy as np
 
 from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, plain_int, shown
+from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
@@ -21,9 +22,6 @@ from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Maximum temperature of greedy sampling: dividing by less would overflow float32 logits."""
-
-MAX_LOGPROBS: Final = 64
-"""Most alternatives that `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
 
 ALL_LOGPROBS: Final = -1
 """Value for a number of alternatives: the complete vocabulary."""

@@ -494,6 +494,12 @@ def test_limits_reject_bad_values_and_larger_defaults():
     assert error_result("limits.max_stop_strings=0", "sampling.stop=[a]").startswith(
         "sampling.stop asks for 1, more than"
     )
+    # Regression: every row became an error row.
+    assert error_result("sampling.logprobs=-1") == (
+        "sampling.logprobs=-1 requests the entire vocabulary, which no row or request gets: it must be from 0 to 64; "
+        "in Python SamplingParams(logprobs=-1) gives the entire vocabulary"
+    )
+    assert error_result("sampling.logprobs=65").startswith("sampling.logprobs=65 must be from 0 to 64")
 
 
 def test_host_tier_requires_prefix_caching_and_digests():

@@ -256,7 +256,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "required": {"tools": TOOLS, "tool_choice": "required"},
     "one": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 2},
     "named": {"tools": TOOLS, "tool_choice": NAMED},
-    "schema": {"response_format": AS_PERSON},
+    "schema": {"response_format": AS_PERSON, "max_tokens": 320},  # Longer than any text of the schema.
     "schema or call": {"response_format": AS_PERSON, "tools": TOOLS, "parallel_tool_calls": False},
     "object": {"response_format": {"type": "json_object"}},
     "auto": {"tools": TOOLS},

@@ -157,7 +157,7 @@ def test_images_of_a_run_are_read_again(tmp_path: Path, capfd: pytest.CaptureFix
     assert verify(["--images", str(run_dir)]) == 2
     assert "row 0: 'a.png' cannot be read" in capfd.readouterr().err
     assert verify(["--images", str(tmp_path)]) == 2
-    assert "is not the run directory of an ended job" in capfd.readouterr().err
+    assert "has no provenance.json: no job ran in this folder" in capfd.readouterr().err
 
 
 def test_job_without_images_is_not_called_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -445,10 +445,12 @@ def test_input_changed_before_its_scan_is_detected(
 
 def test_pattern_skips_files_the_job_writes(tmp_path: Path):
     """Rows of files after it would have other indexes, and with them other random streams."""
-    (tmp_path / "rows.jsonl").write_text(content())
-    (tmp_path / "z.jsonl").write_text(content(1))
-    config = config_of(tmp_path)
-    job = replace(config.job, input=str(tmp_path / "**"), output=str(tmp_path / "out.jsonl.gz"))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(content())
+    (folder / "z.jsonl").write_text(content(1))
+    config, output = config_of(tmp_path), str(tmp_path / "out.jsonl.gz")
+    job = replace(config.job, input=str(folder / "**"), output=output, run_dir=str(folder / "run"))
     run(replace(config, job=job))
     with gzip.open(tmp_path / "out.jsonl.gz", "rt") as stream:
         assert [json.loads(line)["error"] for line in stream] == [None] * 2 * NUM_ROWS

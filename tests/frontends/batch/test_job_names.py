@@ -127,6 +127,11 @@ COLLISIONS = {
         "job.output=part-*.jsonl matches job.input=*.jsonl",
     ),
     "manifest of parts that a pattern finds": ({"input": "*.js*", "output": "part-*.gz"}, "matches job.input"),
+    "output that a pattern finds": (
+        # Regression: the next job of the pattern read it, and the same one could not be started again.
+        {"input": "*.jsonl"},
+        "job.output=out.jsonl matches job.input=*.jsonl",
+    ),
     "output of a pool that a pattern finds": (
         {"input": "*.jsonl", "pool": "pool"},
         "job.output=out.jsonl matches job.input=*.jsonl",

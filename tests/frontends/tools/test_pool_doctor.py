@@ -31,6 +31,15 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     return tool("doctor", capsys)
 
 
+@pytest.fixture(autouse=True)
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The output of the pools, which name it without a folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(b"")
+    return path
+
+
 def lines_of(store: TimedStore, columns: int = COLUMNS) -> list[str]:
     return pool_lines(make_progress(read_pool(store)), read_history(store).holdings, columns)
 
@@ -114,6 +123,27 @@ def test_exit_code_says_whether_the_pool_ended(
     assert (found, err) == (code, "")
     assert out.startswith(first), out
     assert ("No worker is alive. Start the same command again" in out) == bool(age_s)
+
+
+@pytest.mark.parametrize("name", ["collect", "replay"])
+def test_tools_of_runs_name_a_pool(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Regression: no job had run in the folder."""
+    make_pool(800, [World("one-1", 0, 100)], lease_rows=400).write(tmp_path / "pool", 0.0)
+    code, _, err = tool(name, capsys)(tmp_path / "pool")
+    assert code == 2
+    assert f"it is a pool, which doctor and report read: give a worker's run directory, inside {tmp_path}/pool/" in err
+
+
+def test_missing_output_is_not_a_good_end(doctor, tmp_path: Path, output: Path):
+    """Regression: the pool had ended well, by the exit code too, and its output was lost."""
+    make_pool(800, [World("one-1", 0, 100)], lease_rows=400).write(tmp_path / "pool", 0.0)
+    output.unlink()
+    code, out, _ = doctor(tmp_path / "pool")
+    assert code == 1
+    assert out.splitlines()[:2] == [
+        "The pool has ended, but its output is missing: 800 of 800 rows are done (100 %), in 16 ranges.",
+        "Restore answers.jsonl, or remove the pool to compute it again.",
+    ]
 
 
 def test_pool_that_has_not_begun_cannot_be_read(doctor, tmp_path: Path):

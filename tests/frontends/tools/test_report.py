@@ -151,7 +151,10 @@ def test_damaged_files_are_named_with_line_and_remedy(report, run_dir: Path):
 def test_unwritable_page_is_reported_with_reason(report, run_dir: Path):
     code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
     assert code == 2
-    assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"
+    assert err == (
+        f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory: give --output FILE "
+        f"in a folder where it can be written\n"
+    )
 
 
 def test_pool_that_cannot_be_read_is_not_called_unwritable(report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """The tools agree on a run directory: its validity, the state of its run, and its arguments."""
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from spmd_worker.base.liveness.heartbeat import RankHeartbeat
 from spmd_worker.frontends.batch import open_job
 from spmd_worker.frontends.batch.file_lock import FileLock
 from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.frontends.tools import report
 from spmd_worker.frontends.tools.run_dir import RunState, look_at_run
 from spmd_worker.ranks.environment import RankEnvironment
 
@@ -111,6 +113,18 @@ def test_tools_agree_on_ended_run(say, runs: Path):
     assert "digests equal" in told["replay"][1]
 
 
+def test_tools_agree_on_missing_output(say, runs: Path, tmp_path: Path):
+    """Regression: the run had ended well, and collect told to read a file that was not there."""
+    shutil.copy(runs / "ended" / "rows.jsonl", tmp_path)
+    run_job(config_of(tmp_path), RankEnvironment())
+    (tmp_path / "out.jsonl").unlink()
+    told = say(tmp_path / "out.jsonl.run")
+    assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=2)
+    for said in (told["doctor"][1], told["collect"][2]):
+        assert f"its output {tmp_path}/out.jsonl is missing" in said
+        assert "restore it, or start the same command again, which computes it again" in said
+
+
 def test_tools_find_relative_output_from_any_folder(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -135,6 +149,41 @@ def test_tools_agree_on_failed_run(say, runs: Path):
     assert "the job failed: 2 rows, 1 of them error rows" in told["doctor"][1]
     assert "job.max_error_rows" in told["doctor"][1]
     assert told["collect"][1].count("\n") == 2
+
+
+def test_tools_agree_on_job_without_a_step(say, runs: Path, tmp_path: Path):
+    """Regression: report said that no job had run here, and replay that it had been started without a step log."""
+    run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
+    for path in run_dir.glob("steps.*"):
+        path.unlink()
+    told = say(run_dir)
+    assert told["doctor"][1] == "The run did not end: no job reached its first step here. Start it again.\n"
+    for name, file in (("report", "steps.csv"), ("replay", "steps.log")):
+        assert told[name][0] == 2
+        assert told[name][2].endswith(f"{run_dir} has no {file}: no job reached its first step here\n")
+
+
+def test_tools_name_what_cannot_be_read(say, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: report named a file of pools that it could not write, and a run of an unreadable lock had ended."""
+    run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
+    (run_dir / "lock").unlink()
+    (run_dir / "lock").mkdir()
+    code, out, err = say(run_dir)["doctor"]
+    assert (code, out) == (2, "")
+    assert f"{run_dir / 'lock'} is a folder" in err
+
+    def denied(path: Path, *given: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # The superuser, who may run the tests, may enter every folder.
+    monkeypatch.setattr(Path, "is_file", denied)
+    monkeypatch.setattr(report, "write_file", denied)
+    code, _, err = say(run_dir)["report"]
+    assert code == 2
+    assert err.endswith(
+        f"cannot write {run_dir / 'report.html'}: Permission denied: give --output FILE in a folder where it can be "
+        f"written\n"
+    )
 
 
 @pytest.mark.finding(number="D11")
@@ -246,7 +295,7 @@ def test_fixture_metrics_match_their_jobs(runs: Path):
 @pytest.mark.parametrize("name", [*TOOLS, "verify"])
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str, is_buffered: bool):
-    """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError."""
+    """`spmd-worker-doctor RUN_DIR | head -1` was a BrokenPipeError, and then 0 for a run that had failed."""
     run_dir = shutil.copytree(runs / "killed" / "out.jsonl.run", tmp_path / "run")
     output = str(runs / "ended" / "out.jsonl")
     arguments = [output, output] if name == "verify" else [str(run_dir)]
@@ -266,7 +315,7 @@ def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str
     )
     os.close(writer)
     assert "Pipe" not in done.stderr
-    assert done.returncode == 0
+    assert done.returncode == (1 if name == "doctor" else 0)
 
 
 @pytest.mark.parametrize("name", ["collect", "verify", pytest.param("report", marks=pytest.mark.stress)])

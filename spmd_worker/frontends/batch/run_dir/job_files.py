@@ -179,9 +179,8 @@ def check_files(resolved: ResolvedRun) -> None:
             reject_same_file([claim, stream])
     reject_reserved_names([*files, *streams], run, RESERVED_NAMES)
     _reject_found(job, "prometheus_file", prometheus)
-    if is_parts(output) or job.pool is not None:
-        _reject_found(job, "output", part_path(output, 0))
-        _reject_found(job, "output", last_path(output))
+    for path in dict.fromkeys((part_path(output, 0), last_path(output))):
+        _reject_found(job, "output", path)
     check_run_dir(run)
     if is_parts(output):
         earlier_parts(output)
