@@ -411,6 +411,17 @@ def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any],
         model_config_of({**config, **keys}, tmp_path / "config.json")
 
 
+def test_layers_of_gemma4_have_padded_numbers():
+    """With ten layers or more transformers writes "05"."""
+    config = AutoConfig.for_model("gemma4_text").to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    assert "05" in config["per_layer_config"]
+    sizes = {layer.head_size for layer in model_config_of(config, Path("config.json")).layers}
+    assert sizes == {config["head_dim"], config["per_layer_config"]["05"]["head_dim"]}
+    config["per_layer_config"]["9" * 5000] = config["per_layer_config"].pop("05")
+    with pytest.raises(ModelConfigError, match="of every full_attention layer"):
+        model_config_of(config, Path("config.json"))
+
+
 @pytest.mark.parametrize("is_null", [True, False])
 def test_gemma4_without_ropes_has_those_of_its_class(is_null: bool):
     config = json.loads((recent_folder("gemma4") / "config.json").read_text())

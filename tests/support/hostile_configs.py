@@ -60,6 +60,8 @@ _MISSING: Final = {
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
 }
 """Keys whose values in the models differ from the class's defaults."""
 _LONG: Final = "x" * 1_000_000

@@ -29,6 +29,8 @@ from spmd_worker.model_config.rope import RopeParameters, rope_of
 
 _FULL: Final = "full_attention"
 _FULL_EVERY: Final = 6
+_MOST_DIGITS: Final = 10
+"""Of the key of a layer: Python refuses to read thousands."""
 _INPUTS, _SHARED = "hidden_size_per_layer_input", "num_kv_shared_layers"
 
 
@@ -123,15 +125,17 @@ def _layer_types(reader: ConfigReader) -> list[Any]:
 
 
 def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
-    """`global_head_dim` and `num_global_key_value_heads` of `per_layer_config`, by a layer's number."""
+    """`global_head_dim` and `num_global_key_value_heads` of `per_layer_config`, by a layer's number, which transformers
+    pads with zeros: "05" of 30 layers.
+    """
     given = reader.object("per_layer_config")
-    full = [str(layer) for layer, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == _FULL]
+    full = [layer for layer, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == _FULL]
     known = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     entries = [given.object(key).config for key in given.config]
-    numbers = sorted(given.config, key=str)
+    numbers = sorted(int(key) if key.isdecimal() and len(key) <= _MOST_DIGITS else -1 for key in map(str, given.config))
     if (
         any(entry != entries[0] for entry in entries)
-        or (numbers and numbers != sorted(full))
+        or (numbers and numbers != full)
         or (entries and set(entries[0]) - set(known))
     ):
         raise ModelConfigError(
