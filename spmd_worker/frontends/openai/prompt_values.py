@@ -246,8 +246,12 @@ def request_id_of(body: Mapping[str, Any]) -> str | None:
     given = body.get("request_id")
     if given is None:
         return None
-    if not isinstance(given, str) or not (0 < len(given) <= MAX_NAME and given.isascii() and given.isprintable()):
-        raise InvalidRequestError(f"request_id={shown(given)} must be 1 to {MAX_NAME} printable characters of ASCII")
+    is_text = isinstance(given, str) and given.isascii() and given.isprintable()
+    # A header's value has no spaces around it.
+    if not is_text or not 0 < len(given) <= MAX_NAME or given != given.strip():
+        raise InvalidRequestError(
+            f"request_id={shown(given)} must be 1 to {MAX_NAME} printable characters of ASCII without spaces around them"
+        )
     return given
 
 

@@ -549,7 +549,7 @@ def test_answers_of_clients_are_sent_back(tokenizer):
     assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
 
 
-@pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513, " ", " a", "a "], ids=lambda value: str(value)[:5])
 def test_request_id_is_printable(value):
     for fields in (completion(request_id=value), body_row("/v1/embeddings", input="a", request_id=value)):
         row = parse(fields)
