@@ -246,9 +246,9 @@ def request_id_of(body: Mapping[str, Any]) -> str | None:
     given = body.get("request_id")
     if given is None:
         return None
-    is_text = isinstance(given, str) and given.isascii() and given.isprintable()
     # A header's value has no spaces around it.
-    if not is_text or not 0 < len(given) <= MAX_NAME or given != given.strip():
+    is_printable = isinstance(given, str) and given.isascii() and given.isprintable() and given == given.strip()
+    if not isinstance(given, str) or not is_printable or not 0 < len(given) <= MAX_NAME:
         rule = f"1 to {MAX_NAME} printable characters of ASCII, without spaces around them"
         raise InvalidRequestError(f"request_id={shown(given)} must be {rule}")
     return given
