@@ -4,6 +4,7 @@ import builtins
 import inspect
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.compat.script_tokenizer import PlainTokenizer
+from spmd_worker.replica.sequence.step import StepPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = mixed_prompts(5, 40, seed=3)
@@ -192,6 +194,22 @@ def test_outputs_have_vllm_fields_and_uncompared_metrics(llm: LLM):
     assert first[0].metrics != again[0].metrics
     llm.reset_prefix_cache()
     assert llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False) == first
+
+
+def test_request_is_scheduled_before_its_first_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Regression: executors that compute at once had computed the prompt, whose time counted as waiting."""
+    executor, began_s = llm.llm_engine.executor, list[float]()
+    execute = executor.execute_model
+
+    def timed(plan: StepPlan, **named: Any) -> Any:
+        if plan.has_rows:
+            began_s.append(time.monotonic())
+        return execute(plan, **named)
+
+    monkeypatch.setattr(executor, "execute_model", timed)
+    (output,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert output.metrics is not None
+    assert output.metrics.scheduled_ts <= began_s[0] <= output.metrics.first_token_ts
 
 
 def test_metrics_cover_samples_and_aborted_requests(llm: LLM):

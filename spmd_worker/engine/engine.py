@@ -225,8 +225,9 @@ class Engine:
         self.changes.weights.check_agreed(agreed.events)
         self.times.end("lockstep")
         in_flight = self._in_flight
-        in_flight.add(agreed)
+        # Before the step is executed, which some executors do at once.
         self.requests.times.begin(agreed.plan)
+        in_flight.add(agreed)
         ended: list[SequenceGroup] = []
         while must_end_oldest(len(in_flight), in_flight.is_full, agreed.events, self.scheduler, self.life.is_closing):
             ended += self._settle(*in_flight.take_oldest())

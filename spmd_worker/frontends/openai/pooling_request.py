@@ -8,10 +8,12 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.frontends.openai.prompt_values import (
     PRIORITY_KEY,
+    SPECIAL_TOKENS_KEY,
     TEMPLATE_KEYS,
     adapter_name,
     chat_prompt,
     check_keys,
+    check_neutral,
     invalid_request,
     model_name,
     text_prompt,
@@ -21,7 +23,7 @@ from spmd_worker.frontends.openai.prompt_values import (
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import InvalidRequestError
+from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 
 PLAIN_TASKS: Final = ("embed", "classify", "reward")
 """Keys of plain rows that contain the text to pool."""
@@ -29,11 +31,19 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward")
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
 _COMMON_KEYS: Final = ("model", "user", "metadata", "request_id", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
-_EMBEDDING_KEYS: Final = ("input", *_CHAT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+}
+"""Keys of vLLM's bodies, with the values besides null that change nothing."""
+_INPUT_KEYS: Final = ("input", *_CHAT_KEYS, SPECIAL_TOKENS_KEY, *_UNSUPPORTED)
+_EMBEDDING_KEYS: Final = (*_INPUT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
-_CLASSIFY_KEYS: Final = ("input", *_CHAT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
-_POOLING_KEYS: Final = ("input", *_CHAT_KEYS, "task", "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
+_CLASSIFY_KEYS: Final = (*_INPUT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
+_POOLING_KEYS: Final = (*_INPUT_KEYS, "task", "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
 PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_PARAM_KEYS)
 
 MAX_INPUTS: Final = 2048
@@ -139,12 +149,20 @@ def _params(given: Mapping[str, Any], task: Any) -> PoolingParams:
 
 
 def _texts_or_conversation(body: Mapping[str, Any]) -> tuple[_Prompt, ...]:
+    check_neutral(body, _UNSUPPORTED)
     value = body.get("input")
     if value is None and body.get("messages") is None:
         raise InvalidRequestError("the body has no input", "missing_prompt")
     if value is not None and body.get("messages") is not None:
         raise InvalidRequestError("the body has input and messages: give one of them", "conflicting_prompts")
-    return (_conversation(body),) if value is None else _inputs("input", value)
+    if value is None:
+        return (_conversation(body),)
+    prompts = _inputs("input", value)
+    adds = optional_flag(body, SPECIAL_TOKENS_KEY, default=True)
+    if not adds and any(isinstance(each, TextPrompt) for each in prompts):
+        message = f"{SPECIAL_TOKENS_KEY}=false is not supported with texts that are pooled"
+        raise InvalidRequestError(f"{message}: leave it out, or give token ids", "unsupported_value")
+    return prompts
 
 
 def _inputs(name: str, value: Any) -> tuple[_Prompt, ...]:

@@ -137,8 +137,8 @@ def check_neutral(
         value = given.get(key)
         # Types are compared too: true is not 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
-            way_out = f": give {instead[key]}" if instead and key in instead else ""
-            raise InvalidRequestError(f"{key}={shown(value)} is not supported{way_out}", "unsupported_value")
+            way_out = f"give {instead[key]}" if instead and key in instead else "leave it out"
+            raise InvalidRequestError(f"{key}={shown(value)} is not supported: {way_out}", "unsupported_value")
 
 
 def embeds_prompt(name: str, value: Any) -> EmbedsPrompt:
@@ -247,8 +247,11 @@ def request_id_of(body: Mapping[str, Any]) -> str | None:
     given = body.get("request_id")
     if given is None:
         return None
-    if not isinstance(given, str) or not (0 < len(given) <= MAX_NAME and given.isascii() and given.isprintable()):
-        raise InvalidRequestError(f"request_id={shown(given)} must be 1 to {MAX_NAME} printable characters of ASCII")
+    # A header's value has no spaces around it.
+    is_printable = isinstance(given, str) and given.isascii() and given.isprintable() and given == given.strip()
+    if not isinstance(given, str) or not is_printable or not 0 < len(given) <= MAX_NAME:
+        rule = f"1 to {MAX_NAME} printable characters of ASCII, without spaces around them"
+        raise InvalidRequestError(f"request_id={shown(given)} must be {rule}")
     return given
 
 

@@ -74,6 +74,7 @@ _PLAIN_NAMES: Final = {
     "response_format": "structured_outputs",
     "model": "adapter",
     "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "chat_template_kwargs",
 }
 """Keys of bodies -> those of plain rows."""
 

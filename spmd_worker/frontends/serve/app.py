@@ -34,7 +34,7 @@ from spmd_worker.frontends.openai.openai_stream import (
 from spmd_worker.frontends.openai.row import EncodedRow
 from spmd_worker.frontends.openai.row_outputs import RowOutputs
 from spmd_worker.frontends.openai.row_writer import REJECTED
-from spmd_worker.frontends.openai.turns import Turns, at_once, take_turn
+from spmd_worker.frontends.openai.turns import Ended, Turns, at_once, take_turn
 from spmd_worker.frontends.serve.exchange import EndingError, NoCapacityError, OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, ServedRow
 from spmd_worker.frontends.serve.responses import (
@@ -249,7 +249,13 @@ class ServerApp:
             has_media = request.url.path in AUDIO_TASKS or _IMAGES_MARK in data
             pool = self._media_pool if has_media else pool
             turns = read(data)
-            while (ended := await _in_pool(pool, lambda: take_turn(turns, _TEXTS_A_TURN), request.receive)) is None:
+
+            def take() -> Ended[_Read] | None:
+                # Others have had their turns since the last one.
+                self.exchange.check_accepts()
+                return take_turn(turns, _TEXTS_A_TURN)
+
+            while (ended := await _in_pool(pool, take, request.receive)) is None:
                 pass
             return ended.result
 

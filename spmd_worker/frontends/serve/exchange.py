@@ -73,11 +73,15 @@ class RequestExchange:
 
     # The server's side.
 
+    def check_accepts(self) -> None:
+        """Raise EndingError if no more requests are accepted."""
+        if self.ending:
+            raise EndingError(self.ending)
+
     def reserve(self, num_sequences: int = 1, num_media_bytes: int = 0) -> None:
         """Reserve capacity. Raises NoCapacityError or EndingError."""
         with self._changed:
-            if self.ending:
-                raise EndingError(self.ending)
+            self.check_accepts()
             if self.num_sequences + num_sequences > self.max_sequences:
                 raise NoCapacityError
             if (
@@ -99,8 +103,7 @@ class RequestExchange:
     def submit(self, request: OpenRequest) -> None:
         """Hand a request, whose capacity is reserved, to the engine. Raises EndingError."""
         with self._changed:
-            if self.ending:
-                raise EndingError(self.ending)
+            self.check_accepts()
             self._open[request] = None
             self._arrived.append(request)
             self._changed.notify_all()

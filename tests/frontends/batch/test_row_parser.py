@@ -514,6 +514,8 @@ def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
     assert "reasoning_effort='low': the model's chat template does not read it" in unread.message
     assert "must be one of none, minimal, low" in parse(chat(reasoning_effort="much")).message
     assert parse(completion(reasoning_effort="low")).code == "unsupported_value"
+    plain = parse({"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"})
+    assert plain.message.endswith("a plain row takes chat_template_kwargs")
 
 
 VLLM_KEYS = {
@@ -524,7 +526,7 @@ VLLM_KEYS = {
     "return_tokens_as_token_ids": (False, True, "return_token_ids"),
     "logprob_token_ids": (None, [5], "logprobs"),
     "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),
-    "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={"),
+    "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={'a': 1} is not supported: leave it out"),
 }
 
 
@@ -540,6 +542,21 @@ def test_values_of_vllm_that_change_nothing_are_accepted(make):
     assert "give chat_template_kwargs" in parse(chat(chat_template="{{ messages }}")).message
 
 
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/classify", "/pooling"])
+def test_values_of_vllm_pool_texts_and_messages(url):
+    """Regression: bodies that generate took `add_special_tokens`, and those that pool did not."""
+    talk = [{"role": "user", "content": "hello"}]
+    neutral = {"embed_dtype": "float32", "endianness": "native", "chat_template": None, "mm_processor_kwargs": {}}
+    given = body_row(url, input="a", add_special_tokens=True, **neutral)
+    assert parse(given) == parse(body_row(url, input="a"))
+    assert isinstance(parse(body_row(url, input=[5], add_special_tokens=False)), Row)
+    for adds in (False, True):
+        assert parse(body_row(url, messages=talk, add_special_tokens=adds)).prompt.adds_special_tokens == adds
+    for key, value in (("add_special_tokens", False), ("embed_dtype", "float16"), ("chat_template", "x")):
+        row = parse(body_row(url, input="a", **{key: value}))
+        assert (row.code, "leave it out" in row.message) == ("unsupported_value", True)
+
+
 def test_answers_of_clients_are_sent_back(tokenizer):
     user = {"role": "user", "content": "hi"}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
@@ -549,7 +566,7 @@ def test_answers_of_clients_are_sent_back(tokenizer):
     assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
 
 
-@pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize("value", ["", "é", 5, "a\nb", "a" * 513, " ", " a", "a "], ids=lambda value: str(value)[:5])
 def test_request_id_is_printable(value):
     for fields in (completion(request_id=value), body_row("/v1/embeddings", input="a", request_id=value)):
         row = parse(fields)

@@ -362,8 +362,18 @@ def test_request_is_encoded_between_texts_of_another(monkeypatch: pytest.MonkeyP
         may_go_on.set()
         (status, found, _), (other, *_) = [each.result(LIMIT_S) for each in asked]
         assert (status, other, sent_texts(many, found)) == (200, 200, texts)
-    assert encoded.index("one") == app._TEXTS_A_TURN < len(texts)
-    assert [each for each in encoded if each != "one"] == texts
+        assert encoded.index("one") == app._TEXTS_A_TURN < len(texts)
+        assert [each for each in encoded if each != "one"] == texts
+        # A server that ends answers after the turn. Its last step waits for `close`.
+        server.allow(0)
+        encoded.clear()
+        may_go_on.clear()
+        ended = pool.submit(server.client.ask, path, many)
+        wait_until(lambda: encoded[-1:] == texts[3:4])
+        server.exchange.end("the test ends it")
+        may_go_on.set()
+        status, found, _ = ended.result(LIMIT_S)
+    assert (status, found["error"]["message"], len(encoded)) == (503, "the test ends it", app._TEXTS_A_TURN)
 
 
 @pytest.mark.finding(number="B2")

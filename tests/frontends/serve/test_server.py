@@ -555,7 +555,7 @@ def test_end_test_detects_server_accepting_more(monkeypatch: pytest.MonkeyPatch,
 
         return call
 
-    for name in ("reserve", "submit"):
+    for name in ("reserve", "submit", "check_accepts"):
         monkeypatch.setattr(RequestExchange, name, not_ending(getattr(RequestExchange, name)))
     with control("200 == 503"):
         test_ending_server_answers_open_requests_and_accepts_none()
