@@ -76,6 +76,12 @@ Element* room(int64_t count) {
   return kept.data();
 }
 
+// Rounds subnormal numbers too, as torch does: `store_floats` may flush them to zero.
+SPMD_INLINE void store_rounded(float* to, Floats vector) { store(to, vector); }
+SPMD_INLINE void store_rounded(uint16_t* to, Floats vector) {
+  store(to, __builtin_convertvector(rounded_bits(vector), Halves));
+}
+
 template <class Element>
 class Run {
  public:
@@ -186,7 +192,7 @@ class Run {
       gate = gate > limit ? limit : gate;
       up = up > limit ? limit : up;
       up = up < -limit ? -limit : up;
-      store_floats(to + index, silu(gate * broadcast(kGateSlope)) / broadcast(kGateSlope) * (up + broadcast(1.0f)));
+      store_rounded(to + index, silu(gate * broadcast(kGateSlope)) / broadcast(kGateSlope) * (up + broadcast(1.0f)));
     }
   }
 
@@ -211,7 +217,10 @@ void weighted_sum(
       Floats sum = {};
       for (int64_t chosen = 0; chosen < num_chosen; ++chosen)
         sum = sum + load_some(rows + chosen * size + index, count) * broadcast(of_token[chosen]);
-      store_some(to + token * size + index, sum, count);
+      if (count >= kLanes)
+        store_rounded(to + token * size + index, sum);
+      else
+        store_some(to + token * size + index, sum, count);
     }
   });
 }

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from math import nan
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -249,6 +249,12 @@ class Expert(nn.Module):
         return ExpertWeights(gates.weight, gates.bias, down.weight, down.rank_bias)
 
 
+def _is_plain(expert: nn.Module) -> TypeGuard[Expert]:
+    """Whether a caller of `get_model` has neither replaced the expert nor given it hooks."""
+    parts = (expert, expert.gate_up_proj, expert.down_proj) if type(expert) is Expert else ()
+    return bool(parts) and not any(each._forward_hooks or each._forward_pre_hooks for each in parts)
+
+
 def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:
     """`PackedLayer.hold_as_stored` of all matrices."""
     for expert in experts:
@@ -374,7 +380,7 @@ class SparseFeedForward(nn.Module):
         if joined is not None:
             output = joined.weighted_sum(results, weights)
         elif kernels is None:
-            output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
+            output = _weighted_sum(results.view(*ids.shape, results.shape[1]), weights).to(x.dtype)
         else:
             assert self._stacked is not None, "made with the kernels"
             is_own = None if self._is_exact else self._stacked.is_own
@@ -408,8 +414,8 @@ class SparseFeedForward(nn.Module):
         return self._joined
 
     def _join(self) -> JoinedExperts | None:
-        experts = {int(index): expert for index, expert in self.experts.items() if isinstance(expert, Expert)}
-        if not experts:
+        experts = {int(index): expert for index, expert in self.experts.items() if _is_plain(expert)}
+        if not experts or len(experts) < len(self.experts):
             return None
         down, config = next(iter(experts.values())).down_proj, self._config
         sizes = ExpertSizes(

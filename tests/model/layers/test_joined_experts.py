@@ -1,5 +1,7 @@
 """Experts of a layer in one call have the bits of experts one by one, on one rank and on each of several."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,10 +9,10 @@ import torch
 from joined_models import DTYPES, PLAIN
 from native_libraries import ONEDNN, WITHOUT_AMX, each_library, library_for, needs_products
 from thread_groups import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.experts import Expert, SparseFeedForward
+from spmd_worker.model.layers.experts import Expert, SparseFeedForward, _weighted_sum
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
@@ -150,6 +152,66 @@ def test_joined_experts_follow_parameters_that_move():
     layer.forget_addresses()
     after = outputs(layer, torch.float32)
     assert torch.equal(after[0], before[0] * 2)
+
+
+@needs_products
+def test_joined_experts_keep_the_memory_they_read():
+    """A caller of `get_model` gave a parameter other memory two steps later: the freed memory was read."""
+    layer = new_layer("silu", torch.float32, WITHOUT_AMX)
+    expert = layer.experts["4"]
+    assert isinstance(expert, Expert)
+    weight = expert.down_proj.weight
+    values = weight.detach().numpy().copy()
+    read = weakref.ref(values)
+    weight.data = torch.from_numpy(values)
+    layer(torch.ones(1, HIDDEN))
+    weight.data = weight.detach() * 2
+    del values
+    gc.collect()
+    assert read() is not None
+    layer.forget_addresses()
+    gc.collect()
+    assert read() is None
+
+
+class _Doubled(nn.Module):
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
+        doubled: Tensor = self.expert(x, is_fused=is_fused) * 2
+        return doubled
+
+
+@needs_products
+def test_experts_replaced_or_hooked_are_called():
+    """Joined experts left out one that a caller of `get_model` had replaced: its outputs were zero."""
+    layer = new_layer("silu", torch.float32, WITHOUT_AMX)
+    rows = torch.randn((40, HIDDEN), generator=torch.Generator().manual_seed(0))
+    layer.experts["4"] = _Doubled(layer.experts["4"])
+    assert torch.equal(layer(rows), layer(rows, is_fused=False))
+    hooked = new_layer("silu", torch.float32, WITHOUT_AMX)
+    calls: list[int] = []
+    for expert in hooked.experts.values():
+        expert.register_forward_hook(lambda *_: calls.append(1))
+    hooked(torch.ones(1, HIDDEN))
+    assert len(calls) == EXPERTS.num_chosen
+    assert hooked(torch.ones(0, HIDDEN)).shape == (0, HIDDEN)
+
+
+@each_library
+def test_weighted_sums_round_subnormals(instruction_set: str):
+    """Processors that round to bfloat16 themselves flush subnormal numbers to zero, as torch does not."""
+    if not library_for(instruction_set).gemm_dtypes:
+        pytest.skip("no products of its own")
+    layer = new_layer("silu", torch.bfloat16, instruction_set)
+    joined = layer._joined_experts()
+    assert joined is not None
+    results = torch.full((6, HIDDEN), 3e-39, dtype=torch.bfloat16)
+    total = joined.weighted_sum(results, torch.full((2, 3), 0.5))
+    assert total.count_nonzero() == total.numel()
+    assert torch.equal(total, _weighted_sum(results.view(2, 3, -1), torch.full((2, 3), 0.5)).bfloat16())
 
 
 def test_experts_without_panels_are_not_joined(monkeypatch: pytest.MonkeyPatch):

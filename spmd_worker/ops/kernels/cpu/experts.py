@@ -6,7 +6,7 @@ T: tokens of the step; C: experts of a token; E: experts of the layer; H: hidden
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -60,13 +60,12 @@ class NativeExperts:
     """Implements `kernels.api.JoinedExperts`. The weights keep their addresses. Made by `join_experts`."""
 
     def __init__(self, library: NativeLibrary, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> None:
-        # Keeps the tensors whose addresses it has.
-        self._experts, self._sizes = dict(experts), sizes
+        # Keeps the memory whose addresses it has: a parameter may be given other memory.
+        self._memory, self._sizes = [_detached(each.tensors()) for each in experts.values()], sizes
         name = dtype_name(sizes.dtype)
         self._outputs, self._sum = library.functions[f"experts_{name}"], library.functions[f"weighted_sum_{name}"]
         addresses = [
-            _Expert(*(None if each is None else each.data_ptr() for each in weights.tensors()))
-            for weights in experts.values()
+            _Expert(*(None if each is None else each.data_ptr() for each in tensors)) for tensors in self._memory
         ]
         numbers = [-1] * sizes.num_experts
         for number, index in enumerate(experts):
@@ -117,6 +116,10 @@ def join_experts(
     for each in experts.values():
         _check_shapes(each, sizes)
     return NativeExperts(library, experts, sizes)
+
+
+def _detached(tensors: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else each.detach() for each in tensors)
 
 
 def _gating(sizes: ExpertSizes) -> int:
