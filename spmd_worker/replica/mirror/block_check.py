@@ -17,6 +17,7 @@ from kv_cache.layer_groups import LayerGroups
 from spmd_worker.replica.mirror.contents import begins_alike
 from spmd_worker.replica.mirror.records import Computed, MirroredSequence, PlannedRow, reject
 from spmd_worker.replica.sequence.request import RequestId
+from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 
@@ -84,7 +85,7 @@ class MirroredBlocks:
                 _check_displaced(plan, row.sequence)
             if row.num_kept_blocks < end and row.num_computed_tokens > row.request.num_given_tokens:
                 after = {each.sequence.computed: each.after.computed for each in rows if not each.is_new}
-                self._check_reads(plan, row, end, moved, written, after)
+                self._check_reads(plan, row, end, moved, written, after, continuing)
         return BlockChanges(moved, host, written, displaced)
 
     def change(self, changes: BlockChanges, rows: Sequence[PlannedRow]) -> None:
@@ -196,6 +197,7 @@ class MirroredBlocks:
         moved: Mapping[BlockId, Held],
         written: Mapping[BlockId, Computed],
         after: Mapping[Computed, Computed],
+        continuing: Sequence[MirroredSequence],
     ) -> None:
         """Check what a row finds in the entries below `end` that it has got with this plan. `after`: known rows as they
         are after the step.
@@ -217,6 +219,9 @@ class MirroredBlocks:
             if isinstance(held, Outside):
                 continue
             computed = _holder(held, entry, block_id, num_tokens)
+            if computed is None and isinstance(held, Computed):
+                # The token that fills a block may be computed in this step.
+                computed = _holder(_continued(held, plan, continuing), entry, block_id, num_tokens)
             if computed is None:
                 self._reject_read(plan, row, block_id, num_tokens, held)
             others[computed] = num_tokens, block_id
@@ -249,6 +254,21 @@ def _holder(held: Held, entry: int, block_id: BlockId, num_tokens: int) -> Compu
         return None
     table = held.table()
     return held if entry < len(table) and table[entry] == block_id else None
+
+
+def _continued(held: Computed, plan: StepPlan, continuing: Sequence[MirroredSequence]) -> Computed | None:
+    """What a row that continues has computed after the step; None for others, and for one ahead of its id."""
+    record = held.record
+    index = -1 if record is None else next((place for place, each in enumerate(continuing) if each is record), -1)
+    if record is None or index < plan.num_ahead:
+        return None
+    given = SampledIds(plan.continuing_token_ids, plan.continuing_num_ids).rows()
+    token_ids = given[index - plan.num_ahead]
+    table = [*record.block_ids, *(block_id for place, block_id in plan.continuing_blocks if place == index)]
+    num_scheduled = max(len(token_ids), 1)
+    num_computed = record.num_tokens + len(token_ids) - num_scheduled
+    outputs = [*record.output_token_ids, *token_ids]
+    return MirroredSequence(record.request, record.sample_index, outputs, table, num_computed, num_scheduled).computed
 
 
 def _entry(table: list[BlockId], block_id: BlockId) -> int:

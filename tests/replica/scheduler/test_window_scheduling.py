@@ -59,6 +59,17 @@ def test_many_histories_with_windows_end(limits: dict[str, Any], groups: tuple[A
     keeps_the_books_and_ends(limits, groups, operations)
 
 
+@pytest.mark.parametrize("groups", [{}, {"groups": LayerGroups(1, 1, (3,), 1)}], ids=["full", "window"])
+def test_block_is_found_in_the_step_that_fills_it(groups: dict[str, Any]):
+    """A row that decodes fills a block of one token, which another row's prompt has."""
+    run = Run(num_blocks=40, block_size=1, max_model_len=16, caching=True, **groups)
+    run.admit(3, (1, 1, 1), max_tokens=4, ignore_eos=True)
+    run.step(1)
+    run.admit(5, (1, 1, 1, 1, 1), max_tokens=2, ignore_eos=True)
+    run.finish(1)
+    assert run.scheduler.counters.num_cached_prompt_tokens == 4
+
+
 def crowded_histories(**changed: Any) -> list[Run]:
     runs = [Run(**{**CROWDED, **changed}) for _ in range(6)]
     for seed, run in enumerate(runs):
