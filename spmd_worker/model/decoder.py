@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer, normed
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, has_hooks
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
@@ -175,7 +175,7 @@ class DecoderStack(nn.Module):
         # Joined layers are causal, and nothing is added between them, nor to sums over ranks.
         joins = is_fused and not added and metadata.is_causal
         joins = joins and not streams and (adapters is None or self._group.size == 1)
-        if self._has_moved and self.joined_layers is not None:
+        if self._has_moved:
             self.join_layers()
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
@@ -313,11 +313,12 @@ class DecoderStack(nn.Module):
         """Join the layers into one call if possible. The weights are packed and keep their addresses from now on."""
         self._has_moved = False
         is_plain = bool(self._rotaries) and all(rotary.is_plain(self.dtype) for rotary in self._rotaries)
-        is_plain = is_plain and not self._sums_in_layers and all(type(layer) is DecoderLayer for layer in self.layers)
+        is_plain = is_plain and not self._sums_in_layers
+        is_plain = is_plain and all(type(layer) is DecoderLayer and not has_hooks(layer) for layer in self.layers)
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 
     def forget_addresses(self) -> None:
-        """Have the next step join the layers again, if they were joined: weights may be in other memory."""
+        """Have the next step join the layers again: weights may be in other memory, or modules have hooks."""
         self._has_moved = True
 
 

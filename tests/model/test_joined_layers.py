@@ -222,6 +222,20 @@ def test_joined_layers_follow_parameters_that_move():
     assert not are_equal(together, before)
 
 
+@needs_products
+def test_layers_with_hooks_are_not_joined():
+    model, calls = new_model(SHAPES["biased"], torch.float32), []
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.forget_addresses()
+    prompt_logits(model, PROMPTS[:1])
+    assert calls
+    assert model.model.joined_layers is None
+    hook.remove()
+    model.forget_addresses()
+    prompt_logits(model, PROMPTS[:1])
+    assert model.model.joined_layers is not None
+
+
 @pytest.mark.parametrize(
     ("why", "model_config", "arguments"),
     [

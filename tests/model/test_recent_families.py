@@ -412,7 +412,7 @@ def test_broken_config_error_names_key_and_rule(name: str, keys: dict[str, Any],
 
 
 def test_layers_of_gemma4_have_padded_numbers():
-    """With ten layers or more transformers writes "05"."""
+    """transformers writes "05" of ten layers or more."""
     config = AutoConfig.for_model("gemma4_text").to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
     assert "05" in config["per_layer_config"]
     sizes = {layer.head_size for layer in model_config_of(config, Path("config.json")).layers}

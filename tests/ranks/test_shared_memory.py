@@ -240,7 +240,8 @@ def test_shared_memory_check_detects_injected_faults(tmp_path: Path, why: str):
     # Ranks that often come late, so that what nobody waits for is not there yet.
     done = run(planted + script, 2, sources, LATE="0.3")
     assert done.returncode != 0
-    assert "AssertionError" in done.stderr
+    # The check itself, or what it reads is so wrong that it cannot be compared.
+    assert "AssertionError" in done.stderr or "is invalid for input of size" in done.stderr
 
 
 def test_departed_rank_is_named_within_a_moment():

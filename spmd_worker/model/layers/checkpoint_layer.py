@@ -53,6 +53,11 @@ class CheckpointLayer(nn.Module):
         del parameter, region, values
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a caller of `get_model` gave hooks to a module, or to one in it: calls that join modules call none."""
+    return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+
+
 class PackedLayer(CheckpointLayer):
     """`weight` [outputs, inputs] is prepacked by `pack_weights`; from then on its regions are ranges of rows.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, has_hooks
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
@@ -251,8 +251,7 @@ class Expert(nn.Module):
 
 def _is_plain(expert: nn.Module) -> TypeGuard[Expert]:
     """Whether a caller of `get_model` has neither replaced the expert nor given it hooks."""
-    parts = (expert, expert.gate_up_proj, expert.down_proj) if type(expert) is Expert else ()
-    return bool(parts) and not any(each._forward_hooks or each._forward_pre_hooks for each in parts)
+    return type(expert) is Expert and not has_hooks(expert)
 
 
 def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:

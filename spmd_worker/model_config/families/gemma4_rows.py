@@ -30,7 +30,7 @@ from spmd_worker.model_config.rope import RopeParameters, rope_of
 _FULL: Final = "full_attention"
 _FULL_EVERY: Final = 6
 _MOST_DIGITS: Final = 10
-"""Of the key of a layer: Python refuses to read thousands."""
+"""Length of the key of a layer: Python refuses to read thousands of digits."""
 _INPUTS, _SHARED = "hidden_size_per_layer_input", "num_kv_shared_layers"
 
 

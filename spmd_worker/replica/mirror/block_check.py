@@ -257,7 +257,7 @@ def _holder(held: Held, entry: int, block_id: BlockId, num_tokens: int) -> Compu
 
 
 def _continued(held: Computed, plan: StepPlan, continuing: Sequence[MirroredSequence]) -> Computed | None:
-    """What a row that continues has computed after the step; None for others, and for one ahead of its id."""
+    """Contents that a row that continues has computed after the step; None for others, and for one ahead of its id."""
     record = held.record
     index = -1 if record is None else next((place for place, each in enumerate(continuing) if each is record), -1)
     if record is None or index < plan.num_ahead:

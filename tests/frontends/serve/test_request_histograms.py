@@ -19,7 +19,7 @@ TEXT = "/v1/completions"
 
 
 def sequence_of(request_id: int) -> Any:
-    """What is read of a running sequence."""
+    """Fields that are read of a running sequence."""
     sequence = SimpleNamespace(request=SimpleNamespace(request_id=request_id), output_token_ids=[], finish_reason=None)
     return Hashed(**vars(sequence))
 

@@ -65,7 +65,7 @@ def new_layer(
 
 
 def outputs(layer: SparseFeedForward, dtype: torch.dtype) -> list[Tensor]:
-    """Of several numbers of rows, each time the tokens of each expert too; rows of two are far apart in memory."""
+    """Results for several numbers of rows, with the tokens of each expert; rows of two are far apart in memory."""
     found = []
     for num_rows in ROWS:
         rows = torch.randn((num_rows, 2 * HIDDEN), generator=torch.Generator().manual_seed(num_rows)).to(dtype)

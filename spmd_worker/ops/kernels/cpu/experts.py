@@ -25,7 +25,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
 )
 
 _IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
-"""How gates are applied, numbered as in `experts.cpp`."""
+"""Ways to apply gates, numbered as in `experts.cpp`."""
 
 
 class _Expert(ctypes.Structure):

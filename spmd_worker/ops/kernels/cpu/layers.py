@@ -116,12 +116,14 @@ class NativeLayers:
         """`adapter_stacks` has those of the layers, in the order of calls."""
         self._adapter_stacks = adapter_stacks or (lambda: ())
         self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
+        # Keeps the memory whose addresses it has: a parameter may be given other memory.
+        self._memory = [[None if each is None else each.detach() for each in _tensors(layer)] for layer in layers]
         self._has_bytes = _has_bytes(layers[0])
         self._dtype = next(norm.dtype for norm in _norms(layers[0]) if norm is not None)
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
-            _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window, layer.rope)
-            for layer in layers
+            _Layer(*(None if each is None else each.data_ptr() for each in tensors), layer.window, layer.rope)
+            for layer, tensors in zip(layers, self._memory, strict=True)
         ]
         self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
         self._stack = _Stack(
