@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS: Final = ("config.json", "generation_config.json", *POOLING_FILES)
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
+_SHARDS: Final = "model-*-of-*.safetensors"
 TOKENIZER_FILES: Final = (
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "target.spm"),
@@ -97,9 +98,11 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
 
 
 def _unreadable_file(folder: Path, *, needs_weights: bool) -> str | None:
-    # Beside the one file of weights no other counts.
-    one = (SINGLE_FILE,) if os.path.lexists(folder / SINGLE_FILE) else _WEIGHTS
-    weights = one if needs_weights else ()
+    # Beside the one file of weights no other counts; of others, those with the names that shards have.
+    weights: tuple[str, ...] = ("*.safetensors.index.json", _SHARDS, STATE_FILE)
+    if os.path.lexists(folder / SINGLE_FILE):
+        weights = (SINGLE_FILE,)
+    weights = weights if needs_weights else ()
     patterns = (*_SETTINGS, "sentence_*_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES, *weights)
     fault = unreadable_file(folder, patterns, _NOT_FETCHED)
     if fault is not None:

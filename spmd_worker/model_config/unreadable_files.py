@@ -34,23 +34,21 @@ def unreadable_file(folder: Path, patterns: Sequence[str], ignored: Sequence[str
 
 
 def _fault_of_file(path: Path) -> str | None:
+    # Not opened: who reads a file reads it once.
     try:
-        # Opening a FIFO waits for its writer, unless told not to.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = path.stat().st_mode
     except OSError as error:
         if error.errno == errno.ENOENT:
             # Else it was removed since it was listed.
             way_out = "copy the file again, remove the link"
             return f"{path} is a link to a file that does not exist: {way_out}" if path.is_symlink() else None
         return _fault(path, error)
-    try:
-        mode = os.fstat(descriptor).st_mode
-    finally:
-        os.close(descriptor)
     # `tokenizer` may be a folder, tokenizer.json may not.
-    if stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not path.suffix):
-        return None
-    return f"{path} is not a regular file: replace it, remove it"
+    if not (stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not path.suffix)):
+        return f"{path} is not a regular file: replace it, remove it"
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+        return _fault(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    return None
 
 
 def _fault(path: Path, error: OSError) -> str:

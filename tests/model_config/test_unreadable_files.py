@@ -80,7 +80,7 @@ def test_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
     # A folder may be entered that cannot be listed.
     monkeypatch.setattr(os, "listdir", denied)
     assert unreadable_file(tmp_path, ("config.json", "*.json")) is None
-    monkeypatch.setattr(os, "open", denied)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
     fault = unreadable_file(tmp_path, ("config.json", "*.json"))
     assert fault == f"{tmp_path / 'config.json'}: Permission denied: let this user read it"
     monkeypatch.undo()
