@@ -303,6 +303,7 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     """The same run with another layout; no file is read. Raises ConfigError."""
     config = replace(resolved.config, parallel=parallel)
     layout = _layout(config, resolved.model_config, resolved.device_type)
+    _check_quantization(config, resolved.model_config, resolved.device_type)
     _uses_async_scheduling(config, resolved.model_config, resolved.device_type)
     draft = resolved.draft
     if draft is not None:
@@ -325,7 +326,7 @@ def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts
     )
     found = replace(resolved, draft=(draft := read_draft(method, model, num_drafts, target)))
     _check_embedding(config, draft)
-    _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type)
+    _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type, is_target=False)
     return found
 
 
@@ -464,7 +465,9 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
     return PoolingConfig("classify", "last", size, num_labels=1, activation="sigmoid", label_token_ids=label_ids)
 
 
-def _check_quantization(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:
+def _check_quantization(
+    config: RunConfig, model_config: ModelConfig, device_type: str, *, is_target: bool = True
+) -> None:
     """Raise ConfigError for a run whose weights cannot be quantised at load time."""
     key = f"model.quantization={config.model.quantization}"
     if config.model.quantization is None:
@@ -479,18 +482,41 @@ def _check_quantization(config: RunConfig, model_config: ModelConfig, device_typ
         raise ConfigError(
             f"model.head_dtype={config.model.head_dtype} with {key}, which is of the head too: leave one out"
         )
-    if any(layer.experts is not None for layer in model_config.layers):
-        raise ConfigError(f"{key} is not supported for {model_config.architecture}, which has experts: leave it out")
+    _check_quantised_experts(config, model_config, device_type, is_target=is_target)
     if model_config.pooling is not None:
         raise ConfigError(f"{key} is for models that generate, but this run pools: leave it out")
     if config.model.quantization == "fp8":
         return
     _check_row_shares(config, model_config, device_type)
-    widest = max(max(layer.intermediate_size, layer.num_heads * layer.value_head_size) for layer in model_config.layers)
-    if max(widest, model_config.hidden_size) > MAX_INPUTS:
+    widths = [max(layer.intermediate_size, layer.num_heads * layer.value_head_size) for layer in model_config.layers]
+    widths += [layer.experts.intermediate_size for layer in model_config.layers if layer.experts is not None]
+    if max(*widths, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
             f"{key} sums at most {MAX_INPUTS:,} inputs exactly, but config.json has layers of "
-            f"{max(widest, model_config.hidden_size):,}: leave it out"
+            f"{max(*widths, model_config.hidden_size):,}: leave it out"
+        )
+
+
+def _check_quantised_experts(
+    config: RunConfig, model_config: ModelConfig, device_type: str, *, is_target: bool
+) -> None:
+    """Raise ConfigError for experts whose weights cannot be quantised at load time."""
+    if all(layer.experts is None for layer in model_config.layers):
+        return
+    key = f"model.quantization={config.model.quantization}"
+    if config.model.quantization != "int8" or device_type != "cpu":
+        way_out = "" if config.model.quantization == "int8" else ", where model.quantization=int8 does"
+        raise ConfigError(
+            f"{key} is not supported for {model_config.architecture}, which has experts, but on CPUs{way_out}: "
+            f"leave it out"
+        )
+    size = config.parallel.tensor_parallel_size
+    if size > 1 and not config.parallel.enable_expert_parallel:
+        way_out = "set parallel.enable_expert_parallel=true" if is_target else "leave speculative_config out"
+        raise ConfigError(
+            f"{key} needs complete experts on each rank of parallel.tensor_parallel_size={size}, because a part of a "
+            f"row would have a scale of its own{'' if is_target else ', and a draft has parts of them'}: {way_out}, or "
+            f"use one rank"
         )
 
 

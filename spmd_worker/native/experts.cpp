@@ -12,6 +12,7 @@
 
 #include "elements.h"
 #include "exports.h"
+#include "int8.h"
 #include "thread_pool.h"
 #include "vector.h"
 
@@ -31,15 +32,19 @@ struct Calls;
     static constexpr auto activate = spmd_activate_##name;                                                             \
     static constexpr auto gemm = spmd_gemm_##name;                                                                     \
     static constexpr auto gemm_leaves = spmd_gemm_leaves_##name;                                                       \
+    static constexpr auto int8_gemm = spmd_int8_gemm_##name;                                                           \
   };
 
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights in panels; biases may be null.
+// Weights in panels, of bytes (int8.h) if the layer `has_bytes`; biases may be null.
 template <class Element>
 struct Expert {
-  const Element *gates, *gates_bias, *down, *down_bias;
+  const void* gates;
+  const Element* gates_bias;
+  const void* down;
+  const Element* down_bias;
 };
 
 // How outputs of the first product become inputs of the second: by SiLU, in gated panels; by an activation of the first half
@@ -48,14 +53,14 @@ enum Gating : int64_t { kInPanels, kFirstHalf, kUngated, kAlternating };
 
 // `numbers`: of each of the layer's experts among the rank's own, `experts`; below 0 if it is on another rank. With leaves
 // (ranks/leaves.py) `leaf_ends` are those of the second product's inputs, and results are float if they are a `part` of a
-// sum; without, `num_leaves` is 0.
+// sum; without, and with bytes, `num_leaves` is 0.
 template <class Element>
 struct Layer {
   const Expert<Element>* experts;
   const int64_t* numbers;
   int64_t num_experts, hidden_size, intermediate_size, gating, activation;
   const int64_t* leaf_ends;
-  int64_t num_leaves, is_part;
+  int64_t num_leaves, is_part, has_bytes;
   float limit;
 };
 
@@ -152,15 +157,30 @@ class Run {
     Element* const opened = room<Element, 2>(num_rows * size);
     open(*item.expert, x, num_rows, opened, num_threads);
     if (layer_.num_leaves == 0)
-      Calls<Element>::gemm(
-          opened, size, num_rows, size, item.expert->down, hidden, item.expert->down_bias, reinterpret_cast<Element*>(to),
-          false, num_threads);
+      multiply(
+          opened, num_rows, size, item.expert->down, hidden, item.expert->down_bias, reinterpret_cast<Element*>(to), false,
+          num_threads);
     else
       Calls<Element>::gemm_leaves(
-          opened, size, num_rows, size, item.expert->down, hidden, item.expert->down_bias, to, layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
+          opened, size, num_rows, size, static_cast<const Element*>(item.expert->down), hidden, item.expert->down_bias, to,
+          layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
     if (is_single) return;
     for (int64_t row = 0; row < num_rows; ++row)
       std::memcpy(result(item.slots[row]), to + row * result_bytes_, size_t(result_bytes_));
+  }
+
+  // Rows without gaps by a packed weight, as `Kernels.linear` and `gated_linear` multiply them.
+  void multiply(
+      const Element* x, int64_t num_rows, int64_t num_inputs, const void* weight, int64_t num_outputs, const Element* bias,
+      Element* to, bool is_gated, int64_t num_threads) const {
+    if (layer_.has_bytes)
+      Calls<Element>::int8_gemm(
+          x, num_inputs, num_rows, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to, is_gated,
+          room<float, 4>(num_rows), room<int8_t, 5>(num_rows * padded_to_steps(num_inputs)), num_threads);
+    else
+      Calls<Element>::gemm(
+          x, num_inputs, num_rows, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to, is_gated,
+          num_threads);
   }
 
   void open(
@@ -168,8 +188,8 @@ class Run {
     const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size, num_each = layer_.gating == kUngated ? 1 : 2;
     const bool is_in_panels = layer_.gating == kInPanels;
     Element* const columns = is_in_panels ? opened : room<Element, 3>(num_rows * num_each * size);
-    Calls<Element>::gemm(
-        x, hidden, num_rows, hidden, expert.gates, num_each * size, expert.gates_bias, columns, is_in_panels, num_threads);
+    multiply(
+        x, num_rows, hidden, expert.gates, num_each * size, expert.gates_bias, columns, is_in_panels, num_threads);
     if (is_in_panels) return;
     if (layer_.gating != kAlternating)
       return Calls<Element>::activate(

@@ -61,8 +61,8 @@ def fill_from_files(
             streamed.staging = ReusedStaging()
             model.weights.pack_empty()
             return model.weights.fill(streamed, _STREAM_READERS, CHUNK_BYTES)
-        if merged is not source and staging.device.type == "cpu":
-            # Merging takes longer than reading: threads share it.
+        if (merged is not source or options.quantization is not None) and staging.device.type == "cpu":
+            # Merging and quantising take longer than reading: threads share them.
             num_readers = torch.get_num_threads()
         return model.weights.fill(merged, num_readers)
 

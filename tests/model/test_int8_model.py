@@ -3,14 +3,25 @@
 On more ranks: `tests/ranks/test_int8_on_ranks.py`.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
+from expert_checkpoints import expert_folder
+from expert_models import PROMPTS as EXPERT_PROMPTS
+from expert_models import expected
 from family_checkpoints import family_folder
+from latent_checkpoints import latent_folder
 from our_model import load_model, prompt_logits
 from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
 
 from spmd_worker.llm import LLM
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.checkpoint_layer import PackedLayer
+from spmd_worker.model.layers.embedding import VocabularyParallelHead
+from spmd_worker.model.layers.experts import Expert
+from spmd_worker.model.weights import store
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.kernels.cpu import int8
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
@@ -80,3 +91,73 @@ def test_embedding_projections_are_quantised_and_kept_when_read():
         llm.apply_model(lambda model: {name: each.sum().item() for name, each in model.named_parameters()})
         after = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", pytest.param("gpt_oss", marks=pytest.mark.matrix)])
+def test_experts_are_quantised_and_rows_keep_their_bits(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Those of SiLU and a shared one; those with biases and bounded gates. The router is float32."""
+    folder = expert_folder(name)
+    model = load_model(folder, quantization="int8")
+    mlp = model.model.layers[0].mlp
+    assert mlp.gate.weight.dtype == torch.float32
+    assert {each.down_proj.weight.dtype for each in mlp.experts.values()} == {torch.int8}
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    assert held == weights_bytes(read_model_files(folder).model_config, RankLayout(1), 0, "float32", "cpu", "int8")
+    # Equal bits whether experts are one call or called one by one.
+    whole = prompt_logits(model, EXPERT_PROMPTS)
+    assert all(map(torch.equal, prompt_logits(model, EXPERT_PROMPTS, 7, is_fused=(True, False)), whole))
+    assert torch.equal(prompt_logits(model, EXPERT_PROMPTS[2:3])[0], whole[2])
+    # A token whose experts change by rounding is far away: most are not.
+    errors = torch.cat([(ours - theirs).norm(dim=1) for ours, theirs in zip(whole, expected(name), strict=True)])
+    errors = errors / torch.cat(expected(name)).norm(dim=1)
+    assert 1e-3 < errors.median() < MOST_ERROR
+    # Control: a forward of one expert after the other is what the single call replaces.
+    monkeypatch.setattr(Expert, "forward", lambda *_, **__: pytest.fail("one by one"))
+    assert torch.equal(prompt_logits(model, EXPERT_PROMPTS[2:3])[0], whole[2])
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        checkpoint_folder("llama_tied"),
+        pytest.param(expert_folder("qwen3_vl_moe"), marks=pytest.mark.matrix),
+        pytest.param(family_folder("gpt2"), marks=pytest.mark.matrix),
+        pytest.param(latent_folder("deepseek_v3"), marks=pytest.mark.matrix),
+    ],
+    ids=["llama", "stacked experts", "transposed", "latent"],
+)
+def test_weights_quantised_while_they_are_read_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without a copy in the model's dtype."""
+    plain: list[int] = []
+    pack = WeightStore.pack
+
+    def counted(weights: WeightStore) -> None:
+        plain.append(sum(_is_plain(each) for each in weights._layers.values()))
+        pack(weights)
+
+    monkeypatch.setattr(WeightStore, "pack", counted)
+    meanwhile = load_model(folder, quantization="int8")
+    # Control: all weights are quantised after they are read.
+    monkeypatch.setattr(WeightStore, "_quantise_empty", lambda *_: None)
+    afterwards = load_model(folder, quantization="int8")
+    assert plain[0] == 0 < plain[1]
+    assert have_equal_bytes(meanwhile, afterwards)
+
+
+def test_weights_read_in_parts_of_rows_are_quantised_afterwards(monkeypatch: pytest.MonkeyPatch):
+    """As AWQ's and GPTQ's large ones are: a part of a row does not say its scale."""
+    folder = checkpoint_folder("llama_tied")
+    expected = load_model(folder, quantization="int8")
+    monkeypatch.setattr(store, "_BLOCK_BYTES", 128)
+    found = load_model(folder, quantization="int8")
+    assert have_equal_bytes(found, expected)
+
+
+def have_equal_bytes(first: DecoderForCausalLM, second: DecoderForCausalLM) -> bool:
+    names = [name for name, each in first.named_parameters() if each.dtype == torch.int8]
+    return len(names) > 0 and all(torch.equal(first.get_parameter(name), second.get_parameter(name)) for name in names)
+
+
+def _is_plain(layer: object) -> bool:
+    is_tied = isinstance(layer, VocabularyParallelHead) and layer.is_tied
+    return isinstance(layer, PackedLayer) and layer._quantised is not None and not layer.is_packed and not is_tied

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from expert_checkpoints import expert_folder
 from reference_models import CHECKPOINTS, checkpoint_folder, mixed_prompts, write_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -33,7 +34,11 @@ LAYOUTS = {
     "two": {"tensor_parallel_size": 2},
     "four": {"tensor_parallel_size": 4},
     "stages": {"pipeline_parallel_size": 2},
+    "experts of two": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "experts of four": {"tensor_parallel_size": 4, "enable_expert_parallel": True, "expert_placement": "round_robin"},
 }
+DENSE_LAYOUTS = ("one", "two", "four", "stages")
+EXPERT_LAYOUTS = ("one", "stages", "experts of two", "experts of four")
 
 SCRIPT = """
 import json, os, sys
@@ -114,26 +119,32 @@ def broken_for_the_last_rank(folder: Path) -> Path:
 def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     first = checkpoint_folder("llama_biased")
     job = {
-        "folders": [(str(first), "float32", BIASED_LAYOUTS), (str(DEMO), "bfloat16", tuple(LAYOUTS))],
+        "folders": [
+            (str(first), "float32", BIASED_LAYOUTS),
+            (str(DEMO), "bfloat16", DENSE_LAYOUTS),
+            (str(expert_folder("qwen2_moe")), "bfloat16", EXPERT_LAYOUTS),
+        ],
         "other": str(write_checkpoint(tmp_path / "other", CHECKPOINTS["llama_biased"], seed=1)),
         "broken": str(broken_for_the_last_rank(tmp_path / "broken")),
         "layouts": LAYOUTS,
-        "prompts": mixed_prompts(5, 40, seed=9),
+        # Every model has the first 96 ids.
+        "prompts": [[3 + token_id % 93 for token_id in each] for each in mixed_prompts(5, 40, seed=9)],
         "params": [asdict(each) for each in KINDS],
         "settings": SETTINGS,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     done = ranks.run_ranks(SCRIPT, 4, timeout_s=400, arguments=[tmp_path / "job.json", tmp_path])
     assert done.returncode == 0, done.output
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)], [first.name, DEMO.name]
+    names = [Path(folder).name for folder, _, _ in job["folders"]]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)], names
 
 
 @pytest.mark.guarantee("int8: the same bits on any number of ranks", is_control_inside=True)
 @pytest.mark.matrix
 def test_int8_layouts_match_one_rank_bit_for_bit(tmp_path: Path):
-    """Layouts are every tensor-parallel size, and stages."""
+    """Layouts are every tensor-parallel size, and stages; experts are complete on a rank."""
     by_rank, names = run_all(tmp_path)
-    for name, layouts in zip(names, (BIASED_LAYOUTS, LAYOUTS), strict=True):
+    for name, layouts in zip(names, (BIASED_LAYOUTS, DENSE_LAYOUTS, EXPERT_LAYOUTS), strict=True):
         expected = by_rank[0][f"{name} one"]
         for found in by_rank:
             for layout in layouts:

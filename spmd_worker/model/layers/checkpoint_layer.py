@@ -96,7 +96,7 @@ class PackedLayer(CheckpointLayer):
         stored_weights.write_rows(self.stored, self.weight.data, self.weight_scales, start, numbers, scales)
 
     def pack_weights(self) -> None:
-        """Replace the plain weight by one in the kernels' order, unless `pack_empty` has done it."""
+        """Replace the plain weight by one in the kernels' order, unless it was replaced before it was filled."""
         if self.stored is not None or self.is_packed:
             self.is_packed = True
             return
@@ -135,7 +135,17 @@ class PackedLayer(CheckpointLayer):
         """Replace a plain weight that is not filled yet by zeros in the kernels' order, if they have such a tensor:
         ranges of its rows are then packed as they are written, and no other copy of it exists.
         """
-        empty = None if self.stored is not None or self._quantised is not None else self._empty_packed()
+        if self.stored is None and self._quantised is None:
+            self._replace_empty()
+
+    def quantise_empty(self) -> None:
+        """`pack_empty` of a weight whose scales follow from its own complete rows: `load_rows` fills it."""
+        is_plain = self.stored is None and not self.is_packed
+        if is_plain and self._quantised is not None and self._quantised.stored is None:
+            self._replace_empty()
+
+    def _replace_empty(self) -> None:
+        empty = self._empty_packed()
         if empty is not None:
             self._plain = tuple(self.weight.shape), self.weight.dtype
             self.weight, self.is_packed = nn.Parameter(empty, requires_grad=False), True

@@ -56,7 +56,8 @@ class Router(PackedLayer):
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self._eps = eps
-        self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels
+        self._experts, self._hidden_size = experts, hidden_size
+        self._kernels = context.kernels if context.quantised is None else context.quantised.plain
         self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)
@@ -289,9 +290,11 @@ class SparseFeedForward(nn.Module):
         super().__init__()
         experts, layout = layer.experts, context.expert_layout
         assert experts is not None, "a dense layer has a FeedForward"
-        self._config, self._group = experts, context.tensor_group
+        self._config, self._group, self._parts_group = experts, context.tensor_group, context.parts_group
         self._is_exact = layout is not None and layout.is_exact
         assert layout is None or layout.is_exact or not self._group.has_tree, "a tree is over leaves of each expert"
+        is_whole = self._group.size == 1 or self._is_exact
+        assert context.quantised is None or is_whole, "parts of a quantised row have scales of their own"
         # Each expert's output is summed over ranks, and rounded, before it is weighted.
         self._sums_each = layout is None and self._group.has_tree
         unsharded = replace(context, tensor_group=single_group())
@@ -388,7 +391,7 @@ class SparseFeedForward(nn.Module):
             output = self.fc2_latent_proj(output, adapters)
         if shared is not None:
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
-        return self._group.once(output) if self._is_exact or self._sums_each else output
+        return self._parts_group.once(output) if self._is_exact or self._sums_each else output
 
     @property
     def num_tokens(self) -> list[int]:

@@ -41,6 +41,23 @@ class HeldPiece:
         values = values.transpose(-1, -2) if piece.is_transposed else values
         self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
 
+    def fill_block(self, block: Rectangle, values: Tensor) -> None:
+        """`write_block` of complete rows of a weight that is quantised while it is filled; of others any block."""
+        layer, piece = self.layer, self.piece
+        if not (isinstance(layer, PackedLayer) and layer.needs_full_rows(self.parameter)):
+            self.write_block(block, values)
+            return
+        destination = move_block(piece.oriented(block), piece.oriented(piece.source), piece.destination)
+        rows = (values.transpose(-1, -2) if piece.is_transposed else values).reshape(extents(destination))
+        layer.load_rows(self.parameter, destination, rows, rows)
+
+    def is_complete(self, block: Rectangle) -> bool:
+        """Whether a block of the slice's source has all inputs of rows, of the checkpoint tensor and the parameter."""
+        piece, layer = self.piece, self.layer
+        full = piece.oriented(tuple((0, size) for size in piece.checkpoint_shape))
+        is_whole = piece.destination[-1] == (0, layer.shape_of(self.parameter)[-1])
+        return is_whole and piece.oriented(block)[-1] == full[-1]
+
     @property
     def stored(self) -> StoredFormat | None:
         """The format in which the layer holds the parameter as files store it; None if it does not."""

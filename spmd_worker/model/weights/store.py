@@ -18,7 +18,8 @@ loading after a sleep update packed parameters. The same rules hold for all of t
 * Experts that are held as files store them (`LayerContext.stored_experts`) are replaced by such files alone: `fill` and
   `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
-  when all are filled. Later a tensor is written in place, and only this rank's slices of it are copied.
+  when all are filled; on the CPU they are quantised meanwhile, where a rank has complete rows and reads them so. Later
+  a tensor is written in place, and only this rank's slices of it are copied.
 
 Architectures are known to layers and names alone. Nothing is exchanged with other ranks.
 """
@@ -177,15 +178,15 @@ class WeightStore:
 
     @torch.no_grad()
     def fill(self, source: WeightSource, num_threads: int = 1, block_bytes: int | None = None) -> LoadReport:
-        """Fill all parameters, not packed yet or by `pack_empty`, from the source. Idempotent. Threads, which must not
-        start others (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way
-        there unless weights are packed meanwhile.
+        """Fill all parameters, not packed yet or by `pack_empty`, from the source. Idempotent. On the CPU weights are
+        quantised meanwhile, where a rank has complete rows. Threads, which must not start others
+        (`use_single_threaded_torch`), share the blocks; on the CPU files are read by one, the fastest way there unless
+        weights are packed meanwhile.
 
         Raises CheckpointError: before anything is written, for wrong names, shapes, dtypes or coverage; later, for a
         file that cannot be read, a tied head that differs and an element that is not finite.
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
-        parameters = _parameters(self._layers)
         self.check_covered(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
@@ -197,6 +198,9 @@ class WeightStore:
                 jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
             jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
+        if source.staging.device.type == "cpu":
+            self._quantise_empty(jobs)
+        parameters = _parameters(self._layers)
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
         try:
@@ -217,7 +221,7 @@ class WeightStore:
         for padding in self.paddings:
             module, _, own = padding.parameter_name.rpartition(".")
             padded = self._layers[module]
-            # `pack_empty` begins with zeros.
+            # Packed before, it began with zeros.
             if not (own == "weight" and isinstance(padded, PackedLayer) and padded.is_packed):
                 region = tuple(slice(*bounds) for bounds in padding.destination)
                 parameters[padding.parameter_name].data[region].zero_()
@@ -234,6 +238,13 @@ class WeightStore:
         for layer in self._layers.values():
             if isinstance(layer, PackedLayer) and id(layer) not in transposed:
                 layer.pack_empty()
+
+    def _quantise_empty(self, jobs: Iterable[tuple[HeldPiece, Rectangle]]) -> None:
+        """Have weights quantised while they are filled, where all blocks are complete rows of them."""
+        cut = {id(held.layer) for held, block in jobs if held.parameter == "weight" and not held.is_complete(block)}
+        for layer in self._layers.values():
+            if isinstance(layer, PackedLayer) and id(layer) not in cut:
+                layer.quantise_empty()
 
     def pack(self) -> None:
         """Pack the weights of all `PackedLayer`, after they are filled."""
@@ -424,7 +435,7 @@ class WeightStore:
                 else:
                     flag = finite_flag(values, self.dtype_of(name))
             if parts is None:
-                held.write_block(block, values)
+                held.fill_block(block, values)
             else:
                 held.write_stored(block, *parts)
         return flag

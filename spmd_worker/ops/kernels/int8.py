@@ -148,6 +148,9 @@ class Int8Packing:
     def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
         return self.weights.pack(weight, maxima)
 
+    def empty_packed(self, weight: Tensor, *, is_gated: bool) -> Tensor:
+        return self.weights.empty(weight, is_gated=is_gated)
+
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         """A dequantised copy."""
         return self.weights.dequantised(packed, start, stop)

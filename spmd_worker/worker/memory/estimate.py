@@ -13,7 +13,7 @@ from kv_cache.state_slots import snapshot_interval
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
+from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
@@ -28,6 +28,9 @@ TFLOP/s to 50 GB/s of PCIe 5. Only the order of magnitude matters (docs/internal
 
 _RANK_STEP: Final = 16
 """Kernels pad the ranks of adapters to a multiple of it."""
+
+Shapes = Counter[tuple[int, int, bool]]
+"""Numbers of weights by (outputs, inputs, whether the rows are gate and up projections)."""
 
 StoredFormats = Mapping[int, StoredFormat]
 NOT_STORED: Final[StoredFormats] = {}
@@ -100,12 +103,7 @@ def weights_bytes(
     num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
     if quantization is not None:
         shapes = quantised_shapes(model_config, layout, rank, has_head=quantization == "int8")
-        plain = sum(count * outputs * inputs for (outputs, inputs, _), count in shapes.items())
-        num_bytes -= plain * DTYPE_BYTES[dtype]
-        num_bytes += sum(
-            count * _packed_bytes(outputs, inputs, is_gated, dtype, device)
-            for (outputs, inputs, is_gated), count in shapes.items()
-        )
+        num_bytes -= _quantised_bytes_saved(shapes, dtype, device)
     return num_bytes
 
 
@@ -136,6 +134,14 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
 
 
+def _quantised_bytes_saved(shapes: Shapes, dtype: str, device: str) -> int:
+    """Bytes that weights of these shapes take less, quantised, than in this dtype."""
+    return sum(
+        count * (outputs * inputs * DTYPE_BYTES[dtype] - _packed_bytes(outputs, inputs, is_gated, dtype, device))
+        for (outputs, inputs, is_gated), count in shapes.items()
+    )
+
+
 def _packed_bytes(num_outputs: int, num_inputs: int, is_gated: bool, dtype: str, device: str) -> int:
     """Bytes of a quantised weight, int8 or FP8."""
     if device == "cpu":
@@ -152,20 +158,19 @@ def head_argmax_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, 
     return argmax_bytes(rank_vocabulary_rows(model_config, layout), model_config.embedding_size, dtype, device)
 
 
-def quantised_shapes(
-    model_config: ModelConfig, layout: RankLayout, rank: int, *, has_head: bool
-) -> Counter[tuple[int, int, bool]]:
-    """Counts of a rank's quantised weights by (outputs, inputs, whether the rows are gate and up projections). The
-    embedding is not quantised; a tied head that is, if it `has_head`, is a copy of it.
+def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *, has_head: bool) -> Shapes:
+    """A rank's quantised weights. The embedding is not quantised; a tied head that is, if it `has_head`, is a copy of
+    it.
     """
     stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
-    shapes: Counter[tuple[int, int, bool]] = Counter()
+    shapes = Shapes()
     for layer, share in rank_layers(model_config, layout, rank):
         for each in mixer_linears(layer, hidden, share):
             shapes[sum(each.num_outputs), each.num_inputs, False] += 1
         if layer.input_size:
             shapes[layer.input_size, hidden, False] += 1
             shapes[hidden, layer.input_size, False] += 1
+        shapes += _expert_shapes(layer, hidden, share.experts)
         if not layer.has_dense:
             continue
         first = share.num_columns * (1 + layer.is_gated)
@@ -179,6 +184,32 @@ def quantised_shapes(
         shapes[hidden, model_config.own_embedding_size, False] += 1
     if model_config.own_embedding_size and stage.is_last:
         shapes[model_config.own_embedding_size, hidden, False] += 1
+    return shapes
+
+
+def _expert_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -> Shapes:
+    """`quantised_shapes` of a rank's share of a sparse layer, whose router is not quantised."""
+    shapes, experts = _routed_shapes(layer, hidden, share), layer.experts
+    if experts is None or share is None:
+        return shapes
+    if experts.latent_size:
+        shapes[experts.latent_size, hidden, False] += 1
+        shapes[hidden, experts.latent_size, False] += 1
+    if share.num_shared_columns:
+        is_in_pairs = layer.is_gated and layer.activation == "silu" and not layer.bound
+        shapes[share.num_shared_columns * (1 + layer.is_gated), hidden, is_in_pairs] += 1
+        shapes[hidden, share.num_shared_columns, False] += 1
+    return shapes
+
+
+def _routed_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -> Shapes:
+    """`quantised_shapes` of a rank's routed experts."""
+    shapes, experts = Shapes(), layer.experts
+    if experts is not None and share is not None:
+        inputs, bounds = experts.latent_size or hidden, experts.limit or experts.bound
+        is_in_pairs = experts.is_gated and layer.activation == "silu" and not bounds
+        shapes[share.num_columns * (1 + experts.is_gated), inputs, is_in_pairs] += share.num_experts
+        shapes[inputs, share.num_columns, False] += share.num_experts
     return shapes
 
 
@@ -200,16 +231,24 @@ def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
 
 
 def expert_bytes(
-    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredFormats = NOT_STORED
+    model_config: ModelConfig,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    stored: StoredFormats = NOT_STORED,
+    quantization: str | None = None,
 ) -> int:
-    """Bytes of a rank's routed experts."""
-    stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
+    """Bytes of a rank's routed experts, on CPUs if they are quantised."""
+    stage, hidden, total, shapes = stage_of(layout, model_config, rank), model_config.hidden_size, 0, Shapes()
     for index in range(stage.start, stage.stop):
         layer = model_config.layers[index]
         share = expert_share(layout, layer, index, layout.tensor_rank(rank))
         if layer.experts is not None and share is not None:
             total += layer.experts.routed_elements(hidden, share)
-    return total * DTYPE_BYTES[dtype] - _bytes_saved(model_config, layout, rank, dtype, stored)
+            shapes += Shapes() if quantization is None else _routed_shapes(layer, hidden, share)
+    saved = _bytes_saved(model_config, layout, rank, dtype, stored)
+    saved += _quantised_bytes_saved(shapes, dtype, "cpu")
+    return total * DTYPE_BYTES[dtype] - saved
 
 
 def activation_bytes(

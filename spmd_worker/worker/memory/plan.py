@@ -26,6 +26,9 @@ from spmd_worker.worker.memory.window_groups import group_of_stage, grouping_of
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
 
+_CUT_ROWS: Final = ("awq", "gptq")
+"""Methods whose files have the rows of a large weight in pieces."""
+
 _UNLIMITED_BYTES: Final = 2**60
 _ESTIMATE_MARGIN: Final = 2
 """Measured activations were always below this multiple of their estimate."""
@@ -63,6 +66,23 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
         raise ConfigError(str(error)) from None
 
 
+def quantises_while_loading(resolved: ResolvedRun) -> bool:
+    """Whether no rank holds quantised weights in the run's dtype while they are loaded: each has complete rows, and so
+    have the blocks that it reads (`WeightStore.fill`).
+    """
+    quantization = resolved.model_config.quantization
+    is_cut = quantization is not None and quantization.method in _CUT_ROWS
+    is_complete = resolved.layout.tensor_parallel_size == 1 and not is_cut
+    return resolved.config.model.quantization is not None and resolved.device_type == "cpu" and is_complete
+
+
+def loading_bytes(resolved: ResolvedRun, rank: int, stored: StoredFormats = NOT_STORED) -> int:
+    """Bytes of a rank's weights while they are loaded, at most."""
+    quantization = resolved.config.model.quantization if quantises_while_loading(resolved) else None
+    kind = (resolved.dtype, resolved.device_type, quantization, stored)
+    return weights_bytes(resolved.model_config, resolved.layout, rank, *kind)
+
+
 def check_memory(
     resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int, stored: StoredFormats = NOT_STORED
 ) -> None:
@@ -70,9 +90,7 @@ def check_memory(
     the cache of `cache.num_blocks`, of the ranks that share it, all about as large as this one. `stored`: see
     `weights_bytes`.
     """
-    needed = num_local_ranks * weights_bytes(
-        resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type, stored=stored
-    )
+    needed = num_local_ranks * loading_bytes(resolved, rank, stored)
     needed += num_local_ranks * draft_weights_bytes(resolved, rank)
     ranks = "this rank" if num_local_ranks == 1 else f"the {num_local_ranks} ranks here"
     if needed > total_bytes:

@@ -38,7 +38,9 @@ from spmd_worker.worker.memory.plan import (
     check_cache_blocks,
     check_memory,
     is_size_known,
+    loading_bytes,
     num_step_blocks,
+    quantises_while_loading,
     resolve_cache_need,
     resolve_swap_space_bytes,
     size_rank,
@@ -292,16 +294,13 @@ def _int8(plan: MemoryPlan) -> list[str]:
     resolved = plan.resolved
     if resolved.config.model.quantization is None:
         return []
-    model_config, layout = resolved.model_config, resolved.layout
-    loading = max(
-        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type)
-        for rank in range(layout.world_size)
-    )
+    loading = format_bytes(max(loading_bytes(resolved, rank) for rank in range(resolved.layout.world_size)))
     kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
     others = "the embedding and norms" if kind == "int8" else "the embedding, the head and norms"
+    meanwhile = f"; while they are loaded up to {loading}, in {resolved.dtype}"
     return [
         f"quantised  to {kind}, a scale an output, all but {others}: {format_bytes(quantised)} on a "
-        f"rank, scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
+        f"rank, scales included{', while they are loaded too' if quantises_while_loading(resolved) else meanwhile}"
     ]
 
 
@@ -339,18 +338,20 @@ def _experts(plan: MemoryPlan) -> list[str]:
     sparse = [layer.experts for layer in model_config.layers if layer.experts is not None]
     if not sparse:
         return []
-    size = DTYPE_BYTES[resolved.dtype]
+    size, quantization = DTYPE_BYTES[resolved.dtype], resolved.config.model.quantization
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    stored = planned_stored_experts(resolved).formats
-    max_bytes = max(expert_bytes(model_config, layout, rank, resolved.dtype, stored) for rank in ranks)
+    kind = (resolved.dtype, planned_stored_experts(resolved).formats, quantization)
+    max_bytes = max(expert_bytes(model_config, layout, rank, *kind) for rank in ranks)
     whole = RankLayout(1)
-    saved = expert_bytes(model_config, whole, 0, resolved.dtype)
-    saved -= expert_bytes(model_config, whole, 0, resolved.dtype, stored)
+    saved = expert_bytes(model_config, whole, 0, resolved.dtype) - expert_bytes(model_config, whole, 0, *kind)
+    total = model_config.num_parameters * size - saved
+    if quantization is not None:
+        total = weights_bytes(model_config, whole, 0, resolved.dtype, resolved.device_type, quantization)
     part = "complete ones" if layout.experts is not None else "columns of each"
     return [
         f"experts    {format_bytes(model_config.num_expert_parameters * size - saved)} of "
-        f"{format_bytes(model_config.num_parameters * size - saved)} of weights: {sparse[0].num_experts} in each of "
-        f"{len(sparse)} layers, {sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
+        f"{format_bytes(total)} of weights: {sparse[0].num_experts} in each of {len(sparse)} layers, "
+        f"{sparse[0].num_chosen} per token; a rank has {part}, at most {format_bytes(max_bytes)}"
     ]
 
 

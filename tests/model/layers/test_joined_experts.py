@@ -15,6 +15,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import Expert, SparseFeedForward, _weighted_sum
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
@@ -47,12 +48,16 @@ def new_layer(
     group: GroupHandle | None = None,
     layout: ExpertLayout | None = None,
     num_leaves: int = 1,
+    *,
+    is_int8: bool = False,
 ) -> SparseFeedForward:
     library = library_for(instruction_set)
+    quantised = Int8CpuKernels(library, dtype) if is_int8 else None
     context = LayerContext(
-        *(group or single_group(), CpuKernels(library), SdpaBackend(), dtype, torch.device("cpu")),
+        *(group or single_group(), quantised or CpuKernels(library), SdpaBackend(), dtype, torch.device("cpu")),
         num_leaves=num_leaves,
         expert_layout=layout,
+        quantised=quantised,
     )
     layer = SparseFeedForward(context, KINDS[kind], HIDDEN)
     generator = torch.Generator().manual_seed(3)
@@ -109,6 +114,22 @@ def test_joined_experts_have_equal_bits(
     assert are_equal((together, apart))
     expert = layer.experts["4"]
     assert isinstance(expert, Expert)
+    expert.down_proj.weight.view(-1)[5] += 1
+    assert not all(map(torch.equal, outputs(layer, dtype), together))
+
+
+@each_kind
+@each_library
+def test_joined_int8_experts_have_equal_bits(instruction_set: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    dtype = torch.float32 if kind == "gelu" else torch.bfloat16
+    if instruction_set != ONEDNN and not library_for(instruction_set).gemm_dtypes:
+        pytest.skip("no products of its own")
+    layer = new_layer(kind, dtype, instruction_set, num_leaves=2, is_int8=True)
+    together, apart = joined_and_one_by_one(layer, dtype, monkeypatch)
+    assert are_equal((together, apart))
+    expert = layer.experts["4"]
+    assert isinstance(expert, Expert)
+    assert expert.down_proj.weight.dtype == torch.int8
     expert.down_proj.weight.view(-1)[5] += 1
     assert not all(map(torch.equal, outputs(layer, dtype), together))
 

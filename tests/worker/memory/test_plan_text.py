@@ -71,8 +71,10 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
     line = next(line for line in quantised if line.startswith("quantised"))
     assert line == (
         "quantised  to int8, a scale an output, all but the embedding and norms: 4.0 GiB on a rank, scales included; "
-        "while they are loaded 7.5 GiB, in bfloat16"
+        "while they are loaded up to 7.5 GiB, in bfloat16"
     )
+    (line,) = [line for line in text_of(model_config, 1, model=options) if line.startswith("quantised")]
+    assert line.endswith(": 8.0 GiB on a rank, scales included, while they are loaded too")
     assert any("7.5 GiB" in line for line in text_of(model_config, 2, executor=WITHOUT_SCREEN))
     assert not any("quantised" in line for line in plain)
     assert [line.startswith("argmax") for line in (*quantised, *plain)].count(True) == 1
@@ -84,8 +86,10 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
         ("fp8", {}, "cpu", "computes on GPUs, .* use model.quantization=int8"),
         ("int8", {"intermediate_size": 200_000}, "cpu", "most 131,072 inputs"),
         ("int8", {"intermediate_size": 4104}, "cuda", "multiples of 16 inputs, .* a rank has 2052"),
-        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
-        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cpu", "set parallel.enable_expert_parallel=true"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 200_000)}, "cpu", "most 131,072 inputs"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts, but on CPUs: leave it out"),
+        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "on CPUs, where model.quantization=int8 does"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_by_name(
@@ -93,9 +97,21 @@ def test_what_cannot_be_quantised_is_refused_by_name(
 ):
     layers = tuple(replace(layer, **changes) for layer in model_config.layers)
     files = ModelFiles(replace(model_config, layers=layers), {}, "")
-    run = RunConfig(ModelOptions(path="", quantization=quantization), ParallelConfig(2))
+    parallel = ParallelConfig(2, enable_expert_parallel=words.startswith("most") and "experts" in changes)
+    run = RunConfig(ModelOptions(path="", quantization=quantization), parallel)
     with pytest.raises(ConfigError, match=words):
         resolve(run, files, device)
+
+
+def test_plan_counts_quantised_experts(model_config: ModelConfig):
+    layers = tuple(replace(layer, experts=ExpertsConfig(8, 2, 14336)) for layer in model_config.layers)
+    sparse = replace(model_config, layers=layers)
+    plain, quantised = (
+        next(line for line in text_of(sparse, 1, model=options) if line.startswith("experts"))
+        for options in (ModelOptions(path=""), ModelOptions(path="", quantization="int8"))
+    )
+    assert "84.0 GiB of 88.5 GiB" in plain
+    assert "42.1 GiB of 44.8 GiB" in quantised
 
 
 def test_plan_text_of_8b_model(model_config: ModelConfig):
@@ -147,7 +163,7 @@ def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tm
     )
     assert lines[2] == (
         "quantised  to fp8, a scale an output, all but the embedding, the head and norms: 4.3 GiB on a rank, scales "
-        "included; while they are loaded 7.5 GiB, in bfloat16"
+        "included; while they are loaded up to 7.5 GiB, in bfloat16"
     )
 
 

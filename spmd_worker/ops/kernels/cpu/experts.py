@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from spmd_worker.model_config.int8_format import PANEL, panel_bytes
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
+    are_byte_panels,
     are_gated_panels,
     are_panels,
     check_tensor,
@@ -40,7 +42,7 @@ class _Layer(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("num_experts", "hidden_size", "intermediate_size", "gating", "activation"),
-                *("leaf_ends", "num_leaves", "is_part"),
+                *("leaf_ends", "num_leaves", "is_part", "has_bytes"),
             )
         ),
         ("limit", ctypes.c_float),
@@ -77,7 +79,7 @@ class NativeExperts:
             *(sizes.num_experts, sizes.hidden_size, sizes.intermediate_size, _gating(sizes)),
             0 if sizes.limit > 0 else ACTIVATIONS.index(sizes.activation),
             *(0 if self._leaf_ends is None else ctypes.addressof(self._leaf_ends), len(sizes.leaf_ends)),
-            *(sizes.part_dtype == torch.float32, sizes.limit),
+            *(sizes.part_dtype == torch.float32, _has_bytes(experts), sizes.limit),
         )
 
     def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
@@ -110,12 +112,22 @@ def join_experts(
     """None if the call does not compute such gates, or a weight is not in panels."""
     if not experts or sizes.bound or not (sizes.limit > 0 or sizes.activation in ACTIVATIONS):
         return None
-    are_packed = are_gated_panels if _gating(sizes) == _IN_PANELS else are_panels
-    if not all(are_packed(each.gates) and are_panels(each.down) for each in experts.values()):
+    is_gated = _gating(sizes) == _IN_PANELS
+    if _has_bytes(experts):
+        are_packed = all(are_byte_panels(each.gates) and are_byte_panels(each.down) for each in experts.values())
+    else:
+        are_gates = are_gated_panels if is_gated else are_panels
+        are_packed = all(are_gates(each.gates) and are_panels(each.down) for each in experts.values())
+    if not are_packed:
         return None
     for each in experts.values():
         _check_shapes(each, sizes)
     return NativeExperts(library, experts, sizes)
+
+
+def _has_bytes(experts: Mapping[int, ExpertWeights]) -> bool:
+    """Whether weights are int8."""
+    return next(iter(experts.values())).down.dtype == torch.int8
 
 
 def _detached(tensors: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -134,10 +146,19 @@ def _gating(sizes: ExpertSizes) -> int:
 def _check_shapes(expert: ExpertWeights, sizes: ExpertSizes) -> None:
     """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, size, num_each = sizes.hidden_size, sizes.intermediate_size, 1 + sizes.is_gated
+    has_bytes = are_byte_panels(expert.down)
+
+    def count(num_outputs: int, num_inputs: int) -> int:
+        return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_outputs * num_inputs
+
     for weight in (expert.gates, expert.down):
-        check_tensor(weight, sizes.dtype, tuple(weight.shape))
+        check_tensor(weight, torch.int8 if has_bytes else sizes.dtype, tuple(weight.shape))
     counts = (expert.gates.numel(), expert.down.numel())
-    assert counts == (num_each * size * hidden, hidden * size), (counts, sizes)
+    assert counts == (count(num_each * size, hidden), count(hidden, size)), (counts, sizes)
+    if has_bytes:
+        num_parts = 2 if _gating(sizes) == _IN_PANELS else 1
+        assert (expert.gates.shape[1], expert.down.shape[1]) == (num_parts, 1), (expert.gates.shape, expert.down.shape)
+        assert not sizes.leaf_ends, sizes
     for bias, num_outputs in ((expert.gates_bias, num_each * size), (expert.down_bias, hidden)):
         if bias is not None:
             check_tensor(bias, sizes.dtype, (num_outputs,))

@@ -25,6 +25,7 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.ops.kernels.cpu.panels import (
+    are_byte_panels,
     argmax_results,
     check_tensor,
     contiguous_rows,
@@ -45,11 +46,6 @@ def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str
     if reason is not None or isinstance(library, str):
         return Int8Kernels(dtype), reason
     return Int8CpuKernels(library, dtype), None
-
-
-def are_byte_panels(packed: Tensor) -> bool:
-    """Whether an int8 weight is in panels."""
-    return packed.dtype == torch.int8 and packed.ndim == 3
 
 
 def int8_shape(packed: Tensor) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
-from spmd_worker.ops.kernels.cpu.int8 import are_byte_panels
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
+    are_byte_panels,
     are_gated_panels,
     are_panels,
     check_tensor,

@@ -16,7 +16,7 @@ from spmd_worker.model_config.int8_format import PANEL, STEP
 
 NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16)
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "quick_gelu")  # numbered as in rows.cpp
-_PANELS_NDIM, _GATED_NDIM = 4, 5
+_BYTES_NDIM, _PANELS_NDIM, _GATED_NDIM = 3, 4, 5
 _MAX_LEAVES = 64  # as in gemm.h
 
 
@@ -38,6 +38,11 @@ def are_panels(weight: Tensor) -> bool:
 def are_gated_panels(weight: Tensor) -> bool:
     """Whether `Kernels.pack_gated` put a weight into panels."""
     return weight.ndim == _GATED_NDIM
+
+
+def are_byte_panels(weight: Tensor) -> bool:
+    """Whether a packed weight is int8 in panels."""
+    return weight.dtype == torch.int8 and weight.ndim == _BYTES_NDIM
 
 
 def panels_of(weight: Tensor) -> Tensor:
