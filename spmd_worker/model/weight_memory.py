@@ -42,7 +42,8 @@ class WeightMemory:
     """The weights of one rank's model, or of a head that drafts, allocated at first, `num_bytes` in all."""
 
     def __init__(self, model: DecoderForCausalLM | DraftHead, kernels: Kernels) -> None:
-        self._model, self._kernels = model, kernels
+        # Quantised weights are never in oneDNN's layout.
+        self._model, self._kernels = model, kernels.plain
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors())
         self._released: list[_Released] | None = None
 

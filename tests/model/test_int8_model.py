@@ -3,6 +3,7 @@
 On more ranks: `tests/ranks/test_int8_on_ranks.py`.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from family_checkpoints import family_folder
 from latent_checkpoints import latent_folder
 from our_model import load_model, prompt_logits
 from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
+from safetensors.torch import load_file, save_file
 
 from spmd_worker.llm import LLM
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -114,6 +116,32 @@ def test_experts_are_quantised_and_rows_keep_their_bits(name: str, monkeypatch: 
     # Control: a forward of one expert after the other is what the single call replaces.
     monkeypatch.setattr(Expert, "forward", lambda *_, **__: pytest.fail("one by one"))
     assert torch.equal(prompt_logits(model, EXPERT_PROMPTS[2:3])[0], whole[2])
+
+
+@pytest.mark.matrix
+def test_int8_experts_follow_updates_and_sleep(tmp_path: Path):
+    """A router too small for panels came back from `sleep(level=2)` as int8."""
+    folder, other = expert_folder("qwen2_moe"), tmp_path / "other"
+    before = load_file(folder / "model.safetensors")
+    after = {name: each * 1.25 if "expert" in name else each for name, each in before.items()}
+    shutil.copytree(folder, other)
+    save_file(after, other / "model.safetensors", {"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1)
+
+    def answers(llm: LLM) -> list[object]:
+        outputs = llm.generate([{"prompt_token_ids": EXPERT_PROMPTS[3]}], params, use_tqdm=False)
+        return [each.outputs[0].logprobs for each in outputs]
+
+    with LLM(other, quantization="int8", num_blocks=60) as llm:
+        expected = answers(llm)
+    with LLM(folder, quantization="int8", num_blocks=60) as llm:
+        own = answers(llm)
+        llm.update_weights(list(after.items()))
+        assert answers(llm) == expected != own
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(list(before.items()))
+        assert answers(llm) == own
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ class Router(PackedLayer):
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self._eps = eps
-        self._experts, self._hidden_size = experts, hidden_size
-        self._kernels = context.kernels if context.quantised is None else context.quantised.plain
+        self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels.plain
         self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)

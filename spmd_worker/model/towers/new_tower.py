@@ -41,11 +41,10 @@ def new_encoder(context: LayerContext, part: EncoderPart, new_stack: NewStack) -
 
 def _own_context(context: LayerContext, head_size: int) -> LayerContext:
     """The context of one rank, with kernels that quantise nothing and attention over blocks of an image."""
-    kernels = context.kernels if context.quantised is None else context.quantised.plain
     return replace(
         context,
         tensor_group=single_group(context.tensor_group.ranks[context.tensor_group.rank]),
-        kernels=kernels,
+        kernels=context.kernels.plain,
         quantised=None,
         attention=context.attention.of_sequences(head_size, BLOCK_SIZE),
         num_leaves=1,

@@ -247,6 +247,10 @@ class Kernels(Protocol):
     samples_on_device: bool
     """Whether `draw`, `random_bits` and `top_logits` take few launches, and the device keeps histories."""
 
+    @property
+    def plain(self) -> "Kernels":
+        """These kernels, or the same device's if they quantise the weights that they pack."""
+
     def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
         """An empty one; only if `samples_on_device`."""
 
@@ -451,10 +455,6 @@ class QuantisedKernels(Kernels, Protocol):
     @property
     def head(self) -> Kernels | None:
         """Kernels of the token head, if it keeps the model's dtype; None: it is quantised too."""
-
-    @property
-    def plain(self) -> Kernels:
-        """The same device's kernels without quantised weights."""
 
     def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """`repack_` for some inputs of rows [n, in] whose maximum magnitudes are `maxima`, float32 [n]: quantises all

@@ -32,6 +32,7 @@ from spmd_worker.ops.kernels.api import (
     ExpertSizes,
     ExpertWeights,
     JoinedExperts,
+    Kernels,
     LogitFilters,
     RowHistories,
 )
@@ -51,6 +52,10 @@ class ReferenceKernels:
     """Implements `kernels.api.Kernels` on any device."""
 
     samples_on_device = False
+
+    @property
+    def plain(self) -> Kernels:
+        return self
 
     def new_histories(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> RowHistories:
         raise NotImplementedError("rows are processed one by one: sampling/processors.py")
