@@ -9,6 +9,7 @@ the complete row. Maxima below 1e-30 have scale 0; a row with a value that is no
 T: tokens; O: outputs; I: inputs.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -21,13 +22,24 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 _MAX_INT8: Final = 127.0
 _MIN_MAGNITUDE: Final = 1e-30
+_BLOCK_ELEMENTS: Final = 2**20
 _BLOCK_ROWS: Final = 4096
 _BLOCK_TOKENS: Final = 1024
 
 
 def row_maxima(rows: Tensor) -> Tensor:
     """[..., I] -> float32 [...]: maximum magnitude of each row; NaN if an element is NaN."""
-    return rows.detach().float().abs().amax(dim=-1)
+    rows = rows.detach()
+    if rows.numel() <= _BLOCK_ELEMENTS or rows.ndim != 2:
+        return rows.float().abs().amax(dim=-1)
+    return torch.cat([row_maxima(rows[some]) for some in _blocks_of(rows)])
+
+
+def _blocks_of(rows: Tensor) -> Iterator[slice]:
+    """Ranges of rows [n, I] that are converted at a time: a float32 copy of a head takes gigabytes."""
+    step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
+    for first in range(0, len(rows), step):
+        yield slice(first, first + step)
 
 
 def scales_of(maxima: Tensor) -> Tensor:
@@ -124,9 +136,8 @@ class Int8Weights:
 
     def overwrite(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
         """Quantise `rows` [n, I] of these maximum magnitudes and store them from `start` on."""
-        for first in range(0, len(rows), _BLOCK_ROWS):
-            some = slice(first, first + _BLOCK_ROWS)
-            self.store(packed, start + first, quantised(rows[some], maxima[some]), scales_of(maxima[some]))
+        for some in _blocks_of(rows):
+            self.store(packed, start + some.start, quantised(rows[some], maxima[some]), scales_of(maxima[some]))
 
     def store(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
         """Store int8 [n, I] and float32 [n] as rows of the packed weight, from `start` on."""
