@@ -6,6 +6,7 @@ from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.resolved import ResolvedRun
 
+
 def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
     """Limits of a run's images or encoder inputs; none in a model that takes neither."""
     config, vision = resolved.config, resolved.model_config.vision
