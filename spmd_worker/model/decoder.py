@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer, normed
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, has_hooks
+from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
@@ -32,12 +33,14 @@ from spmd_worker.model.layers.embedding import (
     VocabularyParallelHead,
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
-from spmd_worker.model.layers.linear import replicated_linear
-from spmd_worker.model.layers.norm import add_without_norm, new_norm
+from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
+from spmd_worker.model.layers.norm import FullNorm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
+from spmd_worker.model.module_watch import ModuleWatch
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model.towers.new_tower import new_encoder, new_tower
 from spmd_worker.model.towers.tower import Tower
@@ -49,6 +52,11 @@ from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import Stage
+
+_JOINABLE: Final = (
+    *(DecoderLayer, Attention, FeedForward, ColumnParallelLinear, GatedLinear, RowParallelLinear, RMSNorm, FullNorm),
+)
+"""Classes of the modules of layers that can be joined."""
 
 
 class DecoderStack(nn.Module):
@@ -314,7 +322,9 @@ class DecoderStack(nn.Module):
         self._has_moved = False
         is_plain = bool(self._rotaries) and all(rotary.is_plain(self.dtype) for rotary in self._rotaries)
         is_plain = is_plain and not self._sums_in_layers
-        is_plain = is_plain and all(type(layer) is DecoderLayer and not has_hooks(layer) for layer in self.layers)
+        is_plain = is_plain and all(
+            type(layer) is DecoderLayer and is_as_built(layer, _JOINABLE) for layer in self.layers
+        )
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 
     def forget_addresses(self) -> None:
@@ -368,9 +378,15 @@ class DecoderForCausalLM(nn.Module):
             allows_nonfinite=allows_nonfinite,
             stored_experts=context.stored_experts,
         )
+        self._is_on_cpu = context.device.type == "cpu"
+        self._is_held = False
+        self._watch: ModuleWatch | None = None
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
         """`DecoderStack.forward`, whose arguments these are."""
+        if self._is_held and (self._watch is None or self._watch.has_changed()):
+            self.forget_addresses()
+            self._watch = ModuleWatch(self)
         hidden: Tensor = self.model(*inputs, **options)
         return hidden
 
@@ -411,9 +427,19 @@ class DecoderForCausalLM(nn.Module):
         """Tokens of each expert so far, by index of this stage's sparse layers."""
         return {index: layer.num_tokens for index, layer in self.sparse_layers.items()}
 
+    def hold(self) -> None:
+        """A caller has the modules from now on, and may change them between any two steps. On the CPU each step looks
+        for changes; on other devices, whose steps may be graphs, the next one alone.
+        """
+        self._is_held = self._is_on_cpu
+        self.forget_addresses()
+
     def forget_addresses(self) -> None:
-        """Parameters may have been given other memory: what joins or stacks them is made again."""
+        """Parameters may have been given other memory: what joins, stacks or copies them is made again."""
+        self._watch = None
         self.model.forget_addresses()
+        if isinstance(head := getattr(self, "lm_head", None), VocabularyParallelHead):
+            head.forget_copies()
         for layer in self.sparse_layers.values():
             layer.forget_addresses()
 

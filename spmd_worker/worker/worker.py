@@ -280,6 +280,7 @@ class Worker(WorkerBase):
     def get_model(self) -> nn.Module:
         # The caller may move weights.
         self._check_graph_addresses()
+        self.loaded.model.hold()
         return self.loaded.model
 
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:

@@ -222,6 +222,47 @@ def test_joined_layers_follow_parameters_that_move():
     assert not are_equal(together, before)
 
 
+class _Doubled(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        doubled: torch.Tensor = self.module(*inputs, **options) * 2
+        return doubled
+
+
+@needs_products
+def test_steps_follow_changes_of_held_modules():
+    """A caller of `get_model` kept the modules, and changed them after a step: the next one did not see it. A replaced
+    feed-forward ended it.
+    """
+    model = new_model(SHAPES["biased"], torch.float32)
+    model.hold()
+    layer, calls = model.model.layers[1], list[int]()
+    before = prompt_logits(model, PROMPTS)
+    layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight * 2
+    together, apart = joined_and_one_by_one(model, PROMPTS)
+    assert are_equal(together, apart)
+    assert not are_equal(together, before)
+    hook = layer.self_attn.o_proj.register_forward_hook(lambda *_: calls.append(1))
+    assert are_equal(prompt_logits(model, PROMPTS), together)
+    assert calls
+    hook.remove()
+    assert are_equal(prompt_logits(model, PROMPTS), together)
+    assert model.model.joined_layers is not None
+    down = layer.mlp.down_proj
+    layer.mlp.down_proj = _Doubled(down)
+    doubled = prompt_logits(model, PROMPTS)
+    assert not are_equal(doubled, together)
+    layer.mlp.down_proj, feed_forward = down, layer.mlp
+    layer.mlp = _Doubled(feed_forward)
+    assert are_equal(prompt_logits(model, PROMPTS), doubled)
+    layer.mlp, forward = feed_forward, feed_forward.forward
+    feed_forward.forward = lambda *inputs, **options: forward(*inputs, **options) * 2
+    assert are_equal(prompt_logits(model, PROMPTS), doubled)
+
+
 @needs_products
 def test_layers_with_hooks_are_not_joined():
     model, calls = new_model(SHAPES["biased"], torch.float32), []

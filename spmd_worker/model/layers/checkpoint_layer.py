@@ -3,7 +3,7 @@
 A region, like `WeightSlice.destination`, indexes the parameter as it was before its layer packed it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -53,9 +53,17 @@ class CheckpointLayer(nn.Module):
         del parameter, region, values
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a caller of `get_model` gave hooks to a module, or to one in it: calls that join modules call none."""
-    return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+def is_as_built(module: nn.Module, classes: Container[type]) -> bool:
+    """Whether a caller of `get_model` left a module and all in it as they were built, of these classes: neither
+    replaced nor given hooks or another `forward`, which calls that join modules would not call.
+    """
+    return all(
+        type(each) in classes
+        and not each._forward_hooks
+        and not each._forward_pre_hooks
+        and "forward" not in vars(each)
+        for each in module.modules()
+    )
 
 
 class PackedLayer(CheckpointLayer):

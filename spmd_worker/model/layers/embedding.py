@@ -266,6 +266,14 @@ class VocabularyParallelHead(PackedLayer):
         )
         return found
 
+    def forget_copies(self) -> None:
+        """The weight may have other values: the argmax module is rebuilt at its next use."""
+        (tied_to,) = self._tied_to
+        if tied_to is None:
+            self._num_changes += 1
+        else:
+            tied_to.num_changes += 1
+
     @property
     def is_tied(self) -> bool:
         return self._tied_to[0] is not None

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, has_hooks
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import (
     ColumnParallelLinear,
+    GatedLinear,
     OutputPart,
     RowParallelLinear,
     gate_up_linear,
@@ -249,9 +250,12 @@ class Expert(nn.Module):
         return ExpertWeights(gates.weight, gates.bias, down.weight, down.rank_bias)
 
 
+_JOINABLE: Final = (Expert, GatedLinear, _ClampedGates, _WithoutGates, _Down)
+
+
 def _is_plain(expert: nn.Module) -> TypeGuard[Expert]:
-    """Whether a caller of `get_model` has neither replaced the expert nor given it hooks."""
-    return type(expert) is Expert and not has_hooks(expert)
+    """Whether the expert's weights say what it computes."""
+    return type(expert) is Expert and is_as_built(expert, _JOINABLE)
 
 
 def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:

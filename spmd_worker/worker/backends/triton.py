@@ -239,7 +239,7 @@ class TritonDevice(DeviceBackend):
         with torch.inference_mode():
             for count in matmul.warm_up_rows(self.resolved.max_num_seqs):
                 hidden = torch.zeros((count, model_config.hidden_size), dtype=dtype, device=self.device)
-                runner.model.compute_logits(hidden)
+                runner.compute_logits(hidden)
 
     def _expert_token_counts(self) -> tuple[int, ...]:
         """Numbers of tokens of steps that take the tiles of routers and experts for more than a few rows."""
@@ -260,7 +260,7 @@ class TritonDevice(DeviceBackend):
         dtype = getattr(torch, self.resolved.dtype)
         hidden = torch.zeros((2, model_config.hidden_size), dtype=dtype, device=self.device)
         with torch.inference_mode():
-            logits = runner.model.compute_logits(hidden)
+            logits = runner.compute_logits(hidden)
             runner.sampler.sample(logits, rows, TokenMasks(allowed, {0: 0, 1: 1}))
 
     def _peer_sums(self, tensor: GroupHandle, control: GroupHandle) -> PeerSums | None:

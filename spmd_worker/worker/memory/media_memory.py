@@ -2,14 +2,9 @@
 rank has the same.
 """
 
-from typing import Final
-
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.resolved import ResolvedRun
-
-MAX_IMAGE_TOKENS: Final = 4096
-"""Tokens of the largest image for which there must be rows where no number is set."""
 
 
 def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
@@ -18,7 +13,7 @@ def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
     if vision is None and resolved.model_config.encoder_part is None:
         return NO_MEDIA
     max_num_tokens, gib = config.scheduler.max_num_batched_tokens, config.cache.media_rows_gib
-    num_rows = max(2 * max_num_tokens, MAX_IMAGE_TOKENS if vision else resolved.max_encoder_len)
+    num_rows = max(2 * max_num_tokens, resolved.max_tower_rows)
     if gib is not None:
         num_rows = int(gib * 2**30) // media_row_bytes(resolved)
     return MediaRowLimits(
@@ -29,6 +24,25 @@ def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
         max_num_tokens,
         config.scheduler.enable_chunked_prefill,
     )
+
+
+def longest_media(resolved: ResolvedRun) -> dict[str, int]:
+    """Limits of a row's images or encoder input that follow from memory and batch sizes, by words: rows beyond them are
+    error rows. Empty in a model that takes neither.
+    """
+    limits, vision = media_row_limits(resolved), resolved.model_config.vision
+    if resolved.max_encoder_len:
+        return {"scheduler.max_encoder_len": resolved.max_encoder_len}
+    if vision is None:
+        return {}
+    longest = min(resolved.max_image_tokens, limits.num_rows)
+    # Images of such models are squares of one size.
+    if vision.tower is not None and limits.sees_whole_image and limits.max_num_tokens < vision.tower.num_crop_tokens:
+        longest = min(longest, limits.max_num_tokens)
+    found = {"tokens of the longest image": longest}
+    if not limits.is_chunked and limits.num_rows < limits.max_num_tokens:
+        found["tokens of the images of a row"] = limits.num_rows
+    return found
 
 
 def media_row_bytes(resolved: ResolvedRun) -> int:

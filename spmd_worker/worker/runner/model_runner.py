@@ -175,7 +175,7 @@ class ModelRunner:
         self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)
-        self.model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
+        self._model, self.sampler, self.graphs, self._cache_engine = model, sampler, graphs, cache_engine
         scores_of = None if adapters is None else adapters.scores_of
         self._pooling = RowPooling(model.pooler, scores_of) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
@@ -207,6 +207,18 @@ class ModelRunner:
         self._expected: deque[Transfer] = deque()
 
     @property
+    def model(self) -> DecoderForCausalLM:
+        """The model, for a caller who may hold and change it between steps (`DecoderForCausalLM.hold`)."""
+        self._model.hold()
+        if self.graphs is not None:
+            self.graphs.request_address_check()
+        return self._model
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`DecoderForCausalLM.compute_logits`."""
+        return self._model.compute_logits(hidden)
+
+    @property
     def num_groups(self) -> int:
         """Groups of layers with block tables of their own."""
         return self._cache_engine.spec.groups.num_groups
@@ -219,7 +231,7 @@ class ModelRunner:
     @property
     def _read_layers(self) -> tuple[int, ...]:
         """Layers before which the stream is read, by the drafter or to be kept."""
-        is_read = self._drafter is not None or not self.model.stage.is_last
+        is_read = self._drafter is not None or not self._model.stage.is_last
         drafting = self._streams.own if is_read else ()
         return drafting if self.keeper is None else (*drafting, *self.keeper.layers)
 
@@ -246,7 +258,7 @@ class ModelRunner:
         """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
-        is_encoder = self.model.model_config.is_encoder
+        is_encoder = self._model.model_config.is_encoder
         if self._state is not None:
             has_ids = not self._chosen.are_all(scheduled, num_ahead)
             batch = self._state.build(scheduled, has_ids=has_ids)
@@ -261,11 +273,11 @@ class ModelRunner:
         if is_encoder:
             # Only the layer itself reads what it writes, within the step: all layers share the memory.
             (tensor,) = self._cache_engine.model_tensors
-            cache = tensor.expand(self.model.stage.num_layers, *tensor.shape[1:])
+            cache = tensor.expand(self._model.stage.num_layers, *tensor.shape[1:])
         if self.prefixes is not None:
             self.prefixes.write(scheduled, cache, self.num_groups, self._cache_engine.spec.group_of)
         incoming, earlier = None, dict[int, Tensor]()
-        if not self.model.stage.is_first:
+        if not self._model.stage.is_first:
             incoming, earlier = self._streams.split(self._receive(len(batch.token_ids)))
         before = [
             self._repeater.begin(scheduled, row, batch, self._build(scheduled[row : row + 1]), incoming)
@@ -294,7 +306,7 @@ class ModelRunner:
                 batch = replace(batch, sample_rows=sample_rows)
                 if adapters is not None and self.adapters is not None:
                     wanted = replace(wanted, adapters=self.adapters.step(adapters.slots[wanted.rows]))
-            hidden = self.model(
+            hidden = self._model(
                 *(*tokens, cache, batch.attention, incoming),
                 is_fused=is_fused,
                 token_types=types,
@@ -313,7 +325,7 @@ class ModelRunner:
             return
         read_back, launched = ReadBack(), None
         if routes is not None:
-            starts, config = batch.attention.query_starts, self.model.model_config
+            starts, config = batch.attention.query_starts, self._model.model_config
             launched = launch_routes(scheduled, starts, routes, config, read_back)
         verify = partial(self._verify, step, scheduled, batch, repeated_rows, before, is_fused=is_fused)
         if self.sampler is None:
@@ -335,11 +347,11 @@ class ModelRunner:
             self._drafter.begin(scheduled, batch, kept, aux, behind)
         logits = argmax = None
         if batch.rows:
-            logits = self.model.compute_logits(hidden[batch.sample_rows])
+            logits = self._model.compute_logits(hidden[batch.sample_rows])
         elif graphs is not None:
             argmax = graphs.argmax(hidden, batch.sample_rows)
         else:
-            argmax = self.model.argmax_logits(hidden[batch.sample_rows])
+            argmax = self._model.argmax_logits(hidden[batch.sample_rows])
         if before:
             outputs = verify(StepOutputs(hidden, logits, argmax))
             hidden, logits, argmax = outputs.hidden, outputs.logits, outputs.argmax
@@ -391,11 +403,11 @@ class ModelRunner:
     def _build(self, scheduled: Sequence[ScheduledSequence], rows: tuple[SampleRow, ...] | None = None) -> Batch:
         return build_batch(
             *(scheduled, self._block_size, self._device, rows),
-            is_encoder=self.model.model_config.is_encoder,
+            is_encoder=self._model.model_config.is_encoder,
             slot_of=self._slot_of,
             has_states=self._has_states,
             most_drafts=self._most_drafts,
-            vision=self.model.model_config.vision,
+            vision=self._model.model_config.vision,
             num_groups=self.num_groups,
             group_of=self._cache_engine.spec.group_of,
             has_encoder=self._has_encoder,
@@ -451,11 +463,11 @@ class ModelRunner:
         self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_logprobs: int
     ) -> list[Awaited[list[TokenLogprobs]]]:
         assert self.sampler is not None, "only the last stage computes logprobs"
-        logits = self.model.compute_logits(hidden)
+        logits = self._model.compute_logits(hidden)
         return self.sampler.launch_report(logits, token_ids, num_logprobs, read_back)
 
     def _score(
         self, read_back: ReadBack, hidden: Tensor, token_ids: NDArray[np.int64], num_top: int
     ) -> Awaited[Scores]:
         assert self.sampler is not None, "only the last stage computes logprobs"
-        return self.sampler.launch_scores(self.model.compute_logits(hidden), token_ids, num_top, read_back)
+        return self.sampler.launch_scores(self._model.compute_logits(hidden), token_ids, num_top, read_back)

@@ -208,7 +208,7 @@ def test_failed_job_leaves_the_former_provenance(
 @pytest.mark.parametrize(
     "change",
     [
-        *("seed", "sampling.temperature", "job.max_rows", "model.dtype"),
+        *("seed", "sampling.temperature", "job.max_rows", "model.dtype", "scheduler.policy"),
         pytest.param("model.quantization", marks=pytest.mark.matrix),
     ],
 )
@@ -220,6 +220,8 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
         "job.max_rows": replace(config, job=replace(config.job, max_rows=30)),
         "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
         "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
+        # Rows with a priority are error rows without it.
+        "scheduler.policy": replace(config, scheduler=SchedulerConfig(policy="priority")),
     }[change]
     with pytest.raises(ConfigError, match=rf"^{change} is \S+, and \S+ .*job\.run_dir=.*job\.resume=force"):
         run(changed)

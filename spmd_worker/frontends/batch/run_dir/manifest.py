@@ -28,6 +28,7 @@ from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.model.weights.sampled_digest import sampled_digests
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.worker.memory.media_memory import longest_media
 
 FORMAT_VERSION: Final = 2
 _UNCHECKED_VERSION: Final = 1
@@ -50,7 +51,7 @@ _ANSWER_KEYS: Final = (
     *("model.logprobs_mode", "model.head_dtype", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
-    "model.default_prompt_name",
+    *("model.default_prompt_name", "scheduler.policy"),
 )
 """Keys of the configuration that answers depend on, besides all of `sampling`, the input and the model's files."""
 
@@ -83,6 +84,7 @@ def make_manifest(
     answers |= weight_answers(resolved)
     answers |= adapters
     answers |= media or {}
+    answers |= longest_media(resolved)
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
