@@ -196,6 +196,10 @@ PLACEHOLDERS: Final = {
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         ),
+        "gemma4": (
+            *("<|image|>", "<|image|>", "<|image|>"),
+            ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        ),
         "llava": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (
@@ -224,6 +228,11 @@ def run_text(kind: str, num_rows: int) -> str:
 def gemma_text(num_rows: int) -> str:
     """Line ends around it, which may join with the prompt's."""
     return f"\n\n<start_of_image>{run_text('gemma3', num_rows)}<end_of_image>\n\n"
+
+
+def gemma4_text(num_rows: int) -> str:
+    """A token before and behind the image tokens."""
+    return f"<|image>{run_text('gemma4', num_rows)}<image|>"
 
 
 def internvl_text(num_rows: int) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5", "idefics3")
+KINDS: Final = (*MODELS, "qwen3_5", "idefics3", "gemma4_clipped")
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -50,6 +50,23 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "query_pre_attn_scalar": 16,
     },
+    "gemma4": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_bidirectional_attention": "vision",
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "pad_token_id": 3,
+    },
+    "gemma4_clipped": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "pad_token_id": 3,
+    },
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
@@ -61,16 +78,22 @@ _NAMED_IDS: Final = {
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
+_NAMED_IDS_OF_GEMMA4: Final = {
+    "video_token_id": "<|video|>",
+    "audio_token_id": "<|audio|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+}
 
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm"}.get(kind, kind)
+    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm", "gemma4_clipped": "gemma4"}.get(kind, kind)
 
 
 @cache
-def tokenizer_of_images() -> Tokenizer:
-    return byte_tokenizer()
+def tokenizer_of_images(kind: str) -> Tokenizer:
+    return byte_tokenizer(has_gemma4=media_kind(kind) == "gemma4")
 
 
 def image_folder(kind: str) -> Path:
@@ -86,18 +109,21 @@ def image_reference(kind: str) -> "PreTrainedModel":
 
 
 def image_token_id(kind: str) -> int:
-    found = tokenizer_of_images().token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
+    found = tokenizer_of_images(kind).token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
     assert found is not None
     return found
 
 
 def _write(folder: Path, kind: str) -> None:
     family, text, beside = CASES[kind]
-    tokenizer, media = tokenizer_of_images(), MODELS[media_kind(kind)]
+    tokenizer, media = tokenizer_of_images(kind), MODELS[media_kind(kind)]
     sizes = {**_TEXT, **text, **_OF_KIND.get(kind, {}), "vocab_size": tokenizer.get_vocab_size()}
     beside = {**beside, **{key: value for key, value in media.config.items() if key != "model_type"}}
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
-    names = {key: tokenizer.token_to_id(token) for key, token in _NAMED_IDS.items()}
+    named = _NAMED_IDS_OF_GEMMA4 if media_kind(kind) == "gemma4" else _NAMED_IDS
+    names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
+    if sizes.get("vocab_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}
     config = getattr(transformers, f"{family}Config")(**values, tie_word_embeddings=False)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
@@ -146,7 +172,7 @@ def _their_inputs(kind: str, pictures: Sequence[Pixels], text: str) -> tuple[lis
     own = {"image_seq_len": 4} if kind == "idefics3" else {}
     texts = oracle_texts(media, inputs, len(pictures), **own)
     whole = replaced(text, PLACEHOLDERS[media].marker, texts)
-    ids = list(tokenizer_of_images().encode(whole).ids)
+    ids = list(tokenizer_of_images(kind).encode(whole).ids)
     return ids, _tensors(kind, inputs, torch.tensor([ids]))
 
 
@@ -196,10 +222,10 @@ def their_logprobs(
 
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What a processor of transformers gives beside the ids."""
-    names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
+    names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "batch_num_images", "pixel_attention_mask")
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
     types = (ids == image_token_id(kind)).long()
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = types
     if kind == "gemma3":
         given["token_type_ids"] = types

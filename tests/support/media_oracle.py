@@ -73,6 +73,10 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
     name, class_name, own = {
         "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
+        "gemma4": (
+            *("gemma4", "Gemma4Processor"),
+            {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        ),
         "llava": (
             *("llava", "LlavaProcessor"),
             {

@@ -224,12 +224,13 @@ GEMMA4_ROWS: Final[dict[str, Family]] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(
         _GEMMA4,
-        models="Gemma 4, the text: E2B, E4B, 26B-A4B, 31B",
+        models="Gemma 4: E2B, E4B, 26B-A4B, 31B; images, no audio or video",
         names=replace(
             next_to(_NAMES, "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             aliases={},
             layer_inputs=_layer_inputs("model.language_model"),
         ),
         text=TextPart(ties_by_default=True),
+        vision="gemma4",
     ),
 }

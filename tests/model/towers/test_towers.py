@@ -30,9 +30,10 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import pixtral, squares
+from spmd_worker.model.towers import gemma4, pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
-from spmd_worker.model.towers.layers import TowerTable
+from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
+from spmd_worker.model.towers.layers import TowerLinear, TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -130,6 +131,10 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "gemma4": [
+        *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
+        *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
+    ],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
@@ -173,6 +178,7 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 
 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -181,24 +187,37 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
     return picture[:lines, :columns]
 
 
-MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "llava_onevision": (squares, "_unpadded", cut_at_end),
-    "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
-    "mistral3": (
-        pixtral,
-        "axial_angles",
-        lambda rows, columns, *rest, **kinds: right_angles(columns, rows, *rest, **kinds),
+def exchanged_angles(rows: Tensor, columns: Tensor, *rest: Any, **kinds: Any) -> Any:
+    """Angles of lines and columns exchanged."""
+    return right_angles(columns, rows, *rest, **kinds)
+
+
+MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    "padding cut at one end": ("llava_onevision", squares, "_unpadded", cut_at_end),
+    "positions in another order": ("smolvlm", TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "lines and columns exchanged": ("mistral3", pixtral, "axial_angles", exchanged_angles),
+    "angles of axes exchanged": ("gemma4", gemma4, "axial_angles", exchanged_angles),
+    "pairs of other numbers": ("gemma4", gemma4, "_by_axis", lambda x: x),
+    "positions of axes exchanged": (
+        *("gemma4", Gemma4Tower, "_positions_of"),
+        lambda tower, lines, columns: right_positions(tower, columns, lines),
     ),
+    "squares of another grid": (
+        *("gemma4", Gemma4Tower, "_pooled"),
+        lambda tower, x, grid: right_pooled(tower, x, grid[::-1]),
+    ),
+    "shifts of other numbers": ("gemma4", StandardTable, "forward", lambda table: right_table(table).flip(1)),
+    "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
-"""Padding cut at one end, positions in another order, lines and columns exchanged."""
 
 
-@pytest.mark.parametrize("name", sorted(MISTAKES))
-def test_comparison_detects_other_places(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Negative control: rows are found at, or told, other places of the image."""
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
+    name, *patched = MISTAKES[mistake]
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
     expected = [their_rows(name, image) for image in images]
-    monkeypatch.setattr(*MISTAKES[name])
+    monkeypatch.setattr(*patched)
     for image, rows in zip(images, expected, strict=True):
         assert difference(our_rows(model, image), rows) > 1000 * TOLERANCE
 
@@ -323,7 +342,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith("qwen")
     assert vision.sees_whole_image == (name == "gemma3")
-    if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
+    if name.startswith(("qwen", "mistral3", "pixtral", "gemma")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
 
 
