@@ -42,10 +42,11 @@ class ImageProcessor:
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Gemma 4 with at
-    most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
-    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
-    first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the tokens of `max_crops`; InternVL
-    makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop`
+    tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the picture is squeezed into the
+    square), `is_padded` to a square first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the
+    tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to
+    `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str

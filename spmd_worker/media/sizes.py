@@ -33,7 +33,7 @@ def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: i
 
 
 def gemma4_size(height: int, width: int, unit: int, max_pixels: int) -> Size:
-    """Multiples of `unit` at about the same ratio, with as many as fit `max_pixels` pixels, a multiple of unit squares."""
+    """Multiples of `unit` at about the same ratio, as many as fit `max_pixels` pixels, a multiple of unit squares."""
     # In the order of transformers: floats are rounded.
     scale = math.sqrt(max_pixels / (height * width))
     new_height = math.floor(scale * height / unit) * unit

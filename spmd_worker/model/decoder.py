@@ -102,6 +102,7 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
         self._sees_in_windows = vision is not None and vision.sees_in_windows
         self._input_token = 0 if vision is None else vision.input_token_id
@@ -203,7 +204,7 @@ class DecoderStack(nn.Module):
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
-            of_layer = (metadata if layer.config.window else causal).of_layer(index)
+            of_layer = (metadata if self._has_window[index] else causal).of_layer(index)
             part, residual = layer(part, residual, ropes, layer_cache, of_layer, leaves_out, **options)
             if media is not None and index < len(added):
                 residual.index_add_(0, media.places, added[index])

@@ -10,8 +10,9 @@ Numbers = tuple[float, float, float]
 class TowerNames:
     """Checkpoint names of a tower and its projector. Those of a layer follow `layers` and its index; `mlp` are up and
     down, or gate, up and down. `norms` precede attention and feed-forward; `scales` multiply their outputs. "" or () if
-    there is no such tensor. `output_norms` are of the outputs of attention and feed-forward. `aliases` map beginnings of names in other files, and in memory, to the ones here, the
-    first that fits. Tensors that match one of the regular expressions `unused` are in files and not in the tower.
+    there is no such tensor. `output_norms` are of the outputs of attention and feed-forward. `aliases` map beginnings
+    of names in other files, and in memory, to the ones here, the first that fits. Tensors that match one of the regular
+    expressions `unused` are in files and not in the tower.
     """
 
     beginnings: tuple[str, ...]
@@ -42,9 +43,9 @@ class TowerConfig:
     `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
     `window_size` pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
-    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; scores are multiplied by `score_scale`, 0 for the
-    inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are shifted and
-    scaled by tables before the projector if it `standardises` (Gemma 4).
+    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; scores are multiplied by `score_scale`, 0 for
+    the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
+    shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
     is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures

@@ -222,7 +222,14 @@ def their_logprobs(
 
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What a processor of transformers gives beside the ids."""
-    names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "batch_num_images", "pixel_attention_mask")
+    names = (
+        "pixel_values",
+        "image_grid_thw",
+        "image_position_ids",
+        "image_sizes",
+        "batch_num_images",
+        "pixel_attention_mask",
+    )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
     types = (ids == image_token_id(kind)).long()
     if kind.startswith(("qwen", "gemma4")):

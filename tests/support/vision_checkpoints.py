@@ -193,10 +193,12 @@ def _write(folder: Path, name: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
-    processor = {"image_mean": MEAN, "image_std": STD}
+    processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
     if name.startswith("qwen"):
         # Its class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
+    if name.startswith("gemma4"):
+        processor |= {"do_normalize": True, "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 

@@ -45,9 +45,7 @@ class ImageSequences:
 class ImageAttention:
     """Attention of the layers of a tower on one image, in blocks that they share."""
 
-    def __init__(
-        self, backend: AttentionBackend, config: TowerConfig, like: Tensor, num_blocks: int
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, config: TowerConfig, like: Tensor, num_blocks: int) -> None:
         """`like` [N, ...] has the dtype and device; `num_blocks` are enough for every layer's sequences."""
         self._backend, self._size, self._scale = backend, config.head_size, config.attention_scale
         num_heads, padded_size = config.num_heads, config.padded_head_size

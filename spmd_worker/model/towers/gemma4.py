@@ -5,6 +5,7 @@ N: patches; E: width of the tower; H: heads; D: head size; M: tokens of the imag
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -25,7 +26,6 @@ from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _NORM: Final = "rms_once"
 _TOWER, _PROJECTOR = "model.vision_tower", "model.embed_vision.embedding_projection"
-_BOUNDS: Final = ("input_min", "input_max", "output_min", "output_max")
 _CHANNELS: Final = 3
 
 
@@ -36,14 +36,17 @@ def _bare_norm(context: LayerContext, size: int, eps: float) -> FullNorm:
 
 class ClippedLinear(TowerLinear):
     """[N, inputs] -> [N, outputs] without bias, of the tensor `name`.linear. If it `clips`, inputs and outputs are
-    bounded by numbers of the checkpoint, buffers in transformers.
+    bounded by numbers of the checkpoint, buffers in transformers, infinite in a model that was never trained.
     """
+
+    bounds = ("input_min", "input_max", "output_min", "output_max")
 
     def __init__(self, context: LayerContext, name: str, input_size: int, output_size: int, *, clips: bool) -> None:
         super().__init__(context, ((f"{name}.linear", output_size),), (input_size,), has_bias=False)
         self._name, self._clips = name, clips
-        for each in _BOUNDS if clips else ():
-            self.register_parameter(each, context.parameter())
+        if clips:
+            self.input_min, self.input_max = context.parameter(), context.parameter()
+            self.output_min, self.output_max = context.parameter(), context.parameter()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._clips:
@@ -53,8 +56,8 @@ class ClippedLinear(TowerLinear):
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         yield from super().weight_slices(prefix)
-        for each in _BOUNDS if self._clips else ():
-            yield replicated(f"{self._name}.{each}", (), f"{prefix}.{each}", is_buffer=True)
+        for each in self.bounds if self._clips else ():
+            yield replace(replicated(f"{self._name}.{each}", (), f"{prefix}.{each}", is_buffer=True), is_bound=True)
 
 
 class Gemma4Layer(nn.Module):
@@ -64,7 +67,11 @@ class Gemma4Layer(nn.Module):
         super().__init__()
         names, size, inner = config.names, config.hidden_size, config.num_heads * config.head_size
         beginning = f"{names.layers}.{index}."
-        self._shape, self._kernels, self._activation = (-1, config.num_heads, config.head_size), context.kernels, config.activation
+        self._shape, self._kernels, self._activation = (
+            (-1, config.num_heads, config.head_size),
+            context.kernels,
+            config.activation,
+        )
 
         def norm(name: str, size: int = size) -> TowerNorm:
             return TowerNorm(context, beginning + name, size, _NORM, config.eps)
@@ -115,7 +122,12 @@ class Gemma4Tower(Tower):
         super().__init__()
         assert vision.tower is not None, vision
         config = self._config = vision.tower
-        size, self._merge_size, self._device, self._dtype = config.hidden_size, vision.merge_size, context.device, context.dtype
+        size, self._merge_size, self._device, self._dtype = (
+            config.hidden_size,
+            vision.merge_size,
+            context.device,
+            context.dtype,
+        )
         self._kernels, self._pixels = context.kernels, PixelTable(vision, context.device)
         patches = ((config.names.patches, size),)
         self.patches = TowerLinear(context, patches, (config.num_patch_numbers,), has_bias=False)
@@ -156,7 +168,8 @@ class Gemma4Tower(Tower):
         rows = means.to(x.dtype).float() * size**0.5
         if self.shift is not None and self.scale is not None:
             rows = (rows - self.shift().float()) * self.scale().float()
-        return rows.to(x.dtype)
+        pooled: Tensor = rows.to(x.dtype)
+        return pooled
 
 
 class StandardTable(TowerTable):

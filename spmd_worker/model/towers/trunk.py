@@ -22,7 +22,7 @@ _QK_NORM_EPS: Final = 1e-6
 
 
 def rows_at_once(x: Tensor) -> tuple[Tensor, ...]:
-    """Parts of x [N, ...] whose feed-forward is computed at once: its intermediate numbers stay in the cache of a CPU."""
+    """Parts of x [N, ...] whose feed-forward is computed at once: intermediate numbers stay in the cache of a CPU."""
     return torch.split(x, _ROWS_AT_ONCE.get(x.device.type, _MOST_ROWS_AT_ONCE))
 
 
@@ -95,7 +95,9 @@ def _scaled(x: Tensor, scale: TowerTable | None) -> Tensor:
 class Trunk(nn.Module):
     """All layers of a tower."""
 
-    def __init__(self, context: LayerContext, config: TowerConfig, layer: Callable[..., nn.Module] = TowerLayer) -> None:
+    def __init__(
+        self, context: LayerContext, config: TowerConfig, layer: Callable[..., nn.Module] = TowerLayer
+    ) -> None:
         """`layer` makes one, as `TowerLayer` is made."""
         super().__init__()
         self._config, self._backend = config, context.attention

@@ -35,7 +35,8 @@ _PAIRS_OF_TWO_AXES: Final = 4
 def gemma4(files: VisionFiles) -> VisionConfig:
     """Gemma 4: means of patches; in the larger models tokens of an image see all of it, in layers with a window."""
     vision, text = files.vision, files.whole.object("text_config")
-    if not vision.config:
+    # An empty object has the class's defaults.
+    if files.whole.get("vision_config") is None:
         raise UnknownTowerError(f"{files.whole.where('vision_config')} describes no tower")
     kind = vision.get("model_type", "gemma4_vision")
     if kind != "gemma4_vision":
@@ -54,9 +55,7 @@ def gemma4(files: VisionFiles) -> VisionConfig:
         merge_size=vision.count("pooling_kernel_size", 3),
         sees_whole_image=sight,
         sees_in_windows=sight,
-        input_token_id=checked_integer(
-            padding, text.where("pad_token_id"), 0, text.count("vocab_size", 262144) - 1
-        ),
+        input_token_id=checked_integer(padding, text.where("pad_token_id"), 0, text.count("vocab_size", 262144) - 1),
         tower=TowerConfig(
             names=_NAMES,
             hidden_size=vision.count("hidden_size", 768),

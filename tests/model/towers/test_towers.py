@@ -315,6 +315,28 @@ def test_missing_and_unknown_tower_tensors_are_errors(tmp_path: Path):
     assert "model.visual.blocks.4.norm1.weight" in str(caught.value)
 
 
+def test_infinite_bounds_are_loaded_and_bound_nothing(tmp_path: Path):
+    """As transformers saves a model that was never trained. NaN is refused."""
+    name, image = "gemma4_clipped", image_of("gemma4_clipped", 0)
+    files = load_file(vision_folder(name) / "model.safetensors")
+    bounds = [each for each in files if each.endswith(("_min", "_max"))]
+    assert len(bounds) == 4 * 7 * 3
+    save_file({**files, **{each: files[each] * math.inf for each in bounds}}, tmp_path / "model.safetensors")
+    model = build_model(context(), config_of(name))
+    with model.weights.open(tmp_path) as source:
+        model.weights.fill(source)
+    model.pack_weights()
+    open_rows, tower = our_rows(model, image), config_of(name, clips=False)
+    save_file({each: files[each] for each in {*files} - {*bounds}}, tmp_path / "model.safetensors")
+    plain = build_model(context(), tower)
+    with plain.weights.open(tmp_path) as source:
+        plain.weights.fill(source)
+    plain.pack_weights()
+    assert all(map(torch.equal, open_rows, our_rows(plain, image)))
+    with pytest.raises(CheckpointError, match=r"_max.* has nan at"):
+        model.load_weights([(bounds[0].replace("_min", "_max"), torch.tensor(math.nan))])
+
+
 def test_text_alone_has_no_tower():
     config = read_model_files(vision_folder("qwen3_vl")).model_config
     model = new_model("qwen3_vl", config)
