@@ -180,7 +180,7 @@ class HeldParameter:
         return self.layer.shape_of(self.own)
 
     def to_check(self, values: Tensor) -> Tensor:
-        """As `WeightStore.to_check`."""
+        """Numbers as `WeightStore.to_check` gives them."""
         return bounded(values) if self.own in self.layer.bounds else values
 
     @property
