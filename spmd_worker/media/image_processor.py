@@ -162,8 +162,12 @@ def _gemma4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
     _check_is_towers(settings, "patch_size", patch, tower.patch)
     _check_is_towers(settings, "pooling_kernel_size", merge, vision.count("pooling_kernel_size", 3))
     tokens = settings.of("max_soft_tokens").choice("max_soft_tokens", _SOFT_TOKENS, 280)
-    if tokens * merge > vision.count("position_embedding_size", 10240):
-        rule = f"asks for images of {tokens * merge} patches a side, more than the tower has positions for"
+    is_unified = tower.model_type == "gemma4_unified_vision"
+    most = (
+        vision.count("mm_posemb_size", 1120) if is_unified else vision.count("position_embedding_size", 10240) // merge
+    )
+    if tokens > most:
+        rule = f"asks for images of {tokens} tokens a side: the model has positions for {most}"
         raise settings.of("max_soft_tokens").error("max_soft_tokens", rule)
     return {"patch_size": patch, "merge_size": merge, "max_pixels": tokens * (merge * patch) ** 2}
 
@@ -272,12 +276,14 @@ class _Rule:
 
 
 _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
+_GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
     "qwen3_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
-    "gemma4": _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "llava": _Rule(_llava),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),

@@ -181,6 +181,10 @@ _QWEN: Final = (
     *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
+_GEMMA4: Final = (
+    *("<|image|>", "<|image|>", "<|image|>"),
+    ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _MAX_GRID: Final = 6
@@ -196,10 +200,8 @@ PLACEHOLDERS: Final = {
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         ),
-        "gemma4": (
-            *("<|image|>", "<|image|>", "<|image|>"),
-            ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-        ),
+        "gemma4": _GEMMA4,
+        "gemma4_unified": _GEMMA4,
         "llava": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (

@@ -161,6 +161,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_5_vl": _qwen,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "gemma4_unified": _gemma4,
     "llava": _llava,
     "llava_onevision": _onevision,
     "internvl": _internvl,

@@ -138,6 +138,7 @@ _CLASSES: Final = {
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
     "gemma4_vision": (0, 16),
+    "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
     "qwen2_5_vl_vision": (0, 14),
 }
@@ -147,6 +148,7 @@ _DEFAULTS: Final = {
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "gemma4": ("gemma4_vision", 0, 16),
+    "gemma4_unified": ("gemma4_unified_vision", 0, 16),
     "llava": ("clip_vision_model", 336, 14),
     "llava_onevision": ("siglip_vision_model", 384, 14),
     "internvl": ("internvl_vision", 448, 14),

@@ -16,6 +16,9 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
         return 0
     if vision.kind == "gemma4":
         return _gemma4_elements(config, hidden_size)
+    if vision.kind == "gemma4_unified":
+        inputs = config.num_patch_numbers * vision.merge_size**2
+        return 2 * inputs + config.hidden_size * (inputs + 5 + 2 * config.num_positions + hidden_size)
     names, size = config.names, config.hidden_size
     patches = size * (config.num_patch_numbers + config.has_patch_bias)
     positions = size * (config.num_positions + bool(names.class_token))

@@ -27,6 +27,7 @@ EXPECTED = {
     ),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
+    "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
     "llava_onevision": ImageProcessor(
         *("llava_onevision", 14, CLIP_MEAN, CLIP_STD),
@@ -167,7 +168,13 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma4", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 4"),
     ("gemma4", {"pooling_kernel_size": 3}, {}, r"pooling_kernel_size=3 must be the size that the tower has.* 2"),
     ("gemma4", {"max_soft_tokens": 256}, {}, r"max_soft_tokens=256 is not supported, only 70 or 140 or 280 or 560"),
-    ("gemma4", {"max_soft_tokens": 280}, {}, r"max_soft_tokens=280 asks for images of 560 patches a side, more than"),
+    ("gemma4", {"max_soft_tokens": 280}, {}, r"max_soft_tokens=280 asks for images of 280 tokens a side: .* 144$"),
+    (
+        "gemma4_unified",
+        {"max_soft_tokens": 140},
+        {},
+        r"max_soft_tokens=140 asks for images of 140 tokens a side: .* 80$",
+    ),
     ("gemma4", {"do_normalize": "no"}, {}, r"do_normalize=.no. must be true or false"),
     ("gemma4", {"do_rescale": False}, {}, r"do_rescale=False is not supported, only true"),
     ("llava", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size"),

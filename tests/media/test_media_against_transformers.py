@@ -44,7 +44,7 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     values = np.asarray(inputs["pixel_values"])
     if kind.startswith("qwen"):
         return values
-    if kind == "gemma4":
+    if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)

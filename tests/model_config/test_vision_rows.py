@@ -23,6 +23,7 @@ CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
     "gemma3": ("Gemma3Config", 2304),
     "gemma4": ("Gemma4Config", 2304),
+    "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
@@ -49,10 +50,15 @@ def read(row: str, config: dict[str, Any], hidden_size: int | None = None) -> tu
 def test_missing_keys_have_the_defaults_of_transformers(row: str):
     """All but the kind of the tower, which names its class."""
     # Its class has no tower without one in the file.
-    theirs = getattr(transformers, CLASSES[row][0])(**({"vision_config": {}} if row == "gemma4" else {}))
+    theirs = getattr(transformers, CLASSES[row][0])(**({"vision_config": {}} if row.startswith("gemma4") else {}))
     kind = theirs.vision_config.model_type
     bare = type(theirs.vision_config)(**FITTING.get(row, {}))
     vision, tower = read(row, {"vision_config": {"model_type": kind, **FITTING.get(row, {})}})
+    if row == "gemma4_unified":
+        sizes = (tower.hidden_size, tower.num_positions, tower.patch_size, vision.merge_size, tower.projector_eps)
+        assert sizes == (bare.mm_embed_dim, bare.mm_posemb_size, 16, bare.pooling_kernel_size, bare.rms_norm_eps)
+        assert (vision.image_token_id, vision.sees_in_windows) == (theirs.image_token_id, True)
+        return
     assert [getattr(tower, ours) for _, ours in SIZES] == [getattr(bare, key) for key, _ in SIZES]
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
@@ -108,6 +114,8 @@ def test_every_row_is_of_a_family():
         ("gemma4", {}, {"pooling_kernel_size": 0}, "pooling_kernel_size=0 must be a whole number"),
         ("gemma4", {"text_config": {"pad_token_id": 262144}}, {}, "pad_token_id=262144 must be a whole number from 0"),
         ("gemma4", {"text_config": {"vocab_size": 9, "pad_token_id": 9}}, {}, "pad_token_id=9 must be a whole number"),
+        ("gemma4_unified", {}, {"output_proj_dims": 64}, "output_proj_dims=64 is not supported, only 3840"),
+        ("gemma4_unified", {}, {"mm_posemb_size": -1}, "mm_posemb_size=-1 must be a whole number"),
         ("gemma4", {"image_token_id": -1}, {}, "image_token_id=-1 must be a whole number"),
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
@@ -135,7 +143,15 @@ def test_unknown_towers_run_with_text_alone(caplog: pytest.LogCaptureFixture):
         assert read_vision("llava", config, PATH, 4096, 1e-5) is None
     for config in ({}, {"vision_config": None}, {"vision_config": {"model_type": "dinov2"}}):
         assert read_vision("gemma4", config, PATH, 4096, 1e-5) is None
-    assert caplog.text.count("the model runs with text alone") == 5
+        assert read_vision("gemma4_unified", config, PATH, 4096, 1e-5) is None
+    assert caplog.text.count("the model runs with text alone") == 8
+
+
+def test_null_is_no_sight_in_gemma4_of_12b():
+    """Missing it is that of the class."""
+    for text, sees in (({}, True), ({"use_bidirectional_attention": None}, False)):
+        vision, _ = read("gemma4_unified", {"vision_config": {}, "text_config": text})
+        assert vision.sees_whole_image == sees
 
 
 SIDES = {"height": 84, "width": 84}

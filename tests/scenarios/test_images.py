@@ -338,8 +338,9 @@ CUT = {
     # An image of 16 tokens is never cut.
     "gemma3": {"swap": 16, "recompute": 19, "swap bfloat16": 19},
     "gemma4": {"swap": 100, "recompute": 64},
+    "gemma4_unified": {"recompute": 64},
     "qwen3_5": {"recompute": 7, "swap": 16},
-    **{kind: {"recompute": 7} for kind in OTHER_KINDS},
+    **{kind: {"recompute": 7} for kind in OTHER_KINDS if kind != "gemma4_unified"},
 }
 """Modes of preemption, perhaps with a dtype, and tokens of a step."""
 

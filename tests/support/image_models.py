@@ -3,6 +3,7 @@
 Numbers of pictures are those of `media_models.py`, so that those of a few hundred pixels reach every size rule.
 """
 
+import importlib
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -61,6 +62,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "moe_intermediate_size": 16,
         "pad_token_id": 3,
     },
+    "gemma4_unified": {"layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 3},
     "gemma4_clipped": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
@@ -93,7 +95,7 @@ def media_kind(kind: str) -> str:
 
 @cache
 def tokenizer_of_images(kind: str) -> Tokenizer:
-    return byte_tokenizer(has_gemma4=media_kind(kind) == "gemma4")
+    return byte_tokenizer(has_gemma4=kind.startswith("gemma4"))
 
 
 def image_folder(kind: str) -> Path:
@@ -105,7 +107,25 @@ def image_folder(kind: str) -> Path:
 def image_reference(kind: str) -> "PreTrainedModel":
     """transformers' model of the folder."""
     model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
+    if kind == "gemma4_unified":
+        _correct_masks()
     return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def _correct_masks() -> None:
+    """Replace the masks of `forward` of Gemma 4's 12B by those of its class for `generate`, which has them for static
+    caches alone. transformers 5.23 lets tokens of an image see each other in full layers too, and beyond windows: what
+    was a fault of the other sizes (https://github.com/huggingface/transformers/issues/46711).
+    """
+    module = importlib.import_module("transformers.models.gemma4_unified.modeling_gemma4_unified")
+    of_text = module.create_masks_for_generate
+
+    def masks(*, block_sequence_ids: Tensor | None = None, **of_step: Any) -> Any:
+        if block_sequence_ids is None or not (block_sequence_ids >= 0).any():
+            return of_text(**of_step)
+        return module.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **of_step)
+
+    vars(module)["create_masks_for_generate"] = masks
 
 
 def image_token_id(kind: str) -> int:
@@ -120,7 +140,7 @@ def _write(folder: Path, kind: str) -> None:
     sizes = {**_TEXT, **text, **_OF_KIND.get(kind, {}), "vocab_size": tokenizer.get_vocab_size()}
     beside = {**beside, **{key: value for key, value in media.config.items() if key != "model_type"}}
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
-    named = _NAMED_IDS_OF_GEMMA4 if media_kind(kind) == "gemma4" else _NAMED_IDS
+    named = _NAMED_IDS_OF_GEMMA4 if kind.startswith("gemma4") else _NAMED_IDS
     names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
     if sizes.get("vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
@@ -220,6 +240,21 @@ def their_logprobs(
     return logits.log_softmax(-1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
 
 
+def _merged(given: dict[str, Tensor], vision: Any) -> dict[str, Tensor]:
+    """Patches of Gemma 4's processor, line by line, as squares of its 12B, and their places."""
+    side, size, found = vision.pooling_kernel_size, vision.patch_size, []
+    for patches, places in zip(given["pixel_values"], given["image_position_ids"], strict=True):
+        columns, lines = (places.max(0).values + 1).tolist()
+        squares = patches[: lines * columns].view(lines // side, side, columns // side, side, size, size, 3)
+        rows = squares.permute(0, 2, 1, 4, 3, 5, 6).reshape(lines * columns // side**2, -1)
+        corners = places[: lines * columns].view(lines, columns, 2)[::side, ::side].reshape(-1, 2) // side
+        padding = (0, 0, 0, len(patches) // side**2 - len(rows))
+        padded = [torch.nn.functional.pad(each, padding, value=value) for each, value in ((rows, 0), (corners, -1))]
+        found.append(padded)
+    pixels, positions = (torch.stack(each) for each in zip(*found, strict=True))
+    return {"pixel_values": pixels, "image_position_ids": positions}
+
+
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What a processor of transformers gives beside the ids."""
     names = (
@@ -231,6 +266,8 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
         "pixel_attention_mask",
     )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
+    if kind == "gemma4_unified":
+        given |= _merged(given, image_reference(kind).config.vision_config)
     types = (ids == image_token_id(kind)).long()
     if kind.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = types

@@ -62,6 +62,15 @@ MODELS: Final = {
         {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
         ("gemma4", "Gemma4ImageProcessorPil"),
     ),
+    # Its own processor needs torchvision, and gives the same pixels but for the filter's last levels.
+    "gemma4_unified": MediaModel(
+        {
+            "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 2}
+            | {"mm_posemb_size": 80}
+        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        ("gemma4", "Gemma4ImageProcessorPil"),
+    ),
     "llava": MediaModel(
         {"vision_config": _CLIP},
         {"size": {"shortest_edge": 84}, "crop_size": {"height": 84, "width": 84}},

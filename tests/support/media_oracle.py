@@ -115,7 +115,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
                 "image_seq_len": 16,
             },
         ),
-    }[kind]
+    }["gemma4" if kind == "gemma4_unified" else kind]
     if name == "pixtral":
         own |= {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     class_ = getattr(processing_module(name), class_name)

@@ -92,6 +92,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_GEMMA4_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
         {"vision_config": {**_GEMMA4, "head_dim": 24, "use_clipped_linears": True}},
     ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {"global_head_dim": 32, "sliding_window": 24},
+        {
+            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 80, "rms_norm_eps": 0.03}
+            | {"patch_size": 4, "pooling_kernel_size": 2}
+        },
+    ),
     "llava": (
         "Llava",
         {"model_type": "llama"},
@@ -215,7 +223,7 @@ def stir(model: "PreTrainedModel") -> None:
             value.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator))
     for name, value in sorted(model.named_parameters()):
         noise = torch.randn(value.shape, generator=generator)
-        if name.endswith("position_embedding_table"):
+        if name.endswith(("position_embedding_table", "embed_vision.pos_embedding")):
             value.copy_(noise)
         elif value.ndim < 2:
             value.copy_(1 + 0.3 * noise)
@@ -268,6 +276,9 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": frames.reshape(rows * columns, -1), "image_grid_thw": grid}
     if name.startswith("gemma4"):
         (rows, columns), size = image.grid, config.vision_config.patch_size
+        if name == "gemma4_unified":
+            merge = config.vision_config.pooling_kernel_size
+            rows, columns, size = rows // merge, columns // merge, size * merge
         squares = planes[0].view(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
         lines, places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)

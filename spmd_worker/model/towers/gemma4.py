@@ -1,5 +1,5 @@
 """The tower of Gemma 4: images of any size, learned positions and angles by column and line, means of squares of
-patches as tokens.
+patches as tokens; and what its 12B has instead, without layers.
 
 N: patches; E: width of the tower; H: heads; D: head size; M: tokens of the image.
 """
@@ -144,7 +144,7 @@ class Gemma4Tower(Tower):
         (plane,), config = self._pixels.planes(image), self._config
         index = torch.arange(image.grid[0] * image.grid[1])
         lines, columns = index // image.grid[1], index % image.grid[1]
-        x = self.patches(_numbers_of(plane, config.patch_size).to(self._dtype))
+        x = self.patches(_numbers_of(plane, config.patch_size).sub_(0.5).mul_(2).to(self._dtype))
         x = self._kernels.add_(x, self._positions_of(lines.to(self._device), columns.to(self._device)))
         # Columns come first, and angles are rounded.
         angles = axial_angles(columns, lines, config.head_size, config.rope_theta, x.dtype).to(self._device)
@@ -180,6 +180,42 @@ class StandardTable(TowerTable):
 
 
 def _numbers_of(plane: Tensor, patch_size: int) -> Tensor:
-    """float32 [3, height, width] from 0 to 1 -> [N, P * P * 3] from -1 to 1, the channels of a pixel side by side."""
+    """float32 [3, height, width] -> [N, P * P * 3], the channels of a pixel side by side."""
     patches = patches_of(plane, patch_size).view(-1, _CHANNELS, patch_size**2)
-    return patches.transpose(1, 2).flatten(1).sub_(0.5).mul_(2)
+    return patches.transpose(1, 2).flatten(1)
+
+
+class Gemma4Embedder(Tower):
+    """A row for each square of pixels as large as a square of patches: norms, a linear layer, positions of its column
+    and line.
+    """
+
+    def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
+        super().__init__()
+        assert vision.tower is not None, vision
+        config, (beginning, _) = vision.tower, vision.tower.names.beginnings
+        size, self._side = config.hidden_size, config.patch_size * vision.merge_size
+        self._merge_size, self._device, self._dtype = vision.merge_size, context.device, context.dtype
+        self._kernels, self._pixels = context.kernels, PixelTable(vision, context.device)
+        num_inputs = _CHANNELS * self._side**2
+
+        def norm(name: str, size: int) -> TowerNorm:
+            return TowerNorm(context, beginning + name, size, "layer", config.eps)
+
+        self.pixel_norm, self.patch_norm = norm("patch_ln1", num_inputs), norm("patch_ln2", size)
+        self.patches = TowerLinear(context, ((config.names.patches, size),), (num_inputs,), has_bias=True)
+        self.positions = TowerTable(context, config.names.positions, config.num_positions, 2, size)
+        self.position_norm = norm("pos_norm", size)
+        self.norm = _bare_norm(context, size, config.projector_eps)
+        self.projector = TowerLinear(context, ((_PROJECTOR, hidden_size),), (size,), has_bias=False)
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        (plane,) = self._pixels.planes(image)
+        num_lines, num_columns = (each // self._merge_size for each in image.grid)
+        index = torch.arange(num_lines * num_columns, device=self._device)
+        lines, columns = index // num_columns, index % num_columns
+        x = self.pixel_norm(_numbers_of(plane, self._side).to(self._dtype))
+        x, table = self.patch_norm(self.patches(x)), self.positions()
+        # A position has a row of columns, then one of lines.
+        x = self._kernels.add_(x, table[2 * columns] + table[2 * lines + 1])
+        return TowerRows(self.projector(self.norm(self.position_norm(x))))

@@ -1,4 +1,4 @@
-"""Row of `vision_rows.py`: the tower of Gemma 4, which takes images of any size."""
+"""Rows of `vision_rows.py`: Gemma 4, which takes images of any size, with a tower and without layers."""
 
 from typing import Final
 
@@ -30,17 +30,69 @@ _NAMES: Final = TowerNames(
     positions=f"{_TOWER}patch_embedder.position_embedding_table",
 )
 _PAIRS_OF_TWO_AXES: Final = 4
+_UNIFIED: Final = "model.vision_embedder."
+_UNIFIED_NAMES: Final = TowerNames(
+    beginnings=(_UNIFIED, "model.embed_vision."),
+    layers="",
+    qkv=(),
+    output="",
+    norms=("", ""),
+    mlp=(),
+    patches=f"{_UNIFIED}patch_dense",
+    positions=f"{_UNIFIED}pos_embedding",
+    # Names in memory.
+    aliases=(
+        ("model.embed_vision.patch_", f"{_UNIFIED}patch_"),
+        ("model.embed_vision.pos_", f"{_UNIFIED}pos_"),
+        ("model.embed_vision.multimodal_embedder.", "model.embed_vision."),
+    ),
+)
+
+
+def _check_is_there(files: VisionFiles, kind: str) -> None:
+    """Raise UnknownTowerError for a file without a tower, or with another."""
+    # An empty object has the class's defaults.
+    if files.whole.get("vision_config") is None:
+        raise UnknownTowerError(f"{files.whole.where('vision_config')} describes no tower")
+    given = files.vision.get("model_type", kind)
+    if given != kind:
+        raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(given)} is a tower that does not run")
+
+
+def gemma4_unified(files: VisionFiles) -> VisionConfig:
+    """Gemma 4 without a tower: squares of pixels through norms and linear layers."""
+    _check_is_there(files, "gemma4_unified_vision")
+    vision, text = files.vision, files.whole.object("text_config")
+    size = vision.count("mm_embed_dim", 3840)
+    vision.choice("output_proj_dims", (size,), 3840)
+    # Null is another value than that of its class.
+    sight = text.config.get("use_bidirectional_attention", "vision") == "vision"
+    return VisionConfig(
+        "gemma4_unified",
+        image_token_id=image_token_of(files, 258880),
+        merge_size=vision.count("pooling_kernel_size", 3),
+        sees_whole_image=sight,
+        sees_in_windows=sight,
+        tower=TowerConfig(
+            names=_UNIFIED_NAMES,
+            hidden_size=size,
+            intermediate_size=0,
+            num_layers=0,
+            num_heads=1,
+            own_head_size=16,
+            patch_size=side_of(vision, "patch_size", 16),
+            activation="",
+            eps=1e-5,
+            num_positions=vision.count("mm_posemb_size", 1120),
+            projector_eps=vision.number("rms_norm_eps", 1e-6),
+        ),
+    )
 
 
 def gemma4(files: VisionFiles) -> VisionConfig:
     """Gemma 4: means of patches; in the larger models tokens of an image see all of it, in layers with a window."""
     vision, text = files.vision, files.whole.object("text_config")
-    # An empty object has the class's defaults.
-    if files.whole.get("vision_config") is None:
-        raise UnknownTowerError(f"{files.whole.where('vision_config')} describes no tower")
-    kind = vision.get("model_type", "gemma4_vision")
-    if kind != "gemma4_vision":
-        raise UnknownTowerError(f"{vision.where('model_type')}={shown(kind)} is a tower that does not run")
+    _check_is_there(files, "gemma4_vision")
     head_size, num_heads = vision.count("head_dim", 64), vision.count("num_attention_heads", 12)
     if head_size % _PAIRS_OF_TWO_AXES:
         raise vision.error("head_dim", f"must be a multiple of {_PAIRS_OF_TWO_AXES}: pairs of two axes{WAY_OUT}")

@@ -135,6 +135,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
         *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
         *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
     ],
+    "gemma4_unified": [{"eps": 0.1}, {"projector_eps": 1e-6}, {"image_mean": (0.5,) * 3}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
@@ -178,6 +179,7 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 
 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 
 
@@ -207,6 +209,11 @@ MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
         lambda tower, x, grid: right_pooled(tower, x, grid[::-1]),
     ),
     "shifts of other numbers": ("gemma4", StandardTable, "forward", lambda table: right_table(table).flip(1)),
+    "axes of a position exchanged": ("gemma4_unified", TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "patches of other squares": (
+        *("gemma4_unified", gemma4, "_numbers_of"),
+        lambda plane, size: right_numbers(plane.transpose(1, 2), size),
+    ),
     "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
 
@@ -363,7 +370,7 @@ def test_vision_config_says_what_images_need(name: str):
     image, rows = image_of(name, 0), their_rows(name, image_of(name, 0))
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith("qwen")
-    assert vision.sees_whole_image == (name == "gemma3")
+    assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
     if name.startswith(("qwen", "mistral3", "pixtral", "gemma")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
 
