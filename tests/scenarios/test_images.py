@@ -179,7 +179,15 @@ LOGPROB_BOUNDS = {"mistral3": 3e-4, "pixtral": 1e-4, "gemma3": 1e-4, "gemma4_cli
 OF_FIVE: dict[str, Any] = {"max_model_len": 640, "num_blocks": 256}
 
 
-IN_GATE = ("gemma3-two", "qwen3_vl-two", "llava_onevision-two", "internvl-two", "pixtral-two", "idefics3-two")
+IN_GATE = (
+    "gemma3-two",
+    "gemma4-two",
+    "qwen3_vl-two",
+    "llava_onevision-two",
+    "internvl-two",
+    "pixtral-two",
+    "idefics3-two",
+)
 
 
 @pytest.mark.gate(*IN_GATE, "llava_onevision-one", "qwen3_vl-five")
