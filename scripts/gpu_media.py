@@ -24,7 +24,7 @@ from gpu_figures import Findings, NotOfferedError
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
 
-KINDS = ("qwen3_vl", "qwen2_5_vl", "gemma3", "internvl", "pixtral", "qwen3_5")
+KINDS = ("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "gemma4_clipped", "internvl", "pixtral", "qwen3_5")
 DRY_KINDS = ("qwen3_vl",)
 SHAPES = ("t5-small", "bart-base", "whisper-tiny")
 DRY_SHAPES = ("t5-small",)
@@ -85,7 +85,7 @@ class Media:
         with self.open(folder, **settings) as llm:
             expected = self.ways(kind, llm, prompts, params)
             ids = [output.prompt_token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        if self.backend != "torch" and kind != "gemma3":
+        if self.backend != "torch" and kind not in ("gemma3", "gemma4"):
             with self.open(folder, **settings, max_num_batched_tokens=64) as llm:
                 self.same(f"{kind}, in chunks", self.answers(llm, prompts, params), expected)
         worst = 0.0

@@ -30,6 +30,10 @@ _BICUBIC: Final = 3
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALVES: Final = (0.5, 0.5, 0.5)
+PLAIN: Final = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+_NORMALISE: Final = "do_normalize"
+_SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)
+"""Most tokens of an image for which Gemma 4 was trained; transformers takes no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,12 @@ class ImageProcessor:
     """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
-    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Pixtral with at
-    most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
-    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
-    first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the tokens of `max_crops`; InternVL
-    makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Gemma 4 with at
+    most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop`
+    tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the picture is squeezed into the
+    square), `is_padded` to a square first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the
+    tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to
+    `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -90,11 +95,13 @@ def read_image_processor(
     if "size" in given:
         values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
     settings = ProcessorSettings(ConfigReader(values, path), ConfigReader(given, Path(OVERRIDES)))
-    settings.check_steps()
+    settings.check_steps(is_optional="" if rule.normalises else _NORMALISE)
     model = ConfigReader(config, folder / "config.json")
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
     levels = (HALVES, HALVES) if settings.is_siglip else rule.levels
     mean, std = settings.levels("image_mean", levels[0]), settings.levels("image_std", levels[1])
+    if not settings.file.flag(_NORMALISE, rule.normalises):
+        mean, std = PLAIN
     scale = settings.of("rescale_factor").number("rescale_factor", 1 / 255)
     return ImageProcessor(
         vision.kind, mean=mean, std=std, scale=scale, resampling=settings.resampling(rule.resample), **numbers
@@ -147,6 +154,22 @@ def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
         rule = f"must be a square that divides the {side // tower.patch} x {side // tower.patch} patches of an image"
         raise model.error("mm_tokens_per_image", rule)
     return {"patch_size": tower.patch, "side": side, "tokens_per_crop": tokens}
+
+
+def _gemma4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    patch, merge = settings.integer("patch_size", 16, 1, 512), settings.integer("pooling_kernel_size", 3, 1, 16)
+    vision = model.object("vision_config")
+    _check_is_towers(settings, "patch_size", patch, tower.patch)
+    _check_is_towers(settings, "pooling_kernel_size", merge, vision.count("pooling_kernel_size", 3))
+    tokens = settings.of("max_soft_tokens").choice("max_soft_tokens", _SOFT_TOKENS, 280)
+    is_unified = tower.model_type == "gemma4_unified_vision"
+    most = (
+        vision.count("mm_posemb_size", 1120) if is_unified else vision.count("position_embedding_size", 10240) // merge
+    )
+    if tokens > most:
+        rule = f"asks for images of {tokens} tokens a side: the model has positions for {most}"
+        raise settings.of("max_soft_tokens").error("max_soft_tokens", rule)
+    return {"patch_size": patch, "merge_size": merge, "max_pixels": tokens * (merge * patch) ** 2}
 
 
 def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
@@ -241,20 +264,26 @@ def _smolvlm(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`read` gives the numbers of a kind; `levels` (mean and std) and `resample` are its class's defaults."""
+    """`read` gives the numbers of a kind; `levels` (mean and std) and `resample` are its class's defaults. Files of a
+    kind that `normalises` not, unless they ask for it, have pixels from 0 to 1.
+    """
 
     read: Callable[[ProcessorSettings, ConfigReader, TowerSizes], Values]
     levels: tuple[tuple[float, float, float], tuple[float, float, float]] = (CLIP_MEAN, CLIP_STD)
     resample: int = _BICUBIC
     overrides: tuple[str, ...] = ()
+    normalises: bool = True
 
 
 _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
+_GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
     "qwen3_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "llava": _Rule(_llava),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),

@@ -181,6 +181,10 @@ _QWEN: Final = (
     *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
+_GEMMA4: Final = (
+    *("<|image|>", "<|image|>", "<|image|>"),
+    ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _MAX_GRID: Final = 6
@@ -196,6 +200,8 @@ PLACEHOLDERS: Final = {
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         ),
+        "gemma4": _GEMMA4,
+        "gemma4_unified": _GEMMA4,
         "llava": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (
@@ -224,6 +230,11 @@ def run_text(kind: str, num_rows: int) -> str:
 def gemma_text(num_rows: int) -> str:
     """Line ends around it, which may join with the prompt's."""
     return f"\n\n<start_of_image>{run_text('gemma3', num_rows)}<end_of_image>\n\n"
+
+
+def gemma4_text(num_rows: int) -> str:
+    """A token before and behind the image tokens."""
+    return f"<|image>{run_text('gemma4', num_rows)}<image|>"
 
 
 def internvl_text(num_rows: int) -> str:

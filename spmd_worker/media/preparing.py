@@ -85,6 +85,13 @@ def _gemma3(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts
     return _Parts([_squeezed(pixels, processor)], placeholders.gemma_text(num_rows), num_rows)
 
 
+def _gemma4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    unit = processor.patch_size * processor.merge_size
+    height, width = sizes.gemma4_size(*_size_of(pixels), unit, processor.max_pixels)
+    num_rows = (height // unit) * (width // unit)
+    return _Parts([_resized(pixels, (height, width), processor)], placeholders.gemma4_text(num_rows), num_rows)
+
+
 def _llava(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     side = processor.side
     pixels = _square(pixels, processor) if processor.is_padded else pixels
@@ -153,6 +160,8 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4,
     "llava": _llava,
     "llava_onevision": _onevision,
     "internvl": _internvl,

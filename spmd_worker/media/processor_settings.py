@@ -109,10 +109,10 @@ class ProcessorSettings:
     def resampling(self, default: int) -> str:
         return RESAMPLINGS[self.file.choice("resample", tuple(RESAMPLINGS), default)]
 
-    def check_steps(self) -> None:
-        """Steps that no checkpoint leaves out, and one that is not offered."""
+    def check_steps(self, is_optional: str) -> None:
+        """Steps that no checkpoint leaves out but one that `is_optional`, and one that is not offered."""
         for key in _ALWAYS:
-            if self.file.get(key, True) is not True:
+            if key != is_optional and self.file.get(key, True) is not True:
                 raise self.file.error(key, "is not supported, only true")
         if self.file.get("do_pan_and_scan"):
             raise self.file.error("do_pan_and_scan", "is not supported, only false")
@@ -123,7 +123,7 @@ class ProcessorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """`side` is that of the pictures for which it has positions; 0 in Qwen's, which take any."""
+    """`side` is that of the pictures for which it has positions; 0 in Qwen's and Gemma 4's, which take any."""
 
     model_type: str
     side: int
@@ -137,6 +137,8 @@ _CLASSES: Final = {
     "internvl_vision": (448, 14),
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
+    "gemma4_vision": (0, 16),
+    "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
     "qwen2_5_vl_vision": (0, 14),
 }
@@ -145,6 +147,8 @@ _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
+    "gemma4": ("gemma4_vision", 0, 16),
+    "gemma4_unified": ("gemma4_unified_vision", 0, 16),
     "llava": ("clip_vision_model", 336, 14),
     "llava_onevision": ("siglip_vision_model", 384, 14),
     "internvl": ("internvl_vision", 448, 14),

@@ -32,6 +32,20 @@ def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: i
     return new_height, new_width
 
 
+def gemma4_size(height: int, width: int, unit: int, max_pixels: int) -> Size:
+    """Multiples of `unit` at about the same ratio, as many as fit `max_pixels` pixels, a multiple of unit squares."""
+    # In the order of transformers: floats are rounded.
+    scale = math.sqrt(max_pixels / (height * width))
+    new_height = math.floor(scale * height / unit) * unit
+    new_width = math.floor(scale * width / unit) * unit
+    longest = max_pixels // unit
+    if not new_height:
+        return unit, min(width // height * unit, longest)
+    if not new_width:
+        return min(height // width * unit, longest), unit
+    return new_height, new_width
+
+
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:
     """The short side becomes `short_edge`; the long one is rounded down."""
     if width <= height:

@@ -110,6 +110,10 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
+        vision = model_config.vision
+        self._sees_in_windows = vision is not None and vision.sees_in_windows
+        self._input_token = 0 if vision is None else vision.input_token_id
         self._stage = stage
         self._cache_of = [
             index if layer.kv_layer is None else layer.kv_layer - stage.start
@@ -176,7 +180,10 @@ class DecoderStack(nn.Module):
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
         assert residual is not None, "a stage after the first needs the residual stream"
-        inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual, adapters)
+        inputs = None
+        if self.layer_inputs is not None:
+            ids = token_ids if media is None else token_ids.index_fill(0, media.places, self._input_token)
+            inputs = self.layer_inputs(ids, residual, adapters)
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
@@ -188,6 +195,7 @@ class DecoderStack(nn.Module):
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
+        causal = metadata.without_sight() if self._sees_in_windows else metadata
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -204,7 +212,7 @@ class DecoderStack(nn.Module):
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
-            of_layer = metadata.of_layer(index)
+            of_layer = (metadata if self._has_window[index] else causal).of_layer(index)
             part, residual = layer(part, residual, ropes, layer_cache, of_layer, leaves_out, **options)
             if media is not None and index < len(added):
                 residual.index_add_(0, media.places, added[index])

@@ -14,6 +14,11 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
     config = vision.tower
     if config is None:
         return 0
+    if vision.kind == "gemma4":
+        return _gemma4_elements(config, hidden_size)
+    if vision.kind == "gemma4_unified":
+        inputs = config.num_patch_numbers * vision.merge_size**2
+        return 2 * inputs + config.hidden_size * (inputs + 5 + 2 * config.num_positions + hidden_size)
     names, size = config.names, config.hidden_size
     patches = size * (config.num_patch_numbers + config.has_patch_bias)
     positions = size * (config.num_positions + bool(names.class_token))
@@ -21,6 +26,17 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
     norms = bool(names.first_norm) * _norm_elements(config, size) + bool(names.last_norm) * 2 * size
     around = patches + positions + norms
     return around + config.num_layers * _layer_elements(config) + _projector_elements(vision, config, hidden_size)
+
+
+def _gemma4_elements(config: TowerConfig, hidden_size: int) -> int:
+    size, inner = config.hidden_size, config.num_heads * config.head_size
+    linears = size * (4 * inner + 3 * config.intermediate_size) + _NUM_LINEARS * _NUM_BOUNDS * config.clips
+    layers = config.num_layers * (linears + 4 * size + 2 * config.head_size)
+    around = config.num_patch_numbers + 2 * config.num_positions + 2 * config.standardises + hidden_size
+    return layers + size * around
+
+
+_NUM_LINEARS, _NUM_BOUNDS = 7, 4
 
 
 def _norm_elements(config: TowerConfig, size: int) -> int:

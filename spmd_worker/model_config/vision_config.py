@@ -10,8 +10,9 @@ Numbers = tuple[float, float, float]
 class TowerNames:
     """Checkpoint names of a tower and its projector. Those of a layer follow `layers` and its index; `mlp` are up and
     down, or gate, up and down. `norms` precede attention and feed-forward; `scales` multiply their outputs. "" or () if
-    there is no such tensor. `aliases` map beginnings of names in other files, and in memory, to the ones here, the
-    first that fits. Tensors that match one of the regular expressions `unused` are in files and not in the tower.
+    there is no such tensor. `output_norms` are of the outputs of attention and feed-forward. `aliases` map beginnings
+    of names in other files, and in memory, to the ones here, the first that fits. Tensors that match one of the regular
+    expressions `unused` are in files and not in the tower.
     """
 
     beginnings: tuple[str, ...]
@@ -28,6 +29,7 @@ class TowerNames:
     query_norm: str = ""
     key_norm: str = ""
     scales: tuple[str, ...] = ()
+    output_norms: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
 
@@ -40,6 +42,10 @@ class TowerConfig:
     Positions are a table of `num_positions` rows, or angles to the base `rope_theta`, or both; 0 for none. Squares of
     `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
     `window_size` pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
+
+    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; scores are multiplied by `score_scale`, 0 for
+    the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
+    shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
     is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures
@@ -68,6 +74,10 @@ class TowerConfig:
     full_layers: tuple[int, ...] = ()
     added_layers: tuple[int, ...] = ()
     drops_first_row: bool = False
+    own_head_size: int = 0
+    score_scale: float = 0.0
+    clips: bool = False
+    standardises: bool = False
     projector_size: int = 0
     projector_activation: str = "gelu"
     projector_has_bias: bool = True
@@ -78,7 +88,12 @@ class TowerConfig:
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.own_head_size or self.hidden_size // self.num_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        return self.score_scale or float(self.head_size**-0.5)
 
     @property
     def padded_head_size(self) -> int:
@@ -98,8 +113,9 @@ class VisionConfig:
     """`kind` is a row of `families/vision_rows.py`, `image_token_id` the id of tokens that take rows. Behind each of
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
-    image attend to all of it. `tower` is None if rows are made elsewhere, as in tests. Pixels are normalised by
-    `image_mean` and `image_std` after `rescale_factor`.
+    image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
+    of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
+    rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`.
     """
 
     kind: str
@@ -108,6 +124,8 @@ class VisionConfig:
     merge_size: int = 1
     has_three_positions: bool = False
     sees_whole_image: bool = False
+    sees_in_windows: bool = False
+    input_token_id: int = 0
     tower: TowerConfig | None = None
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)

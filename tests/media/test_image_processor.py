@@ -13,6 +13,7 @@ from spmd_worker.media.image_processor import (
     CLIP_MEAN,
     CLIP_STD,
     HALVES,
+    PLAIN,
     ImageProcessor,
     processor_of,
     read_image_processor,
@@ -25,6 +26,8 @@ EXPECTED = {
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
+    "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
+    "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
     "llava_onevision": ImageProcessor(
         *("llava_onevision", 14, CLIP_MEAN, CLIP_STD),
@@ -74,6 +77,7 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
+    "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
         {"vision_config": {"patch_size": 14}},
         {},
@@ -123,6 +127,7 @@ def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
         ("qwen3_vl", {"max_pixels": 8192}, {"max_pixels": 8192}),
         ("qwen3_vl", {"min_pixels": 1024, "max_pixels": 2048}, {"min_pixels": 1024, "max_pixels": 2048}),
         ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
+        ("gemma4", {"max_soft_tokens": 140}, {"max_pixels": 140 * 64}),
         ("internvl", {"max_patches": 2}, {"max_crops": 2}),
         ("pixtral", {"size": {"longest_edge": 64}}, {"longest_edge": 64}),
         ("smolvlm", {"do_image_splitting": False, "size": {"longest_edge": 64}}, {"splits": False, "longest_edge": 64}),
@@ -160,6 +165,18 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),
     ("gemma3", {}, {"mm_tokens_per_image": 15}, r"mm_tokens_per_image=15 must be a square that divides the 8 x 8"),
+    ("gemma4", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 4"),
+    ("gemma4", {"pooling_kernel_size": 3}, {}, r"pooling_kernel_size=3 must be the size that the tower has.* 2"),
+    ("gemma4", {"max_soft_tokens": 256}, {}, r"max_soft_tokens=256 is not supported, only 70 or 140 or 280 or 560"),
+    ("gemma4", {"max_soft_tokens": 280}, {}, r"max_soft_tokens=280 asks for images of 280 tokens a side: .* 144$"),
+    (
+        "gemma4_unified",
+        {"max_soft_tokens": 140},
+        {},
+        r"max_soft_tokens=140 asks for images of 140 tokens a side: .* 80$",
+    ),
+    ("gemma4", {"do_normalize": "no"}, {}, r"do_normalize=.no. must be true or false"),
+    ("gemma4", {"do_rescale": False}, {}, r"do_rescale=False is not supported, only true"),
     ("llava", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size"),
     ("llava", {"size": {"shortest_edge": 70}}, {}, r"size=.*must be at least the 84 of crop_size"),
     ("llava", {}, {"vision_feature_select_strategy": "some"}, r"vision_feature_select_strategy"),

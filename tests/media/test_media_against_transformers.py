@@ -44,6 +44,10 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     values = np.asarray(inputs["pixel_values"])
     if kind.startswith("qwen"):
         return values
+    if kind.startswith("gemma4"):
+        # Channels of a pixel are side by side there.
+        rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
+        return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
     if kind in ("mistral3", "pixtral"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
     elif kind == "smolvlm":
@@ -140,6 +144,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},
     ),
+    "gemma4": (
+        {"vision_config": {"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240}},
+        {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280},
+    ),
     "llava": (
         {"vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}},
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
@@ -180,7 +188,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer()
+    return byte_tokenizer(has_gemma4=True)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

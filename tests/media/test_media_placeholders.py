@@ -106,7 +106,7 @@ def test_line_ends_join_as_in_the_text(pieces: list[str]):
 
 @functools.cache
 def byte_tokenizer_once() -> Tokenizer:
-    return byte_tokenizer()
+    return byte_tokenizer(has_gemma4=True)
 
 
 def test_image_of_one_row_is_expanded_or_left(tmp_path: Path, encode: Encode):

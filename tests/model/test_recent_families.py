@@ -198,6 +198,12 @@ TEXT_PARTS = {
     "llama4": ("Llama4ForConditionalGeneration", "", "language_model.", "vision_model."),
     "gemma4": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
     "gemma4_small": ("Gemma4ForConditionalGeneration", "model.", "model.language_model.", "model.vision_tower."),
+    "gemma4_unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        "model.",
+        "model.language_model.",
+        "model.embed_vision.",
+    ),
     "gemma4_small of text alone": ("Gemma4ForCausalLM", "model.", "model.language_model.", ""),
 }
 """Architecture, the beginning of names that another replaces, and that of names for images."""

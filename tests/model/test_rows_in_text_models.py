@@ -14,6 +14,7 @@ import torch
 from delta_checkpoints import delta_folder, delta_reference
 from expert_checkpoints import expert_folder, expert_reference
 from family_checkpoints import family_folder, family_reference
+from image_models import image_folder, image_reference
 from image_rows import ImageRow, ImageRun, image_model, image_row, image_stages
 from reference_models import random_prompt, relative_error
 from thread_groups import on_ranks
@@ -46,14 +47,16 @@ CASES = {
     "qwen3_vl": Case(family_folder, family_reference, THREE, num_added=3),
     "qwen3_5_images": Case(delta_folder, delta_reference, THREE),
     "gemma3_images": Case(family_folder, family_reference, SIGHT),
+    "gemma4": Case(image_folder, image_reference, {**SIGHT, "sees_in_windows": True}),
+    "gemma4_clipped": Case(image_folder, image_reference, {"input_token_id": 3}),
     "glm4v": Case(family_folder, family_reference, THREE),
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }
 """Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid; sight, with a window
-shorter than an image; neighbours as pairs; experts.
+shorter than an image, the same in some layers; layers' own inputs; neighbours as pairs; experts.
 """
 IMAGES = ((3, 2, 4), (20, 3, 2))
-IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "gemma3_images")
+IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "gemma3_images", "gemma4", "gemma4_clipped")
 CASE_MARKS = [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.stress) for name in CASES]
 
 
@@ -87,9 +90,14 @@ def logits_of(name: str, number: int) -> Tensor:
         if row.rows is not None:
             x[0, places] = row.rows
         options: dict[str, Any] = {"inputs_embeds": x, "use_cache": False}
+        types = torch.zeros_like(ids)
+        types[0, places] = 1
+        if name.startswith("gemma4"):
+            padded = torch.where(types > 0, reference.config.text_config.pad_token_id, ids)
+            if text.hidden_size_per_layer_input:
+                options["per_layer_inputs"] = text.get_per_layer_inputs(padded)
+            return reference(**options, mm_token_type_ids=types).logits[0]
         if numbers == SIGHT:
-            types = torch.zeros_like(ids)
-            types[0, places] = 1
             return reference(**options, token_type_ids=types).logits[0]
         positions = torch.from_numpy(rope_positions(row.media, 0, len(row.token_ids)))
         options["position_ids"] = positions[:, None]
@@ -135,6 +143,9 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "other sections": ("qwen2_5_vl", {}, exchanged),
     "sections as in others": ("qwen3_vl", {}, one_after_another),
     "causal": ("gemma3_images", {"sees_whole_image": False}, None),
+    "causal in every layer": ("gemma4", {"sees_whole_image": False}, None),
+    "sight in every layer": ("gemma4", {"sees_in_windows": False}, None),
+    "inputs of another token": ("gemma4_clipped", {"input_token_id": 0}, None),
 }
 
 
@@ -207,7 +218,7 @@ def test_rows_have_one_answer_in_any_steps(name: str, dtype: str):
         assert same(ImageRun([model], [row]).finish(), [expected]), "alone"
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images", "gemma4"])
 def test_prefix_hit_inside_an_image_changes_nothing(name: str):
     run = ImageRun([model_of(name)], rows_of(name)[:2])
     cold = run.finish()
@@ -216,7 +227,7 @@ def test_prefix_hit_inside_an_image_changes_nothing(name: str):
         assert same(run.finish(), [each[num_cached:] for each in cold]), num_cached
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_images", "gemma4"])
 def test_stages_and_ranks_have_the_answers_of_one(name: str):
     """Stages behind the first have positions and sight from the request."""
     case, rows = CASES[name], rows_of(name)

@@ -22,6 +22,8 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5Config", 3584),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
     "gemma3": ("Gemma3Config", 2304),
+    "gemma4": ("Gemma4Config", 2304),
+    "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
@@ -47,10 +49,16 @@ def read(row: str, config: dict[str, Any], hidden_size: int | None = None) -> tu
 @pytest.mark.parametrize("row", sorted(CLASSES))
 def test_missing_keys_have_the_defaults_of_transformers(row: str):
     """All but the kind of the tower, which names its class."""
-    theirs = getattr(transformers, CLASSES[row][0])()
+    # Its class has no tower without one in the file.
+    theirs = getattr(transformers, CLASSES[row][0])(**({"vision_config": {}} if row.startswith("gemma4") else {}))
     kind = theirs.vision_config.model_type
     bare = type(theirs.vision_config)(**FITTING.get(row, {}))
     vision, tower = read(row, {"vision_config": {"model_type": kind, **FITTING.get(row, {})}})
+    if row == "gemma4_unified":
+        sizes = (tower.hidden_size, tower.num_positions, tower.patch_size, vision.merge_size, tower.projector_eps)
+        assert sizes == (bare.mm_embed_dim, bare.mm_posemb_size, 16, bare.pooling_kernel_size, bare.rms_norm_eps)
+        assert (vision.image_token_id, vision.sees_in_windows) == (theirs.image_token_id, True)
+        return
     assert [getattr(tower, ours) for _, ours in SIZES] == [getattr(bare, key) for key, _ in SIZES]
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
@@ -58,6 +66,10 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     assert vision.image_token_id == (theirs.image_token_index if token is None else token)
     deepstack = getattr(bare, "deepstack_visual_indexes", ())
     assert tower.added_layers == tuple(deepstack if row == "qwen3_vl" else ())
+    if row == "gemma4":
+        assert (tower.head_size, tower.num_positions, tower.rope_theta) == (64, 10240, 100.0)
+        assert [bare.head_dim, bare.position_embedding_size, bare.pooling_kernel_size] == [64, 10240, vision.merge_size]
+        assert (tower.clips, tower.standardises, tower.activation) == (False, False, "gelu_tanh")
     if row == "qwen2_5_vl":
         assert (tower.window_size, tower.full_layers) == (bare.window_size, tuple(bare.fullatt_block_indexes))
     if row == "llava":
@@ -89,6 +101,22 @@ def test_every_row_is_of_a_family():
         ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
+        ("gemma4", {}, {"head_dim": 18}, "head_dim=18 must be a multiple of 4"),
+        ("gemma4", {}, {"head_dim": -8}, "head_dim=-8 must be a whole number"),
+        ("gemma4", {}, {"num_key_value_heads": 4}, "num_key_value_heads=4 is not supported, only 12"),
+        ("gemma4", {}, {"num_attention_heads": 6}, "num_key_value_heads=None is not supported, only 6"),
+        ("gemma4", {}, {"hidden_activation": "mish"}, "hidden_activation='mish' is not supported"),
+        ("gemma4", {}, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported, only axial or"),
+        ("gemma4", {}, {"rope_parameters": {"rope_theta": "no"}}, "rope_theta='no' must be a number"),
+        ("gemma4", {}, {"use_clipped_linears": 1}, "use_clipped_linears=1 must be true or false"),
+        ("gemma4", {}, {"standardize": "yes"}, "standardize='yes' must be true or false"),
+        ("gemma4", {}, {"position_embedding_size": 10**12}, "position_embedding_size=1000000000000 must be a whole"),
+        ("gemma4", {}, {"pooling_kernel_size": 0}, "pooling_kernel_size=0 must be a whole number"),
+        ("gemma4", {"text_config": {"pad_token_id": 262144}}, {}, "pad_token_id=262144 must be a whole number from 0"),
+        ("gemma4", {"text_config": {"vocab_size": 9, "pad_token_id": 9}}, {}, "pad_token_id=9 must be a whole number"),
+        ("gemma4_unified", {}, {"output_proj_dims": 64}, "output_proj_dims=64 is not supported, only 3840"),
+        ("gemma4_unified", {}, {"mm_posemb_size": -1}, "mm_posemb_size=-1 must be a whole number"),
+        ("gemma4", {"image_token_id": -1}, {}, "image_token_id=-1 must be a whole number"),
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
         ("llava_onevision", {"image_grid_pinpoints": [[5, 5]]}, {"model_type": "siglip_vision_model"}, "of squares of"),
@@ -113,7 +141,17 @@ def test_bad_values_are_errors(row: str, whole: dict[str, Any], vision: dict[str
 def test_unknown_towers_run_with_text_alone(caplog: pytest.LogCaptureFixture):
     for config in ({"vision_config": {"model_type": "dinov2"}}, {"vision_feature_layer": [-2, -5]}):
         assert read_vision("llava", config, PATH, 4096, 1e-5) is None
-    assert caplog.text.count("the model runs with text alone") == 2
+    for config in ({}, {"vision_config": None}, {"vision_config": {"model_type": "dinov2"}}):
+        assert read_vision("gemma4", config, PATH, 4096, 1e-5) is None
+        assert read_vision("gemma4_unified", config, PATH, 4096, 1e-5) is None
+    assert caplog.text.count("the model runs with text alone") == 8
+
+
+def test_null_is_no_sight_in_gemma4_of_12b():
+    """Missing it is that of the class."""
+    for text, sees in (({}, True), ({"use_bidirectional_attention": None}, False)):
+        vision, _ = read("gemma4_unified", {"vision_config": {}, "text_config": text})
+        assert vision.sees_whole_image == sees
 
 
 SIDES = {"height": 84, "width": 84}

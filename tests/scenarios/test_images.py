@@ -48,8 +48,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore
 LONG = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
 FORKED = SamplingParams(temperature=1, seed=3, n=3, max_tokens=40, logprobs=1, ignore_eos=True)
 NUM_LONG = 32
-WHOLE_KINDS = ("qwen3_vl", "gemma3", "qwen3_5")
-"""Kinds that go through everything: three positions and added rows, sight within an image, states."""
+WHOLE_KINDS = ("qwen3_vl", "gemma3", "gemma4", "qwen3_5")
+"""Kinds that go through everything: three positions and added rows, sight within an image, the same in some layers and
+beyond a window, states.
+"""
 OTHER_KINDS = tuple(kind for kind in KINDS if kind not in WHOLE_KINDS)
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption_mode": "recompute"},
@@ -95,7 +97,7 @@ def small(model: "OpenModel", **options: Any) -> dict[str, Any]:
     """Too few blocks for all prompts, and memory for the rows of one large picture."""
     num_row_bytes = 32 * (4 if model.dtype == "float32" else 2) * (4 if model.kind == "qwen3_vl" else 1)
     num_blocks, num_rows = 16, 40
-    if model.kind in OTHER_KINDS:
+    if model.kind in (*OTHER_KINDS, "gemma4"):
         # The rows of two pictures in one prompt, but for one of them, or those of a picture alone, which may be more.
         two, _, _, alone, _ = [each[0].count(image_token_id(model.kind)) for each in model.expected]
         longest = max(len(ids) + len(samples[0][0]) for ids, samples in model.expected)
@@ -172,12 +174,20 @@ GIVEN = {
     "five": [(_TALL, *_SMALL[:2], _TALL, _SMALL[2]), (_TALL,), (*_SMALL, _TALL, _SMALL[1])],
 }
 """Pictures of the prompts of one call."""
-LOGPROB_BOUNDS = {"mistral3": 3e-4, "pixtral": 1e-4, "gemma3": 1e-4, "qwen3_5": 1e-4}
+LOGPROB_BOUNDS = {"mistral3": 3e-4, "pixtral": 1e-4, "gemma3": 1e-4, "gemma4_clipped": 1e-4, "qwen3_5": 1e-4}
 """Most that log-probabilities may differ, about ten times of what they do; of other kinds 4e-5."""
 OF_FIVE: dict[str, Any] = {"max_model_len": 640, "num_blocks": 256}
 
 
-IN_GATE = ("gemma3-two", "qwen3_vl-two", "llava_onevision-two", "internvl-two", "pixtral-two", "idefics3-two")
+IN_GATE = (
+    "gemma3-two",
+    "gemma4-two",
+    "qwen3_vl-two",
+    "llava_onevision-two",
+    "internvl-two",
+    "pixtral-two",
+    "idefics3-two",
+)
 
 
 @pytest.mark.gate(*IN_GATE, "llava_onevision-one", "qwen3_vl-five")
@@ -301,7 +311,7 @@ def test_prompt_cut_anywhere_has_one_answer(kind: str, dtype: str, models: Model
     llm.reset_prefix_cache()
     expected = answers(llm, [asked], [params])
     ids, image = expected[0][0], image_token_id(kind)
-    assert ids.count(image) == 16
+    assert ids.count(image) == (64 if kind == "gemma4" else 16)
     computed: list[int] = []
 
     def budget(planner: Planner) -> int:
@@ -313,7 +323,7 @@ def test_prompt_cut_anywhere_has_one_answer(kind: str, dtype: str, models: Model
         llm.reset_prefix_cache()
         computed.clear()
         assert answers(llm, [asked], [params]) == expected, cut
-        is_inside = kind == "gemma3" and ids[cut - 1] == ids[cut] == image
+        is_inside = kind.startswith("gemma") and ids[cut - 1] == ids[cut] == image
         assert next(filter(None, computed)) == (ids.index(image) if is_inside else cut)
 
 
@@ -335,8 +345,10 @@ CUT = {
     "qwen3_vl": {"recompute": 7, "swap": 16, "recompute bfloat16": 7},
     # An image of 16 tokens is never cut.
     "gemma3": {"swap": 16, "recompute": 19, "swap bfloat16": 19},
+    "gemma4": {"swap": 100, "recompute": 64},
+    "gemma4_unified": {"recompute": 64},
     "qwen3_5": {"recompute": 7, "swap": 16},
-    **{kind: {"recompute": 7} for kind in OTHER_KINDS},
+    **{kind: {"recompute": 7} for kind in OTHER_KINDS if kind != "gemma4_unified"},
 }
 """Modes of preemption, perhaps with a dtype, and tokens of a step."""
 
@@ -473,8 +485,7 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
     ("kind", "layout"),
     [
         pytest.param(kind, name, marks=pytest.mark.matrix if (kind, name) in IN_LAYOUTS else pytest.mark.stress)
-        for kind in WHOLE_KINDS
-        for name in LAYOUTS
+        for kind, name in (*product(WHOLE_KINDS, LAYOUTS), ("gemma4_clipped", "tensor"))
     ],
 )
 def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):
@@ -489,7 +500,7 @@ def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_pat
     if layout == "tensor":
         assert first_rows == second_rows
         assert are_close(first, model.expected)
-        if kind == "gemma3":
+        if kind.startswith("gemma"):
             assert are_close(first_long, json.loads(json.dumps(long_answers(model.llm, kind))), NUM_LONG)
     else:
         assert first == model.expected

@@ -3,6 +3,7 @@
 Numbers of pictures are those of `media_models.py`, so that those of a few hundred pixels reach every size rule.
 """
 
+import importlib
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5", "idefics3")
+KINDS: Final = (*MODELS, "qwen3_5", "idefics3", "gemma4_clipped")
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -50,6 +51,24 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "query_pre_attn_scalar": 16,
     },
+    "gemma4": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_bidirectional_attention": "vision",
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "pad_token_id": 3,
+    },
+    "gemma4_unified": {"layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 3},
+    "gemma4_clipped": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "pad_token_id": 3,
+    },
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
@@ -61,16 +80,22 @@ _NAMED_IDS: Final = {
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
+_NAMED_IDS_OF_GEMMA4: Final = {
+    "video_token_id": "<|video|>",
+    "audio_token_id": "<|audio|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+}
 
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm"}.get(kind, kind)
+    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm", "gemma4_clipped": "gemma4"}.get(kind, kind)
 
 
 @cache
-def tokenizer_of_images() -> Tokenizer:
-    return byte_tokenizer()
+def tokenizer_of_images(kind: str) -> Tokenizer:
+    return byte_tokenizer(has_gemma4=kind.startswith("gemma4"))
 
 
 def image_folder(kind: str) -> Path:
@@ -82,22 +107,43 @@ def image_folder(kind: str) -> Path:
 def image_reference(kind: str) -> "PreTrainedModel":
     """transformers' model of the folder."""
     model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
+    if kind == "gemma4_unified":
+        _correct_masks()
     return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
+def _correct_masks() -> None:
+    """Replace the masks of `forward` of Gemma 4's 12B by those of its class for `generate`, which has them for static
+    caches alone. transformers 5.23 lets tokens of an image see each other in full layers too, and beyond windows: what
+    was a fault of the other sizes (https://github.com/huggingface/transformers/issues/46711).
+    """
+    module = importlib.import_module("transformers.models.gemma4_unified.modeling_gemma4_unified")
+    of_text = module.create_masks_for_generate
+
+    def masks(*, block_sequence_ids: Tensor | None = None, **of_step: Any) -> Any:
+        if block_sequence_ids is None or not (block_sequence_ids >= 0).any():
+            return of_text(**of_step)
+        return module.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **of_step)
+
+    vars(module)["create_masks_for_generate"] = masks
+
+
 def image_token_id(kind: str) -> int:
-    found = tokenizer_of_images().token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
+    found = tokenizer_of_images(kind).token_to_id(PLACEHOLDERS[media_kind(kind)].image_token)
     assert found is not None
     return found
 
 
 def _write(folder: Path, kind: str) -> None:
     family, text, beside = CASES[kind]
-    tokenizer, media = tokenizer_of_images(), MODELS[media_kind(kind)]
+    tokenizer, media = tokenizer_of_images(kind), MODELS[media_kind(kind)]
     sizes = {**_TEXT, **text, **_OF_KIND.get(kind, {}), "vocab_size": tokenizer.get_vocab_size()}
     beside = {**beside, **{key: value for key, value in media.config.items() if key != "model_type"}}
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
-    names = {key: tokenizer.token_to_id(token) for key, token in _NAMED_IDS.items()}
+    named = _NAMED_IDS_OF_GEMMA4 if kind.startswith("gemma4") else _NAMED_IDS
+    names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
+    if sizes.get("vocab_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}
     config = getattr(transformers, f"{family}Config")(**values, tie_word_embeddings=False)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
@@ -146,7 +192,7 @@ def _their_inputs(kind: str, pictures: Sequence[Pixels], text: str) -> tuple[lis
     own = {"image_seq_len": 4} if kind == "idefics3" else {}
     texts = oracle_texts(media, inputs, len(pictures), **own)
     whole = replaced(text, PLACEHOLDERS[media].marker, texts)
-    ids = list(tokenizer_of_images().encode(whole).ids)
+    ids = list(tokenizer_of_images(kind).encode(whole).ids)
     return ids, _tensors(kind, inputs, torch.tensor([ids]))
 
 
@@ -194,12 +240,36 @@ def their_logprobs(
     return logits.log_softmax(-1).gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
 
 
+def _merged(given: dict[str, Tensor], vision: Any) -> dict[str, Tensor]:
+    """Patches of Gemma 4's processor, line by line, as squares of its 12B, and their places."""
+    side, size, found = vision.pooling_kernel_size, vision.patch_size, []
+    for patches, places in zip(given["pixel_values"], given["image_position_ids"], strict=True):
+        columns, lines = (places.max(0).values + 1).tolist()
+        squares = patches[: lines * columns].view(lines // side, side, columns // side, side, size, size, 3)
+        rows = squares.permute(0, 2, 1, 4, 3, 5, 6).reshape(lines * columns // side**2, -1)
+        corners = places[: lines * columns].view(lines, columns, 2)[::side, ::side].reshape(-1, 2) // side
+        padding = (0, 0, 0, len(patches) // side**2 - len(rows))
+        padded = [torch.nn.functional.pad(each, padding, value=value) for each, value in ((rows, 0), (corners, -1))]
+        found.append(padded)
+    pixels, positions = (torch.stack(each) for each in zip(*found, strict=True))
+    return {"pixel_values": pixels, "image_position_ids": positions}
+
+
 def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What a processor of transformers gives beside the ids."""
-    names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
+    names = (
+        "pixel_values",
+        "image_grid_thw",
+        "image_position_ids",
+        "image_sizes",
+        "batch_num_images",
+        "pixel_attention_mask",
+    )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
+    if kind == "gemma4_unified":
+        given |= _merged(given, image_reference(kind).config.vision_config)
     types = (ids == image_token_id(kind)).long()
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = types
     if kind == "gemma3":
         given["token_type_ids"] = types

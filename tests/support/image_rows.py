@@ -202,4 +202,5 @@ def _caches(model: DecoderForCausalLM, num_blocks: int) -> LayerCaches:
         attention = layer.self_attn
         shape = attention._backend.block_shape(attention.num_kv_heads, BLOCK_SIZE, layer.config.head_size)
         found.append(torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype))
-    return tuple(found) if model.model_config.has_states else torch.stack([each for each in found if each is not None])
+    is_tuple = model.model_config.has_states or len({each.shape for each in found if each is not None}) > 1
+    return tuple(found) if is_tuple else torch.stack([each for each in found if each is not None])

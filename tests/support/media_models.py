@@ -23,6 +23,7 @@ SPECIAL: Final = (
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
 )
+GEMMA4_SPECIAL: Final = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
 
@@ -55,6 +56,20 @@ MODELS: Final = {
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},
         {"size": {"height": 112, "width": 112}},
         ("gemma3", "Gemma3ImageProcessorPil"),
+    ),
+    "gemma4": MediaModel(
+        {"vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 288}},
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        ("gemma4", "Gemma4ImageProcessorPil"),
+    ),
+    # Its own processor needs torchvision, and gives the same pixels but for the filter's last levels.
+    "gemma4_unified": MediaModel(
+        {
+            "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 2}
+            | {"mm_posemb_size": 80}
+        },
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        ("gemma4", "Gemma4ImageProcessorPil"),
     ),
     "llava": MediaModel(
         {"vision_config": _CLIP},
@@ -105,8 +120,10 @@ def media_processor(folder: Path, kind: str, settings: dict[str, Any] | None = N
     return read_image_processor(media_folder(folder / kind, kind, settings, **config), VisionConfig(kind, 1), None)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Bytes, runs of two to four line ends as tokens of their own, as Gemma's has, and all media tokens."""
+def byte_tokenizer(*, has_gemma4: bool = False) -> Tokenizer:
+    """Bytes, runs of two to four line ends as tokens of their own, as Gemma's has, and all media tokens, behind them
+    those of Gemma 4 if it has these.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     line_end = "Ċ"
     vocabulary = {
@@ -116,7 +133,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([*SPECIAL, *GEMMA4_SPECIAL] if has_gemma4 else list(SPECIAL))
     return tokenizer
 
 

@@ -73,6 +73,10 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
     name, class_name, own = {
         "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
+        "gemma4": (
+            *("gemma4", "Gemma4Processor"),
+            {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        ),
         "llava": (
             *("llava", "LlavaProcessor"),
             {
@@ -111,7 +115,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
                 "image_seq_len": 16,
             },
         ),
-    }[kind]
+    }["gemma4" if kind == "gemma4_unified" else kind]
     if name == "pixtral":
         own |= {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     class_ = getattr(processing_module(name), class_name)

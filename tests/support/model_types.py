@@ -137,6 +137,8 @@ MODEL_TYPES: Final = {
     "Llama4ForConditionalGeneration": "llama4",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
 }
 
 ENCODER_TYPES: Final = {

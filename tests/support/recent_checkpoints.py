@@ -97,6 +97,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**_GEMMA4, "num_hidden_layers": 6, "layer_types": None, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {
+            **{key: value for key, value in _GEMMA4.items() if key != "hidden_size_per_layer_input"},
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
     "gemma4_small": (
         "Gemma4",
         {
@@ -185,4 +193,8 @@ def _thin_gemma4(config: dict[str, Any]) -> None:
         del config["layer_types"]
 
 
-_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {"Llama4": _thin_llama4, "Gemma4": _thin_gemma4}
+_THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "Llama4": _thin_llama4,
+    "Gemma4": _thin_gemma4,
+    "Gemma4Unified": _thin_gemma4,
+}

@@ -44,6 +44,18 @@ _ROPE = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2]}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
+_GEMMA4_TEXT = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "sliding_window": 24}
+_GEMMA4 = {
+    **_TOWER,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 288,
+    "rms_norm_eps": 0.03,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
@@ -73,6 +85,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3",
         {},
         {"vision_config": {**_VIT, "image_size": 112, "vision_use_head": False}, "mm_tokens_per_image": 16},
+    ),
+    "gemma4": ("Gemma4", _GEMMA4_TEXT, {"vision_config": {**_GEMMA4, "standardize": True}}),
+    "gemma4_clipped": (
+        "Gemma4",
+        {**_GEMMA4_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+        {"vision_config": {**_GEMMA4, "head_dim": 24, "use_clipped_linears": True}},
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {"global_head_dim": 32, "sliding_window": 24},
+        {
+            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 80, "rms_norm_eps": 0.03}
+            | {"patch_size": 4, "pooling_kernel_size": 2}
+        },
     ),
     "llava": (
         "Llava",
@@ -175,10 +201,12 @@ def _write(folder: Path, name: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
-    processor = {"image_mean": MEAN, "image_std": STD}
+    processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
     if name.startswith("qwen"):
         # Its class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
+    if name.startswith("gemma4"):
+        processor |= {"do_normalize": True, "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
@@ -186,9 +214,18 @@ def _write(folder: Path, name: str) -> None:
 def stir(model: "PreTrainedModel") -> None:
     """Fill the model with numbers."""
     generator = torch.Generator().manual_seed(11)
-    for _, value in sorted(model.named_parameters()):
+    for name, value in sorted(model.named_buffers()):
+        leaf = name.rpartition(".")[2]
+        if leaf in _BOUNDS:
+            # Of the numbers that layers have, between a tenth and a third are bounded.
+            value.copy_(_BOUNDS[leaf] * (1 + 0.2 * torch.rand((), generator=generator)))
+        elif leaf in ("std_bias", "std_scale"):
+            value.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator))
+    for name, value in sorted(model.named_parameters()):
         noise = torch.randn(value.shape, generator=generator)
-        if value.ndim < 2:
+        if name.endswith(("position_embedding_table", "embed_vision.pos_embedding")):
+            value.copy_(noise)
+        elif value.ndim < 2:
             value.copy_(1 + 0.3 * noise)
         else:
             value.copy_(noise * (1.4 / value[0].numel() ** 0.5))
@@ -198,6 +235,8 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
     return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+_BOUNDS = {"input_min": -1.2, "input_max": 1.4, "output_min": -1.6, "output_max": 1.8}
+"""Bounds of Gemma 4's linear layers."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
 SIZES = ((100, 140), (84, 50), (500, 490))
@@ -208,7 +247,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith(("qwen", "mistral3", "pixtral")):
+    if name.startswith(("qwen", "gemma4", "mistral3", "pixtral")):
         grid = GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
@@ -235,6 +274,15 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
         grid = torch.tensor([[1, rows, columns]])
         return {"pixel_values": frames.reshape(rows * columns, -1), "image_grid_thw": grid}
+    if name.startswith("gemma4"):
+        (rows, columns), size = image.grid, config.vision_config.patch_size
+        if name == "gemma4_unified":
+            merge = config.vision_config.pooling_kernel_size
+            rows, columns, size = rows // merge, columns // merge, size * merge
+        squares = planes[0].view(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
+        lines, places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
+        return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
     sizes = torch.tensor([image.size if name == "llava_onevision" else image.crops[0].shape[:2]])
     if name in ("mistral3", "pixtral"):
         return {"pixel_values": planes, "image_sizes": sizes}

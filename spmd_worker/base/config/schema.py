@@ -47,7 +47,7 @@ _MAX_CPU_LORAS: Final = 2**16
 """Every layer has a table of as many."""
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of images that may be decoded, all but the last by default."""
-_IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting")
+_IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""

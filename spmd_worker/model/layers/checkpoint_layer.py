@@ -22,6 +22,8 @@ class CheckpointLayer(nn.Module):
 
     is_float32: ClassVar[bool] = False
     """Whether its parameters are float32 whatever the model's dtype."""
+    bounds: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters that may be infinite, as `WeightSlice.is_bound` says of their tensors."""
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """This rank's slices of checkpoint tensors. `prefix` is the layer's name. Replicated parameters by default: a

@@ -89,12 +89,14 @@ def _listed(words: list[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
     """A checkpoint tensor of the model, on any rank. `is_buffer`: a buffer in transformers, so files have it and the
-    parameters that a trainer passes do not. `is_float32`: held in float32 whatever the model's dtype.
+    parameters that a trainer passes do not. `is_float32`: held in float32 whatever the model's dtype. `is_bound`: a
+    bound, which is infinite if it bounds nothing.
     """
 
     shape: tuple[int, ...]
     is_buffer: bool = False
     is_float32: bool = False
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class WeightSlice:
     and this rank has no part of it (see `empty_slice`); the parameter need not exist then. `destination` has the
     extents of `source`, except for leading dimensions of extent 1, of which either may have more (one expert's matrix
     of a stacked tensor). `is_transposed`: the checkpoint has the matrix as [inputs, outputs], so `destination` has the
-    last two extents of `source` in reverse. `is_buffer` and `is_float32` are as in `ModelTensor`.
+    last two extents of `source` in reverse. `is_buffer`, `is_float32` and `is_bound` are as in `ModelTensor`.
     """
 
     checkpoint_name: str
@@ -116,6 +118,7 @@ class WeightSlice:
     is_transposed: bool = False
     is_buffer: bool = False
     is_float32: bool = False
+    is_bound: bool = False
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
@@ -135,7 +138,7 @@ class WeightSlice:
 
     @property
     def tensor(self) -> ModelTensor:
-        return ModelTensor(self.checkpoint_shape, self.is_buffer, self.is_float32)
+        return ModelTensor(self.checkpoint_shape, self.is_buffer, self.is_float32, self.is_bound)
 
 
 @dataclass(frozen=True, slots=True)

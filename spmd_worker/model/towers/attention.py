@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import num_blocks_for
+from spmd_worker.model_config.vision_config import TowerConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 
@@ -44,14 +45,13 @@ class ImageSequences:
 class ImageAttention:
     """Attention of the layers of a tower on one image, in blocks that they share."""
 
-    def __init__(
-        self, backend: AttentionBackend, num_heads: int, head_size: int, padded_size: int, like: Tensor, num_blocks: int
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, config: TowerConfig, like: Tensor, num_blocks: int) -> None:
         """`like` [N, ...] has the dtype and device; `num_blocks` are enough for every layer's sequences."""
-        self._backend, self._num_heads, self._size, self._scale = backend, num_heads, head_size, head_size**-0.5
+        self._backend, self._size, self._scale = backend, config.head_size, config.attention_scale
+        num_heads, padded_size = config.num_heads, config.padded_head_size
         shape = backend.block_shape(num_heads, BLOCK_SIZE, padded_size)
         self._blocks = like.new_zeros((num_blocks, *shape))
-        self._padded = like.new_zeros((3, len(like), num_heads, padded_size)) if padded_size != head_size else None
+        self._padded = like.new_zeros((3, len(like), num_heads, padded_size)) if padded_size != self._size else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: ImageSequences) -> Tensor:
         """[N, H, D] each, strided or not -> [N, H * D]."""

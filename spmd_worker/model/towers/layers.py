@@ -120,7 +120,9 @@ class TransposedLinear(PackedLayer):
 
 
 class TowerNorm(CheckpointLayer):
-    """[..., size] -> [..., size]. `kind`: "layer", "rms", or "rms_plus_one", whose weights are added to 1."""
+    """[..., size] -> [..., size]. `kind`: "layer", "rms", "rms_once", which is rounded once, behind the weights, or
+    "rms_plus_one", whose weights are added to 1.
+    """
 
     def __init__(self, context: LayerContext, name: str, size: int, kind: str, eps: float) -> None:
         super().__init__()

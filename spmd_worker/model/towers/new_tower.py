@@ -7,6 +7,7 @@ from typing import Final
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
+from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
@@ -19,6 +20,8 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen3_vl": Qwen3Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "gemma3": Gemma3Tower,
+    "gemma4": Gemma4Tower,
+    "gemma4_unified": Gemma4Embedder,
     "llava": LlavaTower,
     "llava_onevision": OnevisionTower,
     "internvl": InternvlTower,

@@ -17,9 +17,13 @@ from spmd_worker.model.towers.layers import TowerGates, TowerLinear, TowerNorm, 
 from spmd_worker.model_config.vision_config import TowerConfig
 
 _ROWS_AT_ONCE: Final = {"cpu": 1024}
-"""Patches whose feed-forward is computed at once: its intermediate numbers stay in the cache of a CPU."""
 _MOST_ROWS_AT_ONCE: Final = 16384
 _QK_NORM_EPS: Final = 1e-6
+
+
+def rows_at_once(x: Tensor) -> tuple[Tensor, ...]:
+    """Parts of x [N, ...] whose feed-forward is computed at once: intermediate numbers stay in the cache of a CPU."""
+    return torch.split(x, _ROWS_AT_ONCE.get(x.device.type, _MOST_ROWS_AT_ONCE))
 
 
 class TowerLayer(nn.Module):
@@ -62,7 +66,7 @@ class TowerLayer(nn.Module):
         """The residual stream [N, E], changed in place."""
         attended = attention.attend(*self._query_key_value(x, angles), sequences)
         self._kernels.add_(x, _scaled(self.output(attended), self.attention_scale))
-        for rows in torch.split(x, _ROWS_AT_ONCE.get(x.device.type, _MOST_ROWS_AT_ONCE)):
+        for rows in rows_at_once(x):
             y = self.up(self.mlp_norm(rows))
             if isinstance(self.up, TowerLinear) and not isinstance(self.up, TowerGates):
                 y = self._kernels.activate(y, self._activation)
@@ -91,10 +95,13 @@ def _scaled(x: Tensor, scale: TowerTable | None) -> Tensor:
 class Trunk(nn.Module):
     """All layers of a tower."""
 
-    def __init__(self, context: LayerContext, config: TowerConfig) -> None:
+    def __init__(
+        self, context: LayerContext, config: TowerConfig, layer: Callable[..., nn.Module] = TowerLayer
+    ) -> None:
+        """`layer` makes one, as `TowerLayer` is made."""
         super().__init__()
         self._config, self._backend = config, context.attention
-        self.layers = nn.ModuleList(TowerLayer(context, config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(layer(context, config, index) for index in range(config.num_layers))
         self.on_layer: Callable[[], None] = lambda: None
         """Called behind each layer, of which an image has all once."""
 
@@ -116,8 +123,7 @@ class Trunk(nn.Module):
         """
         config = self._config
         num_blocks = max(sequences.num_blocks, 0 if windows is None else windows.num_blocks)
-        sizes = (config.num_heads, config.head_size, config.padded_head_size)
-        attention = ImageAttention(self._backend, *sizes, x, num_blocks)
+        attention = ImageAttention(self._backend, config, x, num_blocks)
         for index, layer in enumerate(self.layers):
             is_full = windows is None or index in config.full_layers
             layer(x, angles, attention, sequences if is_full or windows is None else windows)

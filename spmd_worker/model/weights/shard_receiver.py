@@ -80,7 +80,7 @@ def check_values(store: WeightStore, shards: Sequence[TensorShard], own: Round) 
         names = [name for name, _ in of_tensor if not store.is_tied_head(name)]
         start = [start for (start, _) in shard.rectangles[0]] if len(shard.rectangles) == 1 else ()
         if names:
-            check_finite(f"{shard.name}:", shard.values, store.dtype_of(names[0]), start)
+            check_finite(f"{shard.name}:", store.to_check(names[0], shard.values), store.dtype_of(names[0]), start)
 
 
 def content_digests(shards: Sequence[TensorShard]) -> list[str]:

@@ -24,7 +24,7 @@ from spmd_worker.model.weights.coverage import checkpoint_problems, raise_proble
 from spmd_worker.model.weights.safetensors_header import SafetensorsHeader, read_header
 from spmd_worker.model.weights.safetensors_writer import CHUNK_BYTES, TensorToWrite, file_digest
 from spmd_worker.model.weights.store import LoadReport, WeightStore
-from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES, check_finite
+from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES, bounded, check_finite
 from spmd_worker.model.weights.weight_update import content_digest
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.tensor_names import STATE_FILE
@@ -179,6 +179,10 @@ class HeldParameter:
     def shape(self) -> tuple[int, ...]:
         return self.layer.shape_of(self.own)
 
+    def to_check(self, values: Tensor) -> Tensor:
+        """Numbers as `WeightStore.to_check` gives them."""
+        return bounded(values) if self.own in self.layer.bounds else values
+
     @property
     def to_write(self) -> TensorToWrite:
         return TensorToWrite(self.name, self.layer.get_parameter(self.own).dtype, self.shape)
@@ -235,7 +239,7 @@ def fill_from_state(
     for each in files:
         deque(_contents(folder, headers[each.name], each, memory), maxlen=0)
     for name in parameters if not allows_nonfinite else ():
-        check_finite(f"{folder}: {name}", memory(name), memory(name).dtype)
+        check_finite(f"{folder}: {name}", parameters[name].to_check(memory(name)), memory(name).dtype)
     num_bytes = sum(entry.end - entry.begin for header in headers.values() for entry in header.tensors.values())
     return LoadReport(len(parameters), num_bytes, perf_counter() - started)
 
@@ -260,7 +264,7 @@ def reload_from_state(
     for each in files:
         for name, values in _contents(folder, headers[each.name], each, memory):
             try:
-                check_finite(f"{folder}: {name}", values, values.dtype)
+                check_finite(f"{folder}: {name}", parameters[name].to_check(values), values.dtype)
             except CheckpointError as error:
                 faults.append(error)
     # After the digests, because a damaged file may have such numbers.

@@ -11,8 +11,9 @@ loading after a sleep update packed parameters. The same rules hold for all of t
 * A tied head that is given too equals its embedding, bit for bit. In files the two are compared block by block before
   anything is written; tensors that are loaded one after the other are compared by digest, at the commit.
 * Finiteness. Unless `allows_nonfinite`, every element is finite in the dtype in which the model holds the tensor:
-  float32 for tensors that always are float32. At start-up the elements that are read are checked, this rank's slices,
-  on a GPU after all are written; a full tensor is checked completely, so that all ranks come to the same result.
+  float32 for tensors that always are float32. Bounds may be infinite, but are numbers. At start-up the elements that
+  are read are checked, this rank's slices, on a GPU after all are written; a full tensor is checked completely, so that
+  all ranks come to the same result.
 * Errors. Wrong weights raise CheckpointError, which is a ValueError; anything but a name and a tensor TypeError; calls
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
 * Experts that are held as files store them (`LayerContext.stored_experts`) are replaced by such files alone: `fill` and
@@ -58,7 +59,14 @@ from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_w
 from spmd_worker.model.weights.merged_weights import MergedWeights, source_of
 from spmd_worker.model.weights.recut_checkpoint import RecutCheckpoint
 from spmd_worker.model.weights.staging import HOST, HostStaging
-from spmd_worker.model.weights.tensor_checks import check_data, check_finite, finite_flag, pairs_of, tied_head_fault
+from spmd_worker.model.weights.tensor_checks import (
+    bounded,
+    check_data,
+    check_finite,
+    finite_flag,
+    pairs_of,
+    tied_head_fault,
+)
 from spmd_worker.model.weights.weight_source import WeightSource
 from spmd_worker.model.weights.weight_update import WeightUpdate
 from spmd_worker.model_config.stored_format import StoredFormat
@@ -329,7 +337,7 @@ class WeightStore:
         is_head = self.is_tied_head(name)
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self.allows_nonfinite:
-            check_finite(subject, tensor.detach(), self.dtype_of(name))
+            check_finite(subject, self.to_check(name, tensor.detach()), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
         jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
@@ -404,7 +412,7 @@ class WeightStore:
                 f"{name}: has the shape {shape} on this rank, not {given}: only its values can be changed"
             )
         if not self.allows_nonfinite:
-            check_finite(f"{name}: this rank's slice", values, self.dtype_of(name))
+            check_finite(f"{name}: this rank's slice", self.to_check(name, values), self.dtype_of(name))
         held.check_changes(values)
 
     def check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
@@ -433,7 +441,7 @@ class WeightStore:
                 if source.staging.device.type == "cpu":
                     self._check_block(source, name, block, values)
                 else:
-                    flag = finite_flag(values, self.dtype_of(name))
+                    flag = finite_flag(self.to_check(name, values), self.dtype_of(name))
             if parts is None:
                 held.fill_block(block, values)
             else:
@@ -441,7 +449,8 @@ class WeightStore:
         return flag
 
     def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
-        check_finite(_in_file(source, name), values, self.dtype_of(name), [start for start, _ in block])
+        starts = [start for start, _ in block]
+        check_finite(_in_file(source, name), self.to_check(name, values), self.dtype_of(name), starts)
 
     def _raise_not_finite(
         self, source: WeightSource, jobs: Sequence[tuple[HeldPiece, Rectangle]], flags: Sequence[Tensor | None]
@@ -463,6 +472,10 @@ class WeightStore:
     def is_tied_head(self, name: str) -> bool:
         """Whether it is a head that the model does not have beside its embedding."""
         return self.names.tied is not None and name == self.names.tied[1]
+
+    def to_check(self, name: str, values: Tensor) -> Tensor:
+        """Numbers that are finite if these may be the weight's: bounds may be infinite."""
+        return bounded(values) if self.tensors[name].is_bound else values
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype in which the model holds a weight that is not quantised."""

@@ -82,6 +82,11 @@ def check_finite(subject: str, values: Tensor, dtype: torch.dtype, start: Sequen
     )
 
 
+def bounded(values: Tensor) -> Tensor:
+    """Finite numbers in place of infinite ones, for checks of bounds; NaN stays NaN."""
+    return values.clamp(-1, 1)
+
+
 def is_finite(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether every element is finite after rounding to `dtype`."""
     return values.numel() == 0 or bool(finite_flag(values, dtype))

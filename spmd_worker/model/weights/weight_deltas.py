@@ -124,7 +124,7 @@ def _apply(store: WeightStore, change: _Change, name: str, view: TensorView | No
         if volume(held.piece.source):
             values = _changed(held, change, view)
             if not store.allows_nonfinite:
-                check_finite(f"{name}: with its delta", values, values.dtype)
+                check_finite(f"{name}: with its delta", store.to_check(name, values), values.dtype)
             held.write(values if view is None else view.of_region(values))
     store.update.add(name, digest)
     store.note_replaced(name)

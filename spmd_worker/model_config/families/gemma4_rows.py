@@ -220,16 +220,41 @@ _GEMMA4: Final = Family(
     defaults=_DEFAULTS,
 )
 
+_UNIFIED: Final = replace(
+    _GEMMA4,
+    models="Gemma 4 without a tower, of text alone: 12B",
+    experts=None,
+    defaults={
+        **{key: value for key, value in _DEFAULTS.items() if key != "vocab_size_per_layer_input"},
+        _INPUTS: 0,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
+)
+
 GEMMA4_ROWS: Final[dict[str, Family]] = {
     "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        _UNIFIED,
+        models="Gemma 4 without a tower: 12B; images, no audio or video",
+        names=replace(
+            next_to(_NAMES, "vision_embedder", "embed_vision", "embed_audio"),
+            aliases={},
+            layer_inputs=_layer_inputs("model.language_model"),
+        ),
+        text=TextPart(ties_by_default=True),
+        vision="gemma4_unified",
+    ),
     "Gemma4ForConditionalGeneration": replace(
         _GEMMA4,
-        models="Gemma 4, the text: E2B, E4B, 26B-A4B, 31B",
+        models="Gemma 4: E2B, E4B, 26B-A4B, 31B; images, no audio or video",
         names=replace(
             next_to(_NAMES, "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             aliases={},
             layer_inputs=_layer_inputs("model.language_model"),
         ),
         text=TextPart(ties_by_default=True),
+        vision="gemma4",
     ),
 }

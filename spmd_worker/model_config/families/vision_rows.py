@@ -12,6 +12,7 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.square_rows import gemma3, internvl, llava_of_squares, llava_onevision, smolvlm
 from spmd_worker.model_config.families.vision_files import (
     OUTSIDE,
@@ -186,6 +187,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_5": _qwen3_5,
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gemma4_unified": gemma4_unified,
     "llava": _llava,
     "llava_onevision": llava_onevision,
     "internvl": internvl,

@@ -4,7 +4,7 @@ S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `w
 `worker/runner/batch_state.py` and passed as an argument to every layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -60,6 +60,13 @@ class AttentionMetadata:
     @property
     def is_causal(self) -> bool:
         return not self.sees_later and self.last_visible is None
+
+    def without_sight(self) -> "AttentionMetadata":
+        """The same step, in which tokens see nothing later; itself if they do not."""
+        if self.last_visible is None:
+            return self
+        others = tuple([replace(each, last_visible=None) for each in self.others])
+        return replace(self, last_visible=None, others=others)
 
     def of_layer(self, index: int) -> "AttentionMetadata":
         """The metadata of a layer of the stage."""

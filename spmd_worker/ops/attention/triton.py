@@ -231,8 +231,12 @@ class TritonBackend(AttentionBackend):
         if key in plans:
             return plans[key]
         # Another group's plan differs in its tables alone. Layers run one after another, so they share its buffers.
-        of_step = metadata.context_lengths
-        of_groups = [each for each in self._planned.values() if each.source.context_lengths is of_step]
+        of_step, sight = metadata.context_lengths, metadata.last_visible
+        of_groups = [
+            each
+            for each in self._planned.values()
+            if each.source.context_lengths is of_step and each.source.last_visible is sight
+        ]
         like = next((each.plans[key] for each in of_groups if key in each.plans), None)
         if like is not None:
             plans[key] = replace(like, tables=metadata.block_tables.to(torch.int32).contiguous())

@@ -30,9 +30,10 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import pixtral, squares
+from spmd_worker.model.towers import gemma4, pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
-from spmd_worker.model.towers.layers import TowerTable
+from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
+from spmd_worker.model.towers.layers import TowerLinear, TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -130,6 +131,11 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "gemma4": [
+        *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
+        *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
+    ],
+    "gemma4_unified": [{"eps": 0.1}, {"projector_eps": 1e-6}, {"image_mean": (0.5,) * 3}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
@@ -173,6 +179,8 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 
 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+right_numbers = gemma4._numbers_of
+right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -181,24 +189,42 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
     return picture[:lines, :columns]
 
 
-MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "llava_onevision": (squares, "_unpadded", cut_at_end),
-    "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
-    "mistral3": (
-        pixtral,
-        "axial_angles",
-        lambda rows, columns, *rest, **kinds: right_angles(columns, rows, *rest, **kinds),
+def exchanged_angles(rows: Tensor, columns: Tensor, *rest: Any, **kinds: Any) -> Any:
+    """Angles of lines and columns exchanged."""
+    return right_angles(columns, rows, *rest, **kinds)
+
+
+MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    "padding cut at one end": ("llava_onevision", squares, "_unpadded", cut_at_end),
+    "positions in another order": ("smolvlm", TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "lines and columns exchanged": ("mistral3", pixtral, "axial_angles", exchanged_angles),
+    "angles of axes exchanged": ("gemma4", gemma4, "axial_angles", exchanged_angles),
+    "pairs of other numbers": ("gemma4", gemma4, "_by_axis", lambda x: x),
+    "positions of axes exchanged": (
+        *("gemma4", Gemma4Tower, "_positions_of"),
+        lambda tower, lines, columns: right_positions(tower, columns, lines),
     ),
+    "squares of another grid": (
+        *("gemma4", Gemma4Tower, "_pooled"),
+        lambda tower, x, grid: right_pooled(tower, x, grid[::-1]),
+    ),
+    "shifts of other numbers": ("gemma4", StandardTable, "forward", lambda table: right_table(table).flip(1)),
+    "axes of a position exchanged": ("gemma4_unified", TowerTable, "forward", lambda table: right_table(table).flip(0)),
+    "patches of other squares": (
+        *("gemma4_unified", gemma4, "_numbers_of"),
+        lambda plane, size: right_numbers(plane.transpose(1, 2), size),
+    ),
+    "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
-"""Padding cut at one end, positions in another order, lines and columns exchanged."""
 
 
-@pytest.mark.parametrize("name", sorted(MISTAKES))
-def test_comparison_detects_other_places(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Negative control: rows are found at, or told, other places of the image."""
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
+    name, *patched = MISTAKES[mistake]
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
     expected = [their_rows(name, image) for image in images]
-    monkeypatch.setattr(*MISTAKES[name])
+    monkeypatch.setattr(*patched)
     for image, rows in zip(images, expected, strict=True):
         assert difference(our_rows(model, image), rows) > 1000 * TOLERANCE
 
@@ -296,6 +322,28 @@ def test_missing_and_unknown_tower_tensors_are_errors(tmp_path: Path):
     assert "model.visual.blocks.4.norm1.weight" in str(caught.value)
 
 
+def test_infinite_bounds_are_loaded_and_bound_nothing(tmp_path: Path):
+    """As transformers saves a model that was never trained. NaN is refused."""
+    name, image = "gemma4_clipped", image_of("gemma4_clipped", 0)
+    files = load_file(vision_folder(name) / "model.safetensors")
+    bounds = [each for each in files if each.endswith(("_min", "_max"))]
+    assert len(bounds) == 4 * 7 * 3
+    save_file({**files, **{each: files[each] * math.inf for each in bounds}}, tmp_path / "model.safetensors")
+    model = build_model(context(), config_of(name))
+    with model.weights.open(tmp_path) as source:
+        model.weights.fill(source)
+    model.pack_weights()
+    open_rows, tower = our_rows(model, image), config_of(name, clips=False)
+    save_file({each: files[each] for each in {*files} - {*bounds}}, tmp_path / "model.safetensors")
+    plain = build_model(context(), tower)
+    with plain.weights.open(tmp_path) as source:
+        plain.weights.fill(source)
+    plain.pack_weights()
+    assert all(map(torch.equal, open_rows, our_rows(plain, image)))
+    with pytest.raises(CheckpointError, match=r"_max.* has nan at"):
+        model.load_weights([(bounds[0].replace("_min", "_max"), torch.tensor(math.nan))])
+
+
 def test_text_alone_has_no_tower():
     config = read_model_files(vision_folder("qwen3_vl")).model_config
     model = new_model("qwen3_vl", config)
@@ -322,8 +370,8 @@ def test_vision_config_says_what_images_need(name: str):
     image, rows = image_of(name, 0), their_rows(name, image_of(name, 0))
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith("qwen")
-    assert vision.sees_whole_image == (name == "gemma3")
-    if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
+    assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
+    if name.startswith(("qwen", "mistral3", "pixtral", "gemma")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
 
 
