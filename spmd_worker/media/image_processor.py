@@ -253,6 +253,7 @@ _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
     "qwen3_vl": _QWEN,
+    "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "llava": _Rule(_llava),

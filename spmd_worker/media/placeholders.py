@@ -191,6 +191,7 @@ PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
     for kind, texts in {
         "qwen3_vl": _QWEN,
+        "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),

@@ -151,6 +151,7 @@ def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
 
 _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
+    "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "gemma3": _gemma3,
     "llava": _llava,

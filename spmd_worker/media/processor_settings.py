@@ -138,11 +138,13 @@ _CLASSES: Final = {
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
     "qwen3_vl_vision": (0, 16),
+    "qwen2_vl_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
 _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
+    "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "llava": ("clip_vision_model", 336, 14),

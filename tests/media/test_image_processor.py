@@ -21,6 +21,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 EXPECTED = {
     "qwen3_vl": ImageProcessor("qwen3_vl", 16, HALVES, HALVES, merge_size=2, min_pixels=4096, max_pixels=65536),
+    "qwen2_vl": ImageProcessor("qwen2_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=784, max_pixels=50176),
     "qwen2_5_vl": ImageProcessor(
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
@@ -72,6 +73,7 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 
 # Files that leave everything out: their class's defaults, where the tower's agree.
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "llava": (
@@ -142,6 +144,7 @@ def test_overrides_replace_numbers_of_the_files(
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_vl", {"patch_size": 14}, {}, r"patch_size=14 must be the size that the tower has, vision_config's 16"),
+    ("qwen2_vl", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
     ("qwen3_vl", {"merge_size": 4}, {}, r"merge_size=4 must be the size"),
     ("qwen3_vl", {"temporal_patch_size": 1}, {}, r"temporal_patch_size=1 is not supported, only 2"),
     ("qwen3_vl", {"min_pixels": "many"}, {}, r"min_pixels=.many. must be a whole number"),

@@ -135,6 +135,7 @@ def test_variants_of_settings_have_bits_of_transformers(name: str, tmp_path: Pat
 
 OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen2_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},

@@ -20,6 +20,7 @@ PATH = Path("config.json")
 CLASSES = {
     "qwen3_vl": ("Qwen3VLConfig", 3584),
     "qwen3_5": ("Qwen3_5Config", 3584),
+    "qwen2_vl": ("Qwen2VLConfig", 3584),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
     "gemma3": ("Gemma3Config", 2304),
     "internvl": ("InternVLConfig", 896),
@@ -51,7 +52,10 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     kind = theirs.vision_config.model_type
     bare = type(theirs.vision_config)(**FITTING.get(row, {}))
     vision, tower = read(row, {"vision_config": {"model_type": kind, **FITTING.get(row, {})}})
-    assert [getattr(tower, ours) for _, ours in SIZES] == [getattr(bare, key) for key, _ in SIZES]
+    sizes = [getattr(bare, key, None) for key, _ in SIZES]
+    if row == "qwen2_vl":
+        sizes = [bare.embed_dim, bare.embed_dim * bare.mlp_ratio, bare.num_heads]
+    assert [getattr(tower, ours) for _, ours in SIZES] == sizes
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
     token = getattr(theirs, "image_token_id", None)
@@ -86,6 +90,11 @@ def test_every_row_is_of_a_family():
         ("qwen3_vl", {}, {"num_heads": 7}, "must divide hidden_size=1152"),
         ("qwen3_vl", {}, {"hidden_act": "mish"}, "hidden_act='mish' is not supported"),
         ("qwen3_vl", {}, {"patch_size": [16, 8]}, "must be one length for both sides"),
+        ("qwen2_vl", {}, {"hidden_size": 64}, "vision_config.hidden_size=64 is not the hidden size of the text"),
+        ("qwen2_vl", {}, {"embed_dim": 100}, "num_heads=None must divide embed_dim=100"),
+        ("qwen2_vl", {}, {"embed_dim": -1}, "vision_config.embed_dim=-1 must be a whole number"),
+        ("qwen2_vl", {}, {"mlp_ratio": 1000}, "mlp_ratio=1000 must be at most 256"),
+        ("qwen2_vl", {}, {"mlp_ratio": 2.5}, "mlp_ratio=2.5 must be a whole number"),
         ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),

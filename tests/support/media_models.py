@@ -48,6 +48,9 @@ MODELS: Final = {
         },
         ("qwen2_vl", "Qwen2VLImageProcessorPil"),
     ),
+    "qwen2_vl": MediaModel(
+        {"vision_config": {}}, {"min_pixels": 784, "max_pixels": 50176}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
     "qwen2_5_vl": MediaModel(
         {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
     ),

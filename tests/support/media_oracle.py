@@ -72,6 +72,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         return [f"\n\n{token.boi_token}{'<image_soft_token>' * 16}{token.eoi_token}\n\n"] * num_images
     name, class_name, own = {
         "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
+        "qwen2_vl": ("qwen2_vl", "Qwen2VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
         "llava": (
             *("llava", "LlavaProcessor"),

@@ -64,6 +64,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
         {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
     ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"rope_parameters": _ROPE},
+        {"vision_config": {"depth": 4, "embed_dim": 48, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 32}},
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"rope_parameters": _ROPE},

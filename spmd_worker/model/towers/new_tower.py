@@ -8,7 +8,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
-from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen3Tower
+from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model_config.encoder_part import EncoderPart
@@ -17,6 +17,7 @@ from spmd_worker.ranks.communicator import single_group
 
 _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] = {
     "qwen3_vl": Qwen3Tower,
+    "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "gemma3": Gemma3Tower,
     "llava": LlavaTower,

@@ -32,6 +32,8 @@ from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, Visi
 logger = logging.getLogger(__name__)
 
 _MOST_LAYERS: Final = 1 << 16
+_MOST_RATIO: Final = 1 << 8
+"""Of the widths of a feed-forward and its layer."""
 
 # ---- Qwen ----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +96,20 @@ def _qwen3_vl(files: VisionFiles, *, adds: bool = True, default_token: int = 151
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
     return _qwen3_vl(files, adds=False, default_token=248056)
+
+
+def _qwen2_vl(files: VisionFiles) -> VisionConfig:
+    vision = files.vision
+    width, ratio = vision.count("hidden_size", 1280), vision.count("mlp_ratio", 4)
+    if ratio > _MOST_RATIO:
+        raise vision.error("mlp_ratio", f"must be at most {_MOST_RATIO}{WAY_OUT}")
+    defaults = {"hidden_size": 1280, "intermediate_size": width * ratio, "depth": 32, "patch_size": 14}
+    tower = TowerConfig(
+        names=_qwen_names("visual.", mlp=("mlp.fc1", "mlp.fc2")),
+        has_patch_bias=False,
+        **_qwen_sizes(files, defaults, "quick_gelu"),
+    )
+    return _qwen_vision(files, "qwen2_vl", tower, 151655)
 
 
 def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
@@ -184,6 +200,7 @@ def _mistral3(files: VisionFiles) -> VisionConfig:
 VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": gemma3,
     "llava": _llava,
@@ -194,7 +211,15 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 }
 """How config.json is read, by `Family.vision`."""
 
-_FILE_KEYS: Final = {"num_hidden_layers": "depth"}
+_DEPTH: Final = {"num_hidden_layers": "depth"}
+_QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
+_FILE_KEYS: Final = {
+    "qwen2_vl": {**_DEPTH, **_QWEN2_VL_KEYS},
+    "qwen2_5_vl": _DEPTH,
+    "qwen3_vl": _DEPTH,
+    "qwen3_5": _DEPTH,
+}
+"""Row -> the file's names of our keys of `vision_config`."""
 
 
 def read_vision(
@@ -204,8 +229,8 @@ def read_vision(
     does not run.
     """
     whole = ConfigReader(config, path, way_out=WAY_OUT)
-    file_keys = _FILE_KEYS if row.startswith("qwen") else {}
-    files = VisionFiles(whole, replace(whole.object("vision_config"), file_keys=file_keys), hidden_size, text_eps)
+    vision = replace(whole.object("vision_config"), file_keys=_FILE_KEYS.get(row, {}))
+    files = VisionFiles(whole, vision, hidden_size, text_eps)
     try:
         return VISION_ROWS[row](files)
     except UnknownTowerError as error:

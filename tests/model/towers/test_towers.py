@@ -129,6 +129,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
         {"image_mean": (0.5,) * 3},
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
+    "qwen2_vl": [{"rope_theta": 100.0}, {"activation": "gelu"}, {"eps": 0.01}, {"num_heads": 1}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
