@@ -40,8 +40,9 @@ class ImageProcessor:
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Pixtral with at
     most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
     side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
-    first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the tokens of `max_crops`; InternVL
-    makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of
+    `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and,
+    if `splits`, cuts.
     """
 
     kind: str
@@ -179,18 +180,32 @@ def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSiz
     found = re.fullmatch(r"anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
     if found is None:
         raise model.error("vision_aspect_ratio", "must be anyres_max_ and a number from 1 to 99")
-    pinpoints = _pinpoints(settings.file, side)
-    if model.get("image_grid_pinpoints") is not None and _pinpoints(model, side) != pinpoints:
-        raise settings.file.error("image_grid_pinpoints", "must be those of config.json")
-    tokens = (side // tower.patch) ** 2
-    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": tokens}
-    return {**numbers, "pinpoints": pinpoints, "max_crops": int(found[1])}
-
-
-def _pinpoints(reader: ConfigReader, side: int) -> tuple[tuple[int, int], ...]:
-    key = "image_grid_pinpoints"
     numbers = range(1, 7)
-    values = reader.get(key, [[384 * lines, 384 * columns] for lines in numbers for columns in numbers])
+    every = [[384 * lines, 384 * columns] for lines in numbers for columns in numbers]
+    return {**_pictures(settings, model, tower, every), "max_crops": int(found[1])}
+
+
+def _llava_next(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    _check_is_towers(settings, "crop_size", settings.square("crop_size", 224), tower.side)
+    # A square of this size is what its middle is cut out of.
+    has_height = settings.of("size").object("size").get("height") is not None
+    side = settings.square("size", 224) if has_height else settings.side("size", "shortest_edge", 224)
+    _check_is_towers(settings, "size", side, tower.side)
+    return _pictures(settings, model, tower, [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]])
+
+
+def _pictures(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, default: list[list[int]]) -> Values:
+    """Numbers of pictures that are made of the tower's squares."""
+    pinpoints = _pinpoints(settings.file, tower.side, default)
+    if _pinpoints(model, tower.side, default) != pinpoints:
+        raise settings.file.error("image_grid_pinpoints", "must be those of config.json")
+    tokens = (tower.side // tower.patch) ** 2
+    return {"patch_size": tower.patch, "side": tower.side, "tokens_per_crop": tokens, "pinpoints": pinpoints}
+
+
+def _pinpoints(reader: ConfigReader, side: int, default: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    key = "image_grid_pinpoints"
+    values = reader.get(key, default)
     is_pair = [isinstance(each, list) and len(each) == 2 for each in values] if isinstance(values, list) else []
     if not is_pair or not all(is_pair):
         raise reader.error(key, "must list pairs of numbers")
@@ -257,6 +272,7 @@ _RULES: Final = {
     "qwen2_5_vl": _QWEN,
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "llava": _Rule(_llava),
+    "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
     "mistral3": _PIXTRAL,

@@ -198,6 +198,7 @@ PLACEHOLDERS: Final = {
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
         ),
         "llava": _LLAVA,
+        "llava_next": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (
             *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),

@@ -104,6 +104,11 @@ def _onevision(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Pa
         num_rows = processor.tokens_per_crop + 1
         crop = _squeezed(_square(pixels, processor), processor)
         return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _llava_next(pixels, processor, is_alone)
+
+
+def _llava_next(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The image and crops of it, each line of tokens with a newline row."""
     height, width = _size_of(pixels)
     target = sizes.best_pinpoint(height, width, processor.pinpoints)
     fitted = _resized(pixels, sizes.fitted_size(height, width, target), processor)
@@ -155,6 +160,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_5_vl": _qwen,
     "gemma3": _gemma3,
     "llava": _llava,
+    "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,
     "mistral3": _pixtral,

@@ -148,6 +148,7 @@ _DEFAULTS: Final = {
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "llava": ("clip_vision_model", 336, 14),
+    "llava_next": ("clip_vision_model", 336, 14),
     "llava_onevision": ("siglip_vision_model", 384, 14),
     "internvl": ("internvl_vision", 448, 14),
     "mistral3": ("pixtral", 1540, 14),
@@ -161,7 +162,7 @@ def tower_sizes(model: ConfigReader, kind: str) -> TowerSizes:
     """Sizes in vision_config, with the defaults of its class."""
     model_type, side, patch = _DEFAULTS[kind]
     vision = model.object("vision_config")
-    if vision.config:
+    if model.get("vision_config") is not None:
         model_type = str(vision.get("model_type", model_type))
         side, patch = _CLASSES.get(model_type, _CLASSES[_DEFAULTS[kind][0]])
     return TowerSizes(model_type, _equal_sides(vision, "image_size", side), _equal_sides(vision, "patch_size", patch))

@@ -61,14 +61,14 @@ def fitted_size(height: int, width: int, target: Size) -> Size:
 
 
 def unpadded_grid(height: int, width: int, lines: int, columns: int, max_crops: int, side: int) -> Size:
-    """Lines and columns of LLaVA-OneVision's tokens of crops: without those of padding, and made fewer beyond
-    `max_crops` crops of `side` x `side` tokens.
+    """Lines and columns of the tokens of crops of LLaVA-NeXT and LLaVA-OneVision: without those of padding, and made
+    fewer beyond `max_crops` crops of `side` x `side` tokens, 0 for any number.
     """
     if width / height > columns / lines:
         lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (lines / height), 7))) // 2 * 2
-    ratio = math.sqrt(lines * columns / (max_crops * side**2))
+    ratio = math.sqrt(lines * columns / (max_crops * side**2)) if max_crops else 1.0
     return (int(lines // ratio), int(columns // ratio)) if ratio > _SMALLER_RATIO else (lines, columns)
 
 

@@ -27,6 +27,12 @@ EXPECTED = {
     ),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
+    "llava_next": ImageProcessor(
+        *("llava_next", 14, CLIP_MEAN, CLIP_STD),
+        side=84,
+        tokens_per_crop=36,
+        pinpoints=tuple((height, width) for height, width in PINPOINTS),
+    ),
     "llava_onevision": ImageProcessor(
         *("llava_onevision", 14, CLIP_MEAN, CLIP_STD),
         side=84,
@@ -81,6 +87,11 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 224, "short_edge": 224, "patch_size": 14, "tokens_per_crop": 256},
     ),
+    "llava_next": (
+        {},
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        {"side": 336, "tokens_per_crop": 576, "max_crops": 0, "patch_size": 14},
+    ),
     "llava_onevision": ({}, {}, {"side": 384, "tokens_per_crop": 729, "max_crops": 9, "patch_size": 14}),
     "internvl": (
         {},
@@ -106,6 +117,8 @@ def test_missing_keys_have_defaults_of_their_class(kind: str, tmp_path: Path):
     assert {key: found[key] for key in expected} == expected
     if kind == "llava_onevision":
         assert (len(found["pinpoints"]), found["pinpoints"][6]) == (36, (768, 384))
+    if kind == "llava_next":
+        assert found["pinpoints"] == ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
@@ -166,6 +179,12 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llava", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size"),
     ("llava", {"size": {"shortest_edge": 70}}, {}, r"size=.*must be at least the 84 of crop_size"),
     ("llava", {}, {"vision_feature_select_strategy": "some"}, r"vision_feature_select_strategy"),
+    ("llava_next", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size that the tower has"),
+    ("llava_next", {"size": {"shortest_edge": 98}}, {}, r"size=.*must be the size that the tower has.* 84, not 98"),
+    ("llava_next", {"size": {"height": 84, "width": 98}}, {}, r"size=.*must be a square"),
+    ("llava_next", {"image_grid_pinpoints": [[84, 84]]}, {}, r"must be those of config.json"),
+    ("llava_next", {"image_grid_pinpoints": None}, {}, r"must be those of config.json"),
+    ("llava_next", {"image_grid_pinpoints": "84"}, {}, r"must list pairs of numbers"),
     ("llava_onevision", {"image_grid_pinpoints": [[84, 90]]}, {}, r"must have multiples of 84"),
     ("llava_onevision", {"image_grid_pinpoints": [84]}, {}, r"must list pairs"),
     ("llava_onevision", {"image_grid_pinpoints": [[84, 84]]}, {}, r"must be those of config.json"),

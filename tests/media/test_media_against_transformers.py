@@ -48,8 +48,9 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
     elif kind == "smolvlm":
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
-    elif kind == "llava_onevision":
-        planes = [plane for image in values for plane in image]
+    elif kind in ("llava_next", "llava_onevision"):
+        # Images of fewer crops are padded with zeros, which no normalised pixels are.
+        planes = [plane for image in values for plane in image if plane.any()]
     else:
         planes = list(values)
     return np.concatenate([patches(plane, patch) for plane in planes])
@@ -112,6 +113,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
         *("llava", {"image_processor_type": "SiglipImageProcessor", **SQUARE}, {"vision_config": SIGLIP}),
         ("siglip", "SiglipImageProcessorPil"),
     ),
+    "size of both sides": ("llava_next", {"size": {"height": 84, "width": 84}, "do_center_crop": False}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
@@ -133,6 +135,7 @@ def test_variants_of_settings_have_bits_of_transformers(name: str, tmp_path: Pat
         assert np.array_equal(our_rows(prepared(PROMPTS[prompt], processor), processor), theirs)
 
 
+NEXT = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen2_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
@@ -144,6 +147,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava": (
         {"vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}},
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
+    "llava_next": (
+        {"vision_config": None, "image_grid_pinpoints": None},
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": NEXT},
     ),
     "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),

@@ -27,9 +27,14 @@ CLASSES = {
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
     "llava": ("LlavaConfig", 4096),
+    "llava_next": ("LlavaNextConfig", 4096),
     "llava_onevision": ("LlavaOnevisionConfig", 3584),
 }
-FITTING = {"gemma3": {"image_size": 896, "patch_size": 14}, "smolvlm": {"image_size": 256}}
+FITTING: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_size": 896, "patch_size": 14},
+    "smolvlm": {"image_size": 256},
+    "llava_next": {"image_size": 336},
+}
 """Squares that the class's own numbers of tokens divide."""
 SIZES = (
     ("hidden_size", "hidden_size"),
@@ -64,11 +69,24 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     assert tower.added_layers == tuple(deepstack if row == "qwen3_vl" else ())
     if row == "qwen2_5_vl":
         assert (tower.window_size, tower.full_layers) == (bare.window_size, tuple(bare.fullatt_block_indexes))
-    if row == "llava":
+    if row == "llava_next":
+        assert [list(each) for each in tower.pinpoints] == theirs.image_grid_pinpoints
+    if row in ("llava", "llava_next"):
         assert tower.num_layers == bare.num_hidden_layers - 1
         assert tower.drops_first_row
     else:
         assert tower.num_layers == bare.num_hidden_layers
+
+
+@pytest.mark.parametrize("row", ["llava", "llava_next", "llava_onevision"])
+def test_files_without_towers_have_their_classes(row: str):
+    theirs = getattr(transformers, CLASSES[row][0])().vision_config
+    _, tower = read(row, {})
+    numbers = [getattr(theirs, key) for key, _ in SIZES]
+    assert [getattr(tower, ours) for _, ours in SIZES] == numbers
+    assert (tower.crop_size, tower.patch_size) == (theirs.image_size, theirs.patch_size)
+    assert tower.num_layers == theirs.num_hidden_layers - (row != "llava_onevision")
+    assert bool(tower.names.class_token) == (theirs.model_type == "clip_vision_model")
 
 
 def test_every_row_is_of_a_family():
@@ -99,6 +117,15 @@ def test_every_row_is_of_a_family():
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
+        (
+            "llava_next",
+            {"vision_feature_select_strategy": "full"},
+            {"image_size": 336},
+            'must be "default" if the tower',
+        ),
+        ("llava_next", {"image_grid_pinpoints": [[336, 40]]}, {"image_size": 336}, "of squares of 336 pixels"),
+        ("llava_next", {"image_grid_pinpoints": "x"}, {"image_size": 336}, "of squares of 336 pixels"),
+        ("llava_next", {}, {}, "of squares of 224 pixels"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
         ("llava_onevision", {"image_grid_pinpoints": [[5, 5]]}, {"model_type": "siglip_vision_model"}, "of squares of"),
         (

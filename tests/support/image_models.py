@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5", "idefics3")
+KINDS: Final = (*MODELS, "qwen3_5", "idefics3", "llava_next_mistral")
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -53,6 +53,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
+    "llava_next_mistral": {"sliding_window": None},
 }
 _NAMED_IDS: Final = {
     "video_token_id": "<|video_pad|>",
@@ -65,7 +66,7 @@ _NAMED_IDS: Final = {
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm"}.get(kind, kind)
+    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm", "llava_next_mistral": "llava_next"}.get(kind, kind)
 
 
 @cache

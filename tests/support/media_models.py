@@ -64,6 +64,15 @@ MODELS: Final = {
         {"size": {"shortest_edge": 84}, "crop_size": {"height": 84, "width": 84}},
         ("clip", "CLIPImageProcessorPil"),
     ),
+    "llava_next": MediaModel(
+        {"vision_config": _CLIP, "image_grid_pinpoints": PINPOINTS},
+        {
+            "size": {"shortest_edge": 84},
+            "crop_size": {"height": 84, "width": 84},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        ("llava_next", "LlavaNextImageProcessorPil"),
+    ),
     "llava_onevision": MediaModel(
         {"vision_config": _SIGLIP, "vision_aspect_ratio": "anyres_max_4", "image_grid_pinpoints": PINPOINTS},
         {"size": {"height": 84, "width": 84}, "image_grid_pinpoints": PINPOINTS},

@@ -83,6 +83,15 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
                 "vision_feature_select_strategy": "default",
             },
         ),
+        "llava_next": (
+            *("llava_next", "LlavaNextProcessor"),
+            {
+                "image_token": "<image>",
+                "patch_size": 14,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        ),
         "llava_onevision": (
             *("llava_onevision", "LlavaOnevisionProcessor"),
             {

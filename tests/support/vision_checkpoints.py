@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IMAGE_TOKEN = 60
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
 SIDE = 84
-"""Pixels of a square of LLaVA and LLaVA-OneVision."""
+"""Pixels of a square of LLaVA, LLaVA-NeXT and LLaVA-OneVision."""
 PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 _TEXT = {
     "vocab_size": 64,
@@ -88,6 +88,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Llava",
         {"model_type": "qwen2"},
         {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
+    ),
+    "llava_next": (
+        "LlavaNext",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": 32}}
+        | {"image_grid_pinpoints": PINPOINTS},
+    ),
+    "llava_next_mistral": (
+        "LlavaNext",
+        {"model_type": "mistral"},
+        {"vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": 32}}
+        | {"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1, "multimodal_projector_bias": False},
     ),
     "llava_onevision": (
         "LlavaOnevision",
@@ -203,10 +215,12 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
     return generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+OF_PICTURES = ("llava_next", "llava_onevision")
+"""Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
 SIZES = ((100, 140), (84, 50), (500, 490))
-"""Images of LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
+"""Images of LLaVA-NeXT and LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
 
 def image_of(name: str, number: int) -> ImagePixels:
@@ -219,7 +233,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
     size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3")) else 1
-    if name == "llava_onevision":
+    if name.startswith(OF_PICTURES):
         height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
     crops = tuple([_pixels(generator, side, side) for _ in range(count)])
@@ -240,11 +254,13 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
         grid = torch.tensor([[1, rows, columns]])
         return {"pixel_values": frames.reshape(rows * columns, -1), "image_grid_thw": grid}
-    sizes = torch.tensor([image.size if name == "llava_onevision" else image.crops[0].shape[:2]])
+    sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
     if name in ("mistral3", "pixtral"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
+    if name.startswith(OF_PICTURES):
+        return {"pixel_values": planes[None], "image_sizes": sizes}
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 

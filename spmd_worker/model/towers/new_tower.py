@@ -21,6 +21,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen2_5_vl": Qwen2_5Tower,
     "gemma3": Gemma3Tower,
     "llava": LlavaTower,
+    "llava_next": OnevisionTower,
     "llava_onevision": OnevisionTower,
     "internvl": InternvlTower,
     "mistral3": Mistral3Tower,

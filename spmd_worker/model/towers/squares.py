@@ -1,5 +1,5 @@
-"""Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-OneVision, SmolVLM
-and Idefics3; InternVL.
+"""Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-NeXT,
+LLaVA-OneVision, SmolVLM and Idefics3; InternVL.
 
 Squares of an image are sequences of one call, which do not see each other. C: squares; N: patches of a square; E: width
 of the tower; H: hidden size of the text.
@@ -117,7 +117,7 @@ class LlavaTower(SquareTower):
 
 class OnevisionTower(LlavaTower):
     """The image as one square, then its squares put together again, without what was padded, and a newline's row behind
-    each line.
+    each line. LLaVA-NeXT's has no most squares.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
@@ -139,6 +139,8 @@ class OnevisionTower(LlavaTower):
     def _resampled(self, picture: Tensor) -> Tensor:
         """[lines, columns, H], of no more tokens than `max_crops` squares, about."""
         lines, columns, size = picture.shape
+        if not self._config.max_crops:
+            return picture
         ratio = math.sqrt(lines * columns / (self._config.max_crops * self._side**2))
         if ratio <= _MOST_GROWTH:
             return picture

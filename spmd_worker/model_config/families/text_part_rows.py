@@ -134,7 +134,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         vision="llava",
     ),
     "LlavaNextForConditionalGeneration": _text_of(
-        "LLaVA 1.6 (NeXT), the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3"
+        "LLaVA 1.6 (NeXT)", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3", vision="llava_next"
     ),
     "LlavaOnevisionForConditionalGeneration": _text_of(
         "LLaVA-OneVision",

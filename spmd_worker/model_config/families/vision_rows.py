@@ -12,7 +12,14 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
-from spmd_worker.model_config.families.square_rows import gemma3, internvl, llava_of_squares, llava_onevision, smolvlm
+from spmd_worker.model_config.families.square_rows import (
+    gemma3,
+    internvl,
+    llava_next,
+    llava_of_squares,
+    llava_onevision,
+    smolvlm,
+)
 from spmd_worker.model_config.families.vision_files import (
     OUTSIDE,
     SEPARATE,
@@ -204,6 +211,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": gemma3,
     "llava": _llava,
+    "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "internvl": internvl,
     "mistral3": _mistral3,

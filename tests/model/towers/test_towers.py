@@ -16,6 +16,7 @@ from vision_checkpoints import (
     CASES,
     IMAGE_TOKEN,
     MEAN,
+    OF_PICTURES,
     PADDED,
     REAL_HEADS,
     STD,
@@ -133,6 +134,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "llava_next": [{"max_crops": 1}, {"activation": "gelu"}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
@@ -146,7 +148,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sorted(CONTROLS))
 def test_comparison_detects_changed_numbers(name: str):
     """Negative control: each makes rows differ."""
-    numbers = range(3) if name == "llava_onevision" else (2,)
+    numbers = range(3) if name.startswith(OF_PICTURES) else (2,)
     images = [image_of(name, number) for number in numbers]
     expected = [their_rows(name, image) for image in images]
     for changes in CONTROLS[name]:
@@ -183,6 +185,7 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "llava_next": (squares, "_unpadded", cut_at_end),
     "llava_onevision": (squares, "_unpadded", cut_at_end),
     "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
     "mistral3": (
@@ -270,7 +273,7 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     assert all(map(torch.equal, our_rows(model, image), before))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_onevision"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
