@@ -20,6 +20,7 @@ from spmd_worker.media.processor_settings import (
     json_object,
     tower_sizes,
 )
+from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.vision_config import VisionConfig
 
@@ -37,12 +38,12 @@ class ImageProcessor:
     """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
-    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Pixtral with at
-    most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
-    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
-    first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of
-    `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to `longest_edge` and,
-    if `splits`, cuts.
+    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
+    of two frames, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop`
+    tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the picture is squeezed into the
+    square), `is_padded` to a square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops,
+    and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long
+    side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -119,13 +120,31 @@ def _check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: i
 
 
 def _qwen(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
+    return _of_any_size(settings, model, tower, least, most)
+
+
+def _glm4v(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _frame_pixels(settings, "min_pixels", "shortest_edge", 112 * 112)
+    most = _frame_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 15000)
+    return _of_any_size(settings, model, tower, least, most)
+
+
+def _frame_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) -> int:
+    """Edges of GLM's `size` are numbers of pixels of two frames. `key`, of an image's, is a caller's alone."""
+    if settings.given.get(key) is not None:
+        return NUM_FRAMES * settings.integer(key, default, 1, _MAX_PIXELS)
+    return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _of_any_size(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, least: int, most: int) -> Values:
+    """Numbers of pictures of `least` to `most` pixels."""
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     _check_is_towers(settings, "patch_size", patch, tower.patch)
     settings.file.choice("temporal_patch_size", (2,), 2)
     _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
-    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
-    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
     if least > most:
         key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
         raise settings.of(key).error(key, f"asks for at least {least} pixels of an image and at most {most}")
@@ -270,6 +289,7 @@ _RULES: Final = {
     "qwen3_vl": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
+    "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "llava": _Rule(_llava),
     "llava_next": _Rule(_llava_next),

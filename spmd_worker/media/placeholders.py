@@ -181,6 +181,10 @@ _QWEN: Final = (
     *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
+_GLM: Final = (
+    *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
+    ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _MAX_GRID: Final = 6
@@ -193,6 +197,7 @@ PLACEHOLDERS: Final = {
         "qwen3_vl": _QWEN,
         "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
+        "glm4v": _GLM,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),

@@ -74,7 +74,8 @@ def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
 
 def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     unit = processor.patch_size * processor.merge_size
-    height, width = sizes.qwen_size(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
+    size_of = sizes.glm_size if processor.kind == "glm4v" else sizes.qwen_size
+    height, width = size_of(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
     lines, columns = height // unit, width // unit
     text = placeholders.run_text(processor.kind, lines * columns)
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
@@ -158,6 +159,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "glm4v": _qwen,
     "gemma3": _gemma3,
     "llava": _llava,
     "llava_next": _llava_next,

@@ -123,7 +123,7 @@ class ProcessorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """`side` is that of the pictures for which it has positions; 0 in Qwen's, which take any."""
+    """`side` is that of the pictures for which it has positions; 0 in Qwen's and GLM's, which take any."""
 
     model_type: str
     side: int
@@ -139,6 +139,8 @@ _CLASSES: Final = {
     "smolvlm_vision": (224, 32),
     "qwen3_vl_vision": (0, 16),
     "qwen2_vl_vision": (0, 14),
+    "glm4v_vision": (0, 14),
+    "glm4v_moe_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
@@ -146,6 +148,7 @@ _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
     "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
+    "glm4v": ("glm4v_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "llava": ("clip_vision_model", 336, 14),
     "llava_next": ("clip_vision_model", 336, 14),

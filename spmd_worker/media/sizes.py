@@ -14,13 +14,13 @@ Size: TypeAlias = tuple[int, int]
 """(height, width)."""
 _MAX_SMOLVLM_SIDE: Final = 4096
 _SMALLER_RATIO: Final = 1.1
+NUM_FRAMES: Final = 2
+"""Frames that GLM counts an image as."""
 
 
-def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+def qwen_size(height: int, width: int, unit: int, min_pixels: float, max_pixels: float) -> Size:
     """Multiples of `unit` at about the same ratio, with `min_pixels` to `max_pixels` pixels."""
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        rule = f"a side must be at most {MAX_ASPECT_RATIO} times the other"
-        raise MediaError("image_too_narrow", f"{width} x {height} pixels: {rule}")
+    _check_ratio(height, width)
     new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
     if new_height * new_width > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -30,6 +30,23 @@ def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: i
         scale = math.sqrt(min_pixels / (height * width))
         new_height, new_width = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
     return new_height, new_width
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        rule = f"a side must be at most {MAX_ASPECT_RATIO} times the other"
+        raise MediaError("image_too_narrow", f"{width} x {height} pixels: {rule}")
+
+
+def glm_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+    """Qwen's, of images with sides of `unit` and more; shorter ones are made as long first. Pixels are those of two
+    frames.
+    """
+    _check_ratio(height, width)
+    if min(height, width) < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    return qwen_size(height, width, unit, min_pixels / NUM_FRAMES, max_pixels / NUM_FRAMES)
 
 
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:

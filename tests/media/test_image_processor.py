@@ -25,6 +25,7 @@ EXPECTED = {
     "qwen2_5_vl": ImageProcessor(
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
     "llava_next": ImageProcessor(
@@ -81,6 +82,7 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
+    "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "llava": (
         {"vision_config": {"patch_size": 14}},
@@ -138,6 +140,8 @@ def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
         ("qwen3_vl", {"max_pixels": 8192}, {"max_pixels": 8192}),
         ("qwen3_vl", {"min_pixels": 1024, "max_pixels": 2048}, {"min_pixels": 1024, "max_pixels": 2048}),
         ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
+        ("glm4v", {"max_pixels": 8192}, {"max_pixels": 16384}),
+        ("glm4v", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
         ("internvl", {"max_patches": 2}, {"max_crops": 2}),
         ("pixtral", {"size": {"longest_edge": 64}}, {"longest_edge": 64}),
         ("smolvlm", {"do_image_splitting": False, "size": {"longest_edge": 64}}, {"splits": False, "longest_edge": 64}),
@@ -172,6 +176,9 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_vl", {"resample": 0}, {}, r"resample=0 is not supported, only 1 or 2 or 3"),
     ("qwen3_vl", {"do_resize": False}, {}, r"do_resize=False is not supported, only true"),
     ("qwen3_vl", {"do_normalize": False}, {}, r"do_normalize=False"),
+    ("glm4v", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
+    ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
+    ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),

@@ -4,6 +4,7 @@ Pillow 13 takes the vertical pass of a resize first where it is cheaper, which g
 the processors' calls are split into one for each axis.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 from media_models import MODELS, byte_tokenizer, media_processor, noise
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from tokenizers import Tokenizer
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from spmd_worker.media import resize
+from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
+from spmd_worker.media.sizes import glm_size
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 
 PROMPTS = {
@@ -42,7 +46,7 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         return values
     if kind in ("mistral3", "pixtral"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
@@ -62,7 +66,7 @@ def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarr
         for image in images
         for crop in image.pixels.crops
     ]
-    if processor.kind.startswith("qwen"):
+    if processor.kind.startswith(("qwen", "glm")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
 
@@ -100,6 +104,23 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
 
 
+def test_sizes_of_glm_are_those_of_transformers():
+    """Sides from 1 on, of any ratio."""
+    generator, num_refused = random.Random(1), 0
+    for _ in range(2000):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        bounds = generator.choice([(12544, 9633792), (6272, 100352), (1, 3136), (100001, 100353)])
+        try:
+            theirs = smart_resize(2, height, width, 2, 28, *bounds)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(MediaError, match="at most 200 times the other"):
+                glm_size(height, width, 28, *bounds)
+        else:
+            assert glm_size(height, width, 28, *bounds) == theirs
+    assert 100 < num_refused < 1000
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -114,6 +135,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
         ("siglip", "SiglipImageProcessorPil"),
     ),
     "size of both sides": ("llava_next", {"size": {"height": 84, "width": 84}, "do_center_crop": False}, {}, None),
+    "pixels that its class has no keys for": ("glm4v", {"min_pixels": 99, "max_pixels": 3136}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
@@ -140,6 +162,7 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "qwen2_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
+    "glm4v": ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},

@@ -47,10 +47,11 @@ CASES = {
     "qwen3_5_images": Case(delta_folder, delta_reference, THREE),
     "gemma3_images": Case(family_folder, family_reference, SIGHT),
     "glm4v": Case(family_folder, family_reference, THREE),
+    "glm4v_moe": Case(expert_folder, expert_reference, THREE),
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }
 """Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid; sight, with a window
-shorter than an image; neighbours as pairs; experts.
+shorter than an image; neighbours as pairs; experts, of a part of the head.
 """
 IMAGES = ((3, 2, 4), (20, 3, 2))
 IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "gemma3_images")

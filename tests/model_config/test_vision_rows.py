@@ -22,6 +22,8 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5Config", 3584),
     "qwen2_vl": ("Qwen2VLConfig", 3584),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
+    "glm4v": ("Glm4vConfig", 4096),
+    "glm4v_moe": ("Glm4vMoeConfig", 4096),
     "gemma3": ("Gemma3Config", 2304),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
@@ -60,6 +62,11 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     sizes = [getattr(bare, key, None) for key, _ in SIZES]
     if row == "qwen2_vl":
         sizes = [bare.embed_dim, bare.embed_dim * bare.mlp_ratio, bare.num_heads]
+    if row.startswith("glm4v"):
+        sizes = [bare.hidden_size, bare.out_hidden_size, bare.num_heads]
+        assert (tower.projector_size, tower.num_positions) == (bare.intermediate_size, 24**2)
+        assert (tower.eps, tower.has_qkv_bias) == (bare.rms_norm_eps, bare.attention_bias)
+        assert tower.rope_theta == bare.rope_parameters["rope_theta"]
     assert [getattr(tower, ours) for _, ours in SIZES] == sizes
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
@@ -114,6 +121,10 @@ def test_every_row_is_of_a_family():
         ("qwen2_vl", {}, {"mlp_ratio": 1000}, "mlp_ratio=1000 must be at most 256"),
         ("qwen2_vl", {}, {"mlp_ratio": 2.5}, "mlp_ratio=2.5 must be a whole number"),
         ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
+        ("glm4v", {}, {"out_hidden_size": 64}, "vision_config.out_hidden_size=64 is not the hidden size of the text"),
+        ("glm4v", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
+        ("glm4v", {}, {"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ("glm4v_moe", {}, {"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),

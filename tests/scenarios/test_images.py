@@ -478,7 +478,10 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
     ("kind", "layout"),
     [
         pytest.param(kind, name, marks=pytest.mark.matrix if (kind, name) in IN_LAYOUTS else pytest.mark.stress)
-        for kind, name in [*product(WHOLE_KINDS, LAYOUTS), *product(("qwen2_vl", "llava_next"), ("tensor",))]
+        for kind, name in [
+            *product(WHOLE_KINDS, LAYOUTS),
+            *product(("qwen2_vl", "llava_next", "glm4v", "glm4v_moe"), ("tensor",)),
+        ]
     ],
 )
 def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):

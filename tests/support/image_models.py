@@ -16,7 +16,7 @@ from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
 from torch import Tensor
-from vision_checkpoints import CASES, stir
+from vision_checkpoints import CASES, OF_TOKEN_GRIDS, stir
 
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5", "idefics3", "llava_next_mistral")
+_MEDIA_KINDS: Final = {
+    "qwen3_5": "qwen3_vl",
+    "idefics3": "smolvlm",
+    "llava_next_mistral": "llava_next",
+    "glm46v": "glm4v",
+    "glm4v_moe": "glm4v",
+}
+KINDS: Final = (*MODELS, *_MEDIA_KINDS)
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -66,7 +73,7 @@ _NAMED_IDS: Final = {
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm", "llava_next_mistral": "llava_next"}.get(kind, kind)
+    return _MEDIA_KINDS.get(kind, kind)
 
 
 @cache
@@ -200,7 +207,7 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
     names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask")
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
     types = (ids == image_token_id(kind)).long()
-    if kind.startswith("qwen"):
+    if kind.startswith(OF_TOKEN_GRIDS):
         given["mm_token_type_ids"] = types
     if kind == "gemma3":
         given["token_type_ids"] = types

@@ -22,6 +22,7 @@ SPECIAL: Final = (
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
+    *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
 )
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
@@ -53,6 +54,11 @@ MODELS: Final = {
     ),
     "qwen2_5_vl": MediaModel(
         {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
+    "glm4v": MediaModel(
+        {"vision_config": {}},
+        {"size": {"shortest_edge": 6272, "longest_edge": 100352}},
+        ("glm4v", "Glm4vImageProcessorPil"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},

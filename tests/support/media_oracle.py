@@ -74,6 +74,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_vl": ("qwen2_vl", "Qwen2VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
+        "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
         "llava": (
             *("llava", "LlavaProcessor"),
             {

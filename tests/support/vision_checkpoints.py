@@ -41,6 +41,9 @@ _TEXT = {
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 _QWEN = {"depth": 4, "hidden_size": 32, "intermediate_size": 52, "num_heads": 2, "out_hidden_size": 32}
 _ROPE = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2]}
+_GLM = {**_QWEN, "intermediate_size": 40, "image_size": 84, "patch_size": 14, "rms_norm_eps": 0.03}
+_HALF = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "topk_group": 1, "n_group": 1}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
@@ -74,6 +77,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": _ROPE},
         {"vision_config": {**_QWEN, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
     ),
+    "glm4v": ("Glm4v", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "attention_bias": True}}),
+    "glm46v": (
+        "Glm46V",
+        {"model_type": "glm4v_text", "rope_parameters": _HALF},
+        {"vision_config": {**_GLM, "model_type": "glm4v_vision", "hidden_size": 48, "intermediate_size": 64}},
+    ),
+    "glm4v_moe": ("Glm4vMoe", {**_EXPERTS, "rope_parameters": _HALF}, {"vision_config": _GLM}),
     "gemma3": (
         "Gemma3",
         {},
@@ -170,6 +180,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
+OF_TOKEN_GRIDS = ("qwen", "glm")
+"""Beginnings of cases whose tokens have lines and columns, which their positions follow."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
 
@@ -193,8 +205,8 @@ def _write(folder: Path, name: str) -> None:
     stir(model)
     model.save_pretrained(folder)
     processor = {"image_mean": MEAN, "image_std": STD}
-    if name.startswith("qwen"):
-        # Its class assumes 14.
+    if name.startswith(OF_TOKEN_GRIDS):
+        # Qwen's class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
@@ -227,7 +239,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith(("qwen", "mistral3", "pixtral")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral")):
         grid = GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
@@ -248,7 +260,7 @@ def normalised(pixels: Any, mean: tuple[float, ...] = MEAN, std: tuple[float, ..
 
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
     planes = torch.stack([normalised(each) for each in image.crops])
-    if name.startswith("qwen"):
+    if name.startswith(OF_TOKEN_GRIDS):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
@@ -270,7 +282,7 @@ def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     inputs = _inputs(name, image, model.config)
-    if not name.startswith("qwen"):
+    if not name.startswith(OF_TOKEN_GRIDS):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     found = model.model.get_image_features(**inputs)
     rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in found.pooler_output])

@@ -7,6 +7,7 @@ from typing import Final
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
+from spmd_worker.model.towers.glm import GlmTower
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
@@ -19,6 +20,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen3_vl": Qwen3Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
+    "glm4v": GlmTower,
     "gemma3": Gemma3Tower,
     "llava": LlavaTower,
     "llava_next": OnevisionTower,

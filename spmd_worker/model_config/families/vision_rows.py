@@ -57,9 +57,13 @@ def _qwen_names(beginning: str, **names: Any) -> TowerNames:
     )
 
 
-def _qwen_sizes(files: VisionFiles, defaults: Mapping[str, int], activation: str) -> dict[str, Any]:
+def _qwen_sizes(
+    files: VisionFiles, defaults: Mapping[str, int], activation: str, default_width: int = 3584
+) -> dict[str, Any]:
+    """`default_width` is that of the tower's outputs."""
     vision = files.vision
-    out_size, hidden_size = vision.count("out_hidden_size", 3584), vision.count("hidden_size", defaults["hidden_size"])
+    out_size = vision.count("out_hidden_size", default_width)
+    hidden_size = vision.count("hidden_size", defaults["hidden_size"])
     if out_size != files.hidden_size:
         raise vision.error("out_hidden_size", f"is not the hidden size of the text, {files.hidden_size}{WAY_OUT}")
     vision.choice("in_channels", (3,), 3)
@@ -67,7 +71,7 @@ def _qwen_sizes(files: VisionFiles, defaults: Mapping[str, int], activation: str
         "hidden_size": hidden_size,
         "intermediate_size": vision.count("intermediate_size", defaults["intermediate_size"]),
         "num_layers": vision.count("num_hidden_layers", defaults["depth"]),
-        "num_heads": heads_of(vision, "num_heads", 16, hidden_size, 4),
+        "num_heads": heads_of(vision, "num_heads", defaults.get("num_heads", 16), hidden_size, 4),
         "patch_size": side_of(vision, "patch_size", defaults["patch_size"]),
         "activation": activation_of(vision, "hidden_act", activation),
         "eps": 1e-6,
@@ -137,6 +141,43 @@ def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
         **sizes,
     )
     return _qwen_vision(files, "qwen2_5_vl", tower, 151655)
+
+
+# ---- GLM -----------------------------------------------------------------------------------------------------------
+
+
+def _glm4v(files: VisionFiles, *, default_token: int = 151343) -> VisionConfig:
+    defaults = {"hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "patch_size": 14, "num_heads": 12}
+    vision, sizes = files.vision, _qwen_sizes(files, defaults, "silu", default_width=4096)
+    side = side_of(vision, "image_size", 336) // sizes["patch_size"]
+    if not side:
+        raise vision.error("image_size", f"must hold a patch of {sizes['patch_size']} pixels{WAY_OUT}")
+    beginning = "model.visual."
+    names = _qwen_names(
+        beginning,
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        positions=f"{beginning}embeddings.position_embedding.weight",
+        first_norm=f"{beginning}post_conv_layernorm",
+        last_norm=f"{beginning}post_layernorm",
+    )
+    # The feed-forwards of layers are as wide as the text.
+    inner = {"intermediate_size": files.hidden_size, "projector_size": sizes["intermediate_size"]}
+    tower = TowerConfig(
+        names=names,
+        norm="rms",
+        is_gated=True,
+        has_qkv_bias=vision.flag("attention_bias", False),
+        has_bias=False,
+        num_positions=side**2,
+        projector_activation=sizes["activation"],
+        projector_eps=1e-5,
+        **{**sizes, **inner, "eps": vision.number("rms_norm_eps", 1e-5)},
+    )
+    return _qwen_vision(files, "glm4v", tower, default_token)
+
+
+def _glm4v_moe(files: VisionFiles) -> VisionConfig:
+    return _glm4v(files, default_token=151363)
 
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
@@ -209,6 +250,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_5": _qwen3_5,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
     "gemma3": gemma3,
     "llava": _llava,
     "llava_next": llava_next,
@@ -226,6 +269,8 @@ _FILE_KEYS: Final = {
     "qwen2_5_vl": _DEPTH,
     "qwen3_vl": _DEPTH,
     "qwen3_5": _DEPTH,
+    "glm4v": _DEPTH,
+    "glm4v_moe": _DEPTH,
 }
 """Row -> the file's names of our keys of `vision_config`."""
 

@@ -1,7 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from vision_checkpoints import (
     IMAGE_TOKEN,
     MEAN,
     OF_PICTURES,
+    OF_TOKEN_GRIDS,
     PADDED,
     REAL_HEADS,
     STD,
@@ -31,7 +32,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import pixtral, squares
+from spmd_worker.model.towers import glm, pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.layers import TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
@@ -132,6 +133,8 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5": [{"rope_theta": 100.0}],
     "qwen2_vl": [{"rope_theta": 100.0}, {"activation": "gelu"}, {"eps": 0.01}, {"num_heads": 1}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "glm4v": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_eps": 0.03}],
+    "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_next": [{"max_crops": 1}, {"activation": "gelu"}, {"projector_activation": "silu"}],
@@ -176,6 +179,7 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 
 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
+right_resampled = glm.resampled
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -184,7 +188,9 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
     return picture[:lines, :columns]
 
 
-MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "glm4v": (glm, "resampled", lambda table, grid: right_resampled(table.transpose(0, 1), grid)),
+    "glm46v": (glm, "_A", 0.0),
     "llava_next": (squares, "_unpadded", cut_at_end),
     "llava_onevision": (squares, "_unpadded", cut_at_end),
     "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
@@ -194,7 +200,9 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda rows, columns, *rest, **kinds: right_angles(columns, rows, *rest, **kinds),
     ),
 }
-"""Padding cut at one end, positions in another order, lines and columns exchanged."""
+"""Lines and columns of positions exchanged, another curve between them, padding cut at one end, positions in another
+order, lines and columns exchanged.
+"""
 
 
 @pytest.mark.parametrize("name", sorted(MISTAKES))
@@ -230,6 +238,7 @@ def test_bfloat16_rows_are_near(name: str):
         ("qwen2_5_vl", torch.float32),
         pytest.param("llava", torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param("gemma3", torch.float32, marks=pytest.mark.matrix),
+        pytest.param("glm4v", torch.float32, marks=pytest.mark.matrix),
         *[
             pytest.param(name, dtype, marks=pytest.mark.matrix)
             for name in REAL_HEADS
@@ -325,9 +334,9 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.image_token_id == IMAGE_TOKEN
     image, rows = image_of(name, 0), their_rows(name, image_of(name, 0))
     assert vision.num_added == len(rows) - 1
-    assert vision.has_three_positions == name.startswith("qwen")
+    assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name == "gemma3")
-    if name.startswith(("qwen", "mistral3", "pixtral", "gemma3")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "gemma3")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
 
 
