@@ -42,8 +42,8 @@ class ImageProcessor:
     of two frames, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop`
     tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the picture is squeezed into the
     square), `is_padded` to a square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops,
-    and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long
-    side to `longest_edge` and, if `splits`, cuts.
+    and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles, Llama 4 up to
+    `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -248,6 +248,15 @@ def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
     return {**numbers, "min_crops": least, "max_crops": most}
 
 
+def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 336)
+    _check_is_towers(settings, "size", side, tower.side)
+    settings.file.choice("resize_to_max_canvas", (False,), False)
+    merge = int(1 / model.object("vision_config").number("pixel_shuffle_ratio", 0.5))
+    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": (side // tower.patch // max(merge, 1)) ** 2}
+    return {**numbers, "max_crops": settings.integer("max_patches", 16, 1, _MAX_CROPS)}
+
+
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     is_merged = model.get("model_type") == "mistral3" or "spatial_merge_size" in model.config
     merge = model.count("spatial_merge_size", 2) if is_merged else 1
@@ -295,6 +304,7 @@ _RULES: Final = {
     "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
+    "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),

@@ -187,6 +187,7 @@ _GLM: Final = (
 )
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+_SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 _MAX_GRID: Final = 6
 """Lines and columns of tiles that have tokens of their own in Idefics3."""
 _TILES: Final = tuple(f"<row_{row + 1}_col_{column + 1}>" for row in range(_MAX_GRID) for column in range(_MAX_GRID))
@@ -208,6 +209,10 @@ PLACEHOLDERS: Final = {
         "internvl": (
             *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
             ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        ),
+        "llama4": (
+            *("<|image|>", "<|image|>", "<|patch|>"),
+            ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
         ),
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
@@ -241,6 +246,13 @@ def internvl_text(num_rows: int) -> str:
 def pixtral_text(num_lines: int, num_columns: int) -> str:
     """A break between lines, an end behind the last."""
     return "[IMG_BREAK]".join(["[IMG]" * num_columns] * num_lines) + "[IMG_END]"
+
+
+def llama4_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
+    """Tiles with a token between those of a line and one behind each, and the complete image; a tile alone is that."""
+    tile, (between, behind) = run_text("llama4", rows_per_tile), _SEPARATORS
+    lines = (between.join([tile] * num_columns) + behind) * num_lines if num_lines * num_columns > 1 else ""
+    return f"<|image_start|>{lines}<|image|>{tile}<|image_end|>"
 
 
 def smolvlm_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:

@@ -132,6 +132,20 @@ def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Par
     return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
 
 
+def _llama4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles of the image at the top left of a black canvas, and behind several the complete image."""
+    side, (height, width) = processor.side, _size_of(pixels)
+    lines, columns = sizes.llama4_grid(height, width, side, processor.max_crops)
+    canvas = np.zeros((lines * side, columns * side, NUM_CHANNELS), np.uint8)
+    fitted = _resized(pixels, sizes.llama4_size(height, width, side, _size_of(canvas)), processor)
+    canvas[: len(fitted), : fitted.shape[1]] = fitted
+    crops = _cut(canvas, side)
+    if len(crops) > 1:
+        crops.append(_squeezed(pixels, processor))
+    text = placeholders.llama4_text(lines, columns, processor.tokens_per_crop)
+    return _Parts(crops, text, processor.tokens_per_crop * len(crops))
+
+
 def _pixtral(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     unit = processor.patch_size * processor.merge_size
     height, width = sizes.pixtral_size(*_size_of(pixels), processor.longest_edge, unit)
@@ -165,6 +179,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,
+    "llama4": _llama4,
     "mistral3": _pixtral,
     "pixtral": _pixtral,
     "smolvlm": _smolvlm,

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MAX_ASPECT_RATIO
 
@@ -102,6 +104,38 @@ def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int
         if distance < nearest or (distance == nearest and has_pixels):
             best, nearest = (lines, columns), distance
     return best
+
+
+def llama4_grid(height: int, width: int, side: int, max_tiles: int) -> Size:
+    """Lines and columns of tiles that an image fits with least growth, or else with least loss; of such the fewest."""
+    grids: dict[float, list[Size]] = {}
+    for count in range(max_tiles, 0, -1):
+        for lines in [each for each in range(1, count + 1) if count % each == 0]:
+            grids.setdefault(lines / (count // lines), []).append((lines, count // lines))
+    # In transformers' order and float32.
+    ordered = [grid for equal in grids.values() for grid in equal]
+    scales = [
+        min(np.float32(lines * side) / np.float32(height), np.float32(columns * side) / np.float32(width))
+        for lines, columns in ordered
+    ]
+    growing = [scale for scale in scales if scale >= 1]
+    chosen = min(growing) if growing else max(scales)
+    fitting = [grid for grid, scale in zip(ordered, scales, strict=True) if scale == chosen]
+    return min(fitting, key=lambda grid: grid[0] * grid[1])
+
+
+def llama4_size(height: int, width: int, side: int, canvas: Size) -> Size:
+    """The largest size within `canvas` at the same ratio, rounded down; images do not grow beyond `side`."""
+    wanted = max(height, side), max(width, side)
+    # transformers divides sides of a canvas in float32, and others in float64.
+    kinds = [np.float32 if most < each else float for most, each in zip(canvas, wanted, strict=True)]
+    limit_height, limit_width = (min(pair) for pair in zip(canvas, wanted, strict=True))
+    tall = kinds[0](limit_height) / kinds[0](height)
+    wide = kinds[1](limit_width) / kinds[1](width)
+    compared = float if kinds == [float, float] else np.float32
+    if compared(wide) < compared(tall):
+        return max(min(math.floor(kinds[1](height) * wide), limit_height), 1), limit_width
+    return limit_height, max(min(math.floor(kinds[0](width) * tall), limit_width), 1)
 
 
 def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:

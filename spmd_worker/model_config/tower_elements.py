@@ -48,6 +48,8 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         inner = config.projector_size
         gates, downsample = 2 * (inner + -inner % _ROW_STEP), hidden_size * (width + 1)
         return downsample + hidden_size * (hidden_size + 2 + gates + inner)
+    if vision.kind == "llama4":
+        return config.projector_size * (width + config.projector_size + hidden_size)
     if vision.kind == "gemma3":
         return size + size * hidden_size
     if vision.kind == "smolvlm":

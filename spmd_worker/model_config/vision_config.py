@@ -99,7 +99,7 @@ class VisionConfig:
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
     image attend to all of it. `tower` is None if rows are made elsewhere, as in tests. Pixels are normalised by
-    `image_mean` and `image_std` after `rescale_factor`.
+    `image_mean` and `image_std` after `rescale_factor`, in bfloat16 with `has_bfloat16_pixels`.
     """
 
     kind: str
@@ -112,3 +112,4 @@ class VisionConfig:
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
+    has_bfloat16_pixels: bool = False

@@ -44,6 +44,9 @@ EXPECTED = {
     "internvl": ImageProcessor(
         "internvl", 14, CLIP_MEAN, CLIP_STD, side=56, tokens_per_crop=4, min_crops=1, max_crops=6
     ),
+    "llama4": ImageProcessor(
+        "llama4", 14, HALVES, HALVES, resampling="bilinear", side=56, tokens_per_crop=4, max_crops=6
+    ),
     "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
     "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
     "smolvlm": ImageProcessor(
@@ -100,6 +103,11 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"size": {"height": 448, "width": 448}},
         {"side": 448, "tokens_per_crop": 256, "min_crops": 1, "max_crops": 12},
     ),
+    "llama4": (
+        {"vision_config": {"image_size": 336}},
+        {},
+        {"side": 336, "tokens_per_crop": 144, "max_crops": 16, "mean": HALVES, "resampling": "bilinear"},
+    ),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
     "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
     "smolvlm": (
@@ -143,6 +151,7 @@ def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
         ("glm4v", {"max_pixels": 8192}, {"max_pixels": 16384}),
         ("glm4v", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
         ("internvl", {"max_patches": 2}, {"max_crops": 2}),
+        ("llama4", {"max_patches": 2}, {"max_crops": 2}),
         ("pixtral", {"size": {"longest_edge": 64}}, {"longest_edge": 64}),
         ("smolvlm", {"do_image_splitting": False, "size": {"longest_edge": 64}}, {"splits": False, "longest_edge": 64}),
         ("gemma3", {"max_pixels": None}, None),
@@ -201,6 +210,10 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("internvl", {"max_patches": 10**9}, {}, r"max_patches"),
     ("internvl", {}, {"downsample_ratio": 0.3}, r"downsample_ratio=0.3 must divide the 4 patches"),
     ("internvl", {}, {"vision_config": {"image_size": [56, 28]}}, r"vision_config.image_size=.*must be a whole number"),
+    ("llama4", {"size": {"height": 56, "width": 84}}, {}, r"size=.* must be a square"),
+    ("llama4", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 56, not 84"),
+    ("llama4", {"resize_to_max_canvas": True}, {}, r"resize_to_max_canvas=True is not supported, only false"),
+    ("llama4", {"max_patches": 65}, {}, r"max_patches=65 must be a whole number from 1 to 64"),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from media_models import MODELS, byte_tokenizer, media_processor, noise
-from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
+from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from tokenizers import Tokenizer
+from transformers.image_utils import SizeDict
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from spmd_worker.media import resize
@@ -24,7 +26,9 @@ from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size
+from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size
+from spmd_worker.model.towers.pixels import PixelTable
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 
 PROMPTS = {
@@ -60,12 +64,21 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     return np.concatenate([patches(plane, patch) for plane in planes])
 
 
+def bfloat16_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
+    """Planes of a tower whose pixels are normalised in bfloat16."""
+    numbers = {"image_mean": processor.mean, "image_std": processor.std, "rescale_factor": processor.scale}
+    table = PixelTable(VisionConfig(processor.kind, 1, has_bfloat16_pixels=True, **numbers), torch.device("cpu"))
+    return [plane.numpy() for image in images for plane in table.planes(image.pixels)]
+
+
 def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarray:
     planes = [
         normalise(crop, processor.mean, processor.std, processor.scale)
         for image in images
         for crop in image.pixels.crops
     ]
+    if processor.kind == "llama4":
+        return np.concatenate([patches(plane, processor.patch_size) for plane in bfloat16_planes(images, processor)])
     if processor.kind.startswith(("qwen", "glm")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
@@ -119,6 +132,20 @@ def test_sizes_of_glm_are_those_of_transformers():
         else:
             assert glm_size(height, width, 28, *bounds) == theirs
     assert 100 < num_refused < 1000
+
+
+def test_tiles_of_llama4_are_those_of_transformers():
+    module, generator = llama4_module(), random.Random(1)
+    for _ in range(1500):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        side, most = generator.choice([(336, 16), (56, 6), (112, 1)])
+        grids = torch.tensor(module.find_supported_resolutions(most, SizeDict(height=side, width=side)))
+        canvas = module.get_best_fit((height, width), grids)
+        lines, columns = llama4_grid(height, width, side, most)
+        assert [lines * side, columns * side] == canvas.tolist()
+        limits = [min(max(length, side), target) for length, target in zip((height, width), canvas, strict=True)]
+        theirs = [max(int(each), 1) for each in module.get_max_res_without_distortion((height, width), limits)]
+        assert [*llama4_size(height, width, side, (lines * side, columns * side))] == theirs
 
 
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}

@@ -25,6 +25,7 @@ CLASSES = {
     "glm4v": ("Glm4vConfig", 4096),
     "glm4v_moe": ("Glm4vMoeConfig", 4096),
     "gemma3": ("Gemma3Config", 2304),
+    "llama4": ("Llama4Config", 5120),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
@@ -36,8 +37,9 @@ FITTING: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 896, "patch_size": 14},
     "smolvlm": {"image_size": 256},
     "llava_next": {"image_size": 336},
+    "llama4": {"hidden_size": 1408, "vision_output_dim": 4096},
 }
-"""Squares that the class's own numbers of tokens divide."""
+"""Numbers that the class's own ones fit."""
 SIZES = (
     ("hidden_size", "hidden_size"),
     ("intermediate_size", "intermediate_size"),
@@ -145,6 +147,10 @@ def test_every_row_is_of_a_family():
             {"model_type": "siglip_vision_model"},
             "squares of",
         ),
+        ("llama4", {}, {"intermediate_size": 64}, "intermediate_size=64 must be 4 times hidden_size=768"),
+        ("llama4", {}, {"pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio=0.3 must be 1 over a number that divides"),
+        ("llama4", {}, {"pixel_shuffle_ratio": 2}, "pixel_shuffle_ratio=2 must be 1 over a number that divides"),
+        ("llama4", {}, {"intermediate_size": 3072}, "vision_output_dim=None must be projector_input_dim=4096"),
         ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
         ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
         ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),

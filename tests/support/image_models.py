@@ -60,6 +60,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
+    "llama4": {"intermediate_size_mlp": 40},
     "llava_next_mistral": {"sliding_window": None},
 }
 _NAMED_IDS: Final = {

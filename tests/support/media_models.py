@@ -23,6 +23,7 @@ SPECIAL: Final = (
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
     *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
@@ -88,6 +89,12 @@ MODELS: Final = {
         {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}},
         {"size": {"height": 56, "width": 56}, "max_patches": 6, "crop_to_patches": False},
         ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    ),
+    "llama4": MediaModel(
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 6},
+        # It has no processor for Pillow: see media_oracle.py.
+        ("llama4", "Llama4ImageProcessor"),
     ),
     "mistral3": MediaModel(
         {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},

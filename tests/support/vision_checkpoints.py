@@ -44,6 +44,11 @@ _ROPE = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2]}
 _GLM = {**_QWEN, "intermediate_size": 40, "image_size": 84, "patch_size": 14, "rms_norm_eps": 0.03}
 _HALF = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "topk_group": 1, "n_group": 1}
+_LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2} | {
+    "attention_chunk_size": 64,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
@@ -141,6 +146,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    "llama4": (
+        "Llama4",
+        _LLAMA4,
+        {
+            "vision_config": {
+                **_TOWER,
+                "intermediate_size": 128,
+                "image_size": 56,
+                "patch_size": 14,
+                "vision_output_dim": 24,
+                "projector_input_dim": 24,
+                "projector_output_dim": 24,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
     # Heads of the sizes of real towers.
     "qwen3_vl_heads_of_72": (
         "Qwen3VL",
@@ -244,7 +265,10 @@ def image_of(name: str, number: int) -> ImagePixels:
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
-    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3")) else 1
+    size, count = (
+        SIZES[number],
+        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4")) else 1,
+    )
     if name.startswith(OF_PICTURES):
         height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
@@ -258,8 +282,15 @@ def normalised(pixels: Any, mean: tuple[float, ...] = MEAN, std: tuple[float, ..
     return (levels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
 
 
+def in_bfloat16(pixels: Any) -> Tensor:
+    """The same as float32, computed in bfloat16."""
+    levels = torch.from_numpy(pixels).permute(2, 0, 1).bfloat16() * (1 / 255)
+    mean, std = (torch.tensor(each, dtype=torch.bfloat16).view(3, 1, 1) for each in (MEAN, STD))
+    return ((levels - mean) / std).float()
+
+
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
-    planes = torch.stack([normalised(each) for each in image.crops])
+    planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
     if name.startswith(OF_TOKEN_GRIDS):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
@@ -281,9 +312,14 @@ def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32
     """Rows of the image's tokens, then those of each layer that adds some."""
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
+    if name == "llama4":
+        # A change of dtype leaves their imaginary part out.
+        model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
     inputs = _inputs(name, image, model.config)
     if not name.startswith(OF_TOKEN_GRIDS):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    if name == "llama4":
+        return (model.multi_modal_projector(model.get_image_features(**inputs).last_hidden_state.flatten(0, 1)),)
     found = model.model.get_image_features(**inputs)
     rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in found.pooler_output])
     added = getattr(found, "deepstack_features", None) or []

@@ -8,6 +8,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.glm import GlmTower
+from spmd_worker.model.towers.llama4 import Llama4Tower
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
@@ -21,6 +22,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "glm4v": GlmTower,
+    "llama4": Llama4Tower,
     "gemma3": Gemma3Tower,
     "llava": LlavaTower,
     "llava_next": OnevisionTower,

@@ -214,8 +214,12 @@ class InternvlTower(SquareTower):
         self.projector = TwoLinears(context, self._config, width, hidden_size)
 
     def forward(self, image: ImagePixels) -> TowerRows:
-        squares = self._squares(image)
-        count, side = len(squares), self._side // self._merge_size
-        lines = squares.reshape(count, self._side, side, -1).transpose(1, 2)
-        tokens = lines.reshape(count, side, side, -1).transpose(1, 2).reshape(count * side**2, -1)
+        tokens = columns_first(self._squares(image), self._side, self._merge_size)
         return TowerRows(self.projector(self.norm(tokens)))
+
+
+def columns_first(squares: Tensor, side: int, merge_size: int) -> Tensor:
+    """[C, side * side, E] -> [tokens, E * patches of a token], patches of a token by columns."""
+    count, new_side = len(squares), side // merge_size
+    lines = squares.reshape(count, side, new_side, -1).transpose(1, 2)
+    return lines.reshape(count, new_side, new_side, -1).transpose(1, 2).reshape(count * new_side**2, -1)

@@ -17,6 +17,7 @@ from spmd_worker.model_config.families.vision_files import (
     activation_of,
     heads_of,
     image_token_of,
+    rope_theta_of,
     side_of,
     two_linears,
 )
@@ -253,3 +254,57 @@ def internvl(files: VisionFiles) -> VisionConfig:
     )
     token = whole.count("image_token_id", 151667)
     return VisionConfig("internvl", image_token_id=token, merge_size=merge_size, tower=tower)
+
+
+# ---- Llama 4 -------------------------------------------------------------------------------------------------------
+
+_LLAMA4_NAMES: Final = TowerNames(
+    beginnings=("vision_model.", "multi_modal_projector."),
+    layers="vision_model.model.layers",
+    qkv=tuple([f"self_attn.{each}" for each in SEPARATE]),
+    output="self_attn.o_proj",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    mlp=("mlp.fc1", "mlp.fc2"),
+    patches="vision_model.patch_embedding.linear",
+    positions="vision_model.positional_embedding_vlm",
+    class_token="vision_model.class_embedding",
+    first_norm="vision_model.layernorm_pre",
+    last_norm="vision_model.layernorm_post",
+)
+
+
+def llama4(files: VisionFiles) -> VisionConfig:
+    """Llama 4: squares with a class token behind, axial angles, squares of patches as tokens."""
+    vision = files.vision
+    size, inner = vision.count("hidden_size", 768), vision.count("intermediate_size", 5632)
+    patch, crop = side_of(vision, "patch_size", 14), side_of(vision, "image_size", 448)
+    ratio, side = vision.number("pixel_shuffle_ratio", 0.5), crop // patch
+    merge_size = max(int(1 / ratio), 1)
+    if merge_size * ratio != 1 or not side or side % merge_size or crop % patch:
+        rule = f"must be 1 over a number that divides a square of {side} x {side} patches of {patch} pixels{WAY_OUT}"
+        raise vision.error("pixel_shuffle_ratio", rule)
+    if inner != size * merge_size**2:
+        raise vision.error("intermediate_size", f"must be {merge_size**2} times hidden_size={size}{WAY_OUT}")
+    projector_size = vision.count("projector_input_dim", 4096)
+    for key, default in (("projector_output_dim", 4096), ("vision_output_dim", 7680)):
+        if vision.count(key, default) != projector_size:
+            raise vision.error(key, f"must be projector_input_dim={projector_size}{WAY_OUT}")
+    vision.choice("num_channels", (3,), 3)
+    tower = TowerConfig(
+        names=_LLAMA4_NAMES,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_layers=vision.count("num_hidden_layers", 34),
+        num_heads=heads_of(vision, "num_attention_heads", 16, size, 4),
+        patch_size=patch,
+        # Its class has these, whatever a file says.
+        activation="gelu",
+        eps=1e-5,
+        has_patch_bias=False,
+        num_positions=side**2 + 1,
+        rope_theta=rope_theta_of(vision, 10000.0),
+        crop_size=crop,
+        projector_size=projector_size,
+    )
+    token = image_token_of(files, 200092)
+    return VisionConfig("llama4", token, merge_size=merge_size, tower=tower, has_bfloat16_pixels=True)

@@ -15,6 +15,7 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
+    llama4,
     llava_next,
     llava_of_squares,
     llava_onevision,
@@ -252,6 +253,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
+    "llama4": llama4,
     "gemma3": gemma3,
     "llava": _llava,
     "llava_next": llava_next,

@@ -32,7 +32,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import glm, pixtral, squares
+from spmd_worker.model.towers import glm, llama4, pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.layers import TowerTable
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
@@ -141,6 +141,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
+    "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
@@ -193,6 +194,11 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "glm46v": (glm, "_A", 0.0),
     "llava_next": (squares, "_unpadded", cut_at_end),
     "llava_onevision": (squares, "_unpadded", cut_at_end),
+    "llama4": (
+        llama4,
+        "axial_angles",
+        lambda columns, lines, *rest, **kinds: right_angles(lines, columns, *rest, **kinds),
+    ),
     "smolvlm": (TowerTable, "forward", lambda table: right_table(table).flip(0)),
     "mistral3": (
         pixtral,
