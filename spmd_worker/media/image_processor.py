@@ -20,6 +20,7 @@ from spmd_worker.media.processor_settings import (
     json_object,
     tower_sizes,
 )
+from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.vision_config import VisionConfig
 
@@ -41,12 +42,12 @@ class ImageProcessor:
     """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
-    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, Gemma 4 with at
-    most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of `side`, each of `tokens_per_crop`
-    tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the picture is squeezed into the
-    square), `is_padded` to a square first if set. LLaVA-OneVision cuts sizes of `pinpoints` into crops and keeps the
-    tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles; SmolVLM resizes the long side to
-    `longest_edge` and, if `splits`, cuts.
+    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
+    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of
+    `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the
+    picture is squeezed into the square), `is_padded` to a square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes
+    of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops`
+    tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -125,13 +126,31 @@ def _check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: i
 
 
 def _qwen(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
+    return _of_any_size(settings, model, tower, least, most)
+
+
+def _glm4v(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _frame_pixels(settings, "min_pixels", "shortest_edge", 112 * 112)
+    most = _frame_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 15000)
+    return _of_any_size(settings, model, tower, least, most)
+
+
+def _frame_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) -> int:
+    """Edges of GLM's `size` are numbers of pixels of two frames. `key`, of an image's, is a caller's alone."""
+    if settings.given.get(key) is not None:
+        return NUM_FRAMES * settings.integer(key, default, 1, _MAX_PIXELS)
+    return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _of_any_size(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, least: int, most: int) -> Values:
+    """Numbers of pictures of `least` to `most` pixels."""
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     _check_is_towers(settings, "patch_size", patch, tower.patch)
     settings.file.choice("temporal_patch_size", (2,), 2)
     _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
-    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
-    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
     if least > most:
         key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
         raise settings.of(key).error(key, f"asks for at least {least} pixels of an image and at most {most}")
@@ -202,18 +221,32 @@ def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSiz
     found = re.fullmatch(r"anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
     if found is None:
         raise model.error("vision_aspect_ratio", "must be anyres_max_ and a number from 1 to 99")
-    pinpoints = _pinpoints(settings.file, side)
-    if model.get("image_grid_pinpoints") is not None and _pinpoints(model, side) != pinpoints:
-        raise settings.file.error("image_grid_pinpoints", "must be those of config.json")
-    tokens = (side // tower.patch) ** 2
-    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": tokens}
-    return {**numbers, "pinpoints": pinpoints, "max_crops": int(found[1])}
-
-
-def _pinpoints(reader: ConfigReader, side: int) -> tuple[tuple[int, int], ...]:
-    key = "image_grid_pinpoints"
     numbers = range(1, 7)
-    values = reader.get(key, [[384 * lines, 384 * columns] for lines in numbers for columns in numbers])
+    every = [[384 * lines, 384 * columns] for lines in numbers for columns in numbers]
+    return {**_pictures(settings, model, tower, every), "max_crops": int(found[1])}
+
+
+def _llava_next(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    _check_is_towers(settings, "crop_size", settings.square("crop_size", 224), tower.side)
+    # A square of this size is what its middle is cut out of.
+    has_height = settings.of("size").object("size").get("height") is not None
+    side = settings.square("size", 224) if has_height else settings.side("size", "shortest_edge", 224)
+    _check_is_towers(settings, "size", side, tower.side)
+    return _pictures(settings, model, tower, [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]])
+
+
+def _pictures(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, default: list[list[int]]) -> Values:
+    """Numbers of pictures that are made of the tower's squares."""
+    pinpoints = _pinpoints(settings.file, tower.side, default)
+    if _pinpoints(model, tower.side, default) != pinpoints:
+        raise settings.file.error("image_grid_pinpoints", "must be those of config.json")
+    tokens = (tower.side // tower.patch) ** 2
+    return {"patch_size": tower.patch, "side": tower.side, "tokens_per_crop": tokens, "pinpoints": pinpoints}
+
+
+def _pinpoints(reader: ConfigReader, side: int, default: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    key = "image_grid_pinpoints"
+    values = reader.get(key, default)
     is_pair = [isinstance(each, list) and len(each) == 2 for each in values] if isinstance(values, list) else []
     if not is_pair or not all(is_pair):
         raise reader.error(key, "must list pairs of numbers")
@@ -235,6 +268,15 @@ def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
         raise model.error("downsample_ratio", f"must divide the {side // tower.patch} patches of a side")
     numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": side_tokens**2}
     return {**numbers, "min_crops": least, "max_crops": most}
+
+
+def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 336)
+    _check_is_towers(settings, "size", side, tower.side)
+    settings.file.choice("resize_to_max_canvas", (False,), False)
+    merge = int(1 / model.object("vision_config").number("pixel_shuffle_ratio", 0.5))
+    numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": (side // tower.patch // max(merge, 1)) ** 2}
+    return {**numbers, "max_crops": settings.integer("max_patches", 16, 1, _MAX_CROPS)}
 
 
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
@@ -280,13 +322,17 @@ _GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalise
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
     "qwen3_vl": _QWEN,
+    "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
+    "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
     "llava": _Rule(_llava),
+    "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
+    "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),

@@ -18,9 +18,10 @@ NUM_BYTES: Final = 16
 def media_id_of(image: ImagePixels, processor: ImageProcessor, *, is_alone: bool) -> bytes:
     """blake2b-128 of the processor's numbers, the shapes and all prepared pixels.
 
-    In LLaVA-OneVision rows also depend on the image's own size, and on whether it is the prompt's only one.
+    In LLaVA-NeXT and LLaVA-OneVision rows also depend on the image's own size, in LLaVA-OneVision on whether it is the
+    prompt's only one too.
     """
-    own = [image.size, is_alone] if processor.kind == "llava_onevision" else []
+    own = [*([image.size] if processor.pinpoints else []), *([is_alone] if processor.kind == "llava_onevision" else [])]
     described = json.dumps([asdict(processor), image.shapes, image.grid, own], sort_keys=True).encode("ascii")
     digest = blake2b(b"%d\n" % len(described), digest_size=NUM_BYTES)
     digest.update(described)

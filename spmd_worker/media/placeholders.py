@@ -185,8 +185,13 @@ _GEMMA4: Final = (
     *("<|image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
 )
+_GLM: Final = (
+    *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
+    ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+_SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 _MAX_GRID: Final = 6
 """Lines and columns of tiles that have tokens of their own in Idefics3."""
 _TILES: Final = tuple(f"<row_{row + 1}_col_{column + 1}>" for row in range(_MAX_GRID) for column in range(_MAX_GRID))
@@ -195,7 +200,9 @@ PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
     for kind, texts in {
         "qwen3_vl": _QWEN,
+        "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
+        "glm4v": _GLM,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -203,10 +210,15 @@ PLACEHOLDERS: Final = {
         "gemma4": _GEMMA4,
         "gemma4_unified": _GEMMA4,
         "llava": _LLAVA,
+        "llava_next": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (
             *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
             ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        ),
+        "llama4": (
+            *("<|image|>", "<|image|>", "<|patch|>"),
+            ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
         ),
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
@@ -245,6 +257,13 @@ def internvl_text(num_rows: int) -> str:
 def pixtral_text(num_lines: int, num_columns: int) -> str:
     """A break between lines, an end behind the last."""
     return "[IMG_BREAK]".join(["[IMG]" * num_columns] * num_lines) + "[IMG_END]"
+
+
+def llama4_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
+    """Tiles with a token between those of a line and one behind each, and the complete image; a tile alone is that."""
+    tile, (between, behind) = run_text("llama4", rows_per_tile), _SEPARATORS
+    lines = (between.join([tile] * num_columns) + behind) * num_lines if num_lines * num_columns > 1 else ""
+    return f"<|image_start|>{lines}<|image|>{tile}<|image_end|>"
 
 
 def smolvlm_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:

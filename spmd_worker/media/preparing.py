@@ -74,7 +74,8 @@ def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
 
 def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     unit = processor.patch_size * processor.merge_size
-    height, width = sizes.qwen_size(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
+    size_of = sizes.glm_size if processor.kind == "glm4v" else sizes.qwen_size
+    height, width = size_of(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
     lines, columns = height // unit, width // unit
     text = placeholders.run_text(processor.kind, lines * columns)
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
@@ -111,6 +112,11 @@ def _onevision(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Pa
         num_rows = processor.tokens_per_crop + 1
         crop = _squeezed(_square(pixels, processor), processor)
         return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _llava_next(pixels, processor, is_alone)
+
+
+def _llava_next(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The image and crops of it, each line of tokens with a newline row."""
     height, width = _size_of(pixels)
     target = sizes.best_pinpoint(height, width, processor.pinpoints)
     fitted = _resized(pixels, sizes.fitted_size(height, width, target), processor)
@@ -131,6 +137,20 @@ def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Par
         crops.append(_squeezed(pixels, processor))
     num_rows = processor.tokens_per_crop * len(crops)
     return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
+
+
+def _llama4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles of the image at the top left of a black canvas, and behind several the complete image."""
+    side, (height, width) = processor.side, _size_of(pixels)
+    lines, columns = sizes.llama4_grid(height, width, side, processor.max_crops)
+    canvas = np.zeros((lines * side, columns * side, NUM_CHANNELS), np.uint8)
+    fitted = _resized(pixels, sizes.llama4_size(height, width, side, _size_of(canvas)), processor)
+    canvas[: len(fitted), : fitted.shape[1]] = fitted
+    crops = _cut(canvas, side)
+    if len(crops) > 1:
+        crops.append(_squeezed(pixels, processor))
+    text = placeholders.llama4_text(lines, columns, processor.tokens_per_crop)
+    return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
 
 def _pixtral(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
@@ -158,13 +178,17 @@ def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
 
 _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
+    "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "glm4v": _qwen,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
     "llava": _llava,
+    "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,
+    "llama4": _llama4,
     "mistral3": _pixtral,
     "pixtral": _pixtral,
     "smolvlm": _smolvlm,

@@ -123,7 +123,7 @@ class ProcessorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """`side` is that of the pictures for which it has positions; 0 in Qwen's and Gemma 4's, which take any."""
+    """`side` is that of the pictures for which it has positions; 0 in Qwen's, GLM's and Gemma 4's, which take any."""
 
     model_type: str
     side: int
@@ -135,22 +135,30 @@ _CLASSES: Final = {
     "siglip_vision_model": (224, 16),
     "pixtral": (1024, 16),
     "internvl_vision": (448, 14),
+    "llama4_vision_model": (448, 14),
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
     "gemma4_vision": (0, 16),
     "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
+    "qwen2_vl_vision": (0, 14),
+    "glm4v_vision": (0, 14),
+    "glm4v_moe_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
 _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
+    "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
+    "glm4v": ("glm4v_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "gemma4": ("gemma4_vision", 0, 16),
     "gemma4_unified": ("gemma4_unified_vision", 0, 16),
     "llava": ("clip_vision_model", 336, 14),
+    "llava_next": ("clip_vision_model", 336, 14),
     "llava_onevision": ("siglip_vision_model", 384, 14),
+    "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
     "mistral3": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
@@ -163,7 +171,7 @@ def tower_sizes(model: ConfigReader, kind: str) -> TowerSizes:
     """Sizes in vision_config, with the defaults of its class."""
     model_type, side, patch = _DEFAULTS[kind]
     vision = model.object("vision_config")
-    if vision.config:
+    if model.get("vision_config") is not None:
         model_type = str(vision.get("model_type", model_type))
         side, patch = _CLASSES.get(model_type, _CLASSES[_DEFAULTS[kind][0]])
     return TowerSizes(model_type, _equal_sides(vision, "image_size", side), _equal_sides(vision, "patch_size", patch))

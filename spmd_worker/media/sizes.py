@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MAX_ASPECT_RATIO
 
@@ -14,13 +16,13 @@ Size: TypeAlias = tuple[int, int]
 """(height, width)."""
 _MAX_SMOLVLM_SIDE: Final = 4096
 _SMALLER_RATIO: Final = 1.1
+NUM_FRAMES: Final = 2
+"""Frames that GLM counts an image as."""
 
 
-def qwen_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+def qwen_size(height: int, width: int, unit: int, min_pixels: float, max_pixels: float) -> Size:
     """Multiples of `unit` at about the same ratio, with `min_pixels` to `max_pixels` pixels."""
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        rule = f"a side must be at most {MAX_ASPECT_RATIO} times the other"
-        raise MediaError("image_too_narrow", f"{width} x {height} pixels: {rule}")
+    _check_ratio(height, width)
     new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
     if new_height * new_width > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -44,6 +46,23 @@ def gemma4_size(height: int, width: int, unit: int, max_pixels: int) -> Size:
     if not new_width:
         return min(height // width * unit, longest), unit
     return new_height, new_width
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        rule = f"a side must be at most {MAX_ASPECT_RATIO} times the other"
+        raise MediaError("image_too_narrow", f"{width} x {height} pixels: {rule}")
+
+
+def glm_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+    """Qwen's, of images with sides of `unit` and more; shorter ones are made as long first. Pixels are those of two
+    frames.
+    """
+    _check_ratio(height, width)
+    if min(height, width) < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    return qwen_size(height, width, unit, min_pixels / NUM_FRAMES, max_pixels / NUM_FRAMES)
 
 
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:
@@ -75,14 +94,14 @@ def fitted_size(height: int, width: int, target: Size) -> Size:
 
 
 def unpadded_grid(height: int, width: int, lines: int, columns: int, max_crops: int, side: int) -> Size:
-    """Lines and columns of LLaVA-OneVision's tokens of crops: without those of padding, and made fewer beyond
-    `max_crops` crops of `side` x `side` tokens.
+    """Lines and columns of the tokens of crops of LLaVA-NeXT and LLaVA-OneVision: without those of padding, and made
+    fewer beyond `max_crops` crops of `side` x `side` tokens, 0 for any number.
     """
     if width / height > columns / lines:
         lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (lines / height), 7))) // 2 * 2
-    ratio = math.sqrt(lines * columns / (max_crops * side**2))
+    ratio = math.sqrt(lines * columns / (max_crops * side**2)) if max_crops else 1.0
     return (int(lines // ratio), int(columns // ratio)) if ratio > _SMALLER_RATIO else (lines, columns)
 
 
@@ -99,6 +118,38 @@ def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int
         if distance < nearest or (distance == nearest and has_pixels):
             best, nearest = (lines, columns), distance
     return best
+
+
+def llama4_grid(height: int, width: int, side: int, max_tiles: int) -> Size:
+    """Lines and columns of tiles that an image fits with least growth, or else with least loss; of such the fewest."""
+    grids: dict[float, list[Size]] = {}
+    for count in range(max_tiles, 0, -1):
+        for lines in [each for each in range(1, count + 1) if count % each == 0]:
+            grids.setdefault(lines / (count // lines), []).append((lines, count // lines))
+    # In transformers' order and float32.
+    ordered = [grid for equal in grids.values() for grid in equal]
+    scales = [
+        min(np.float32(lines * side) / np.float32(height), np.float32(columns * side) / np.float32(width))
+        for lines, columns in ordered
+    ]
+    growing = [scale for scale in scales if scale >= 1]
+    chosen = min(growing) if growing else max(scales)
+    fitting = [grid for grid, scale in zip(ordered, scales, strict=True) if scale == chosen]
+    return min(fitting, key=lambda grid: grid[0] * grid[1])
+
+
+def llama4_size(height: int, width: int, side: int, canvas: Size) -> Size:
+    """The largest size within `canvas` at the same ratio, rounded down; images do not grow beyond `side`."""
+    wanted = max(height, side), max(width, side)
+    # transformers divides sides of a canvas in float32, and others in float64.
+    kinds = [np.float32 if most < each else float for most, each in zip(canvas, wanted, strict=True)]
+    limit_height, limit_width = (min(pair) for pair in zip(canvas, wanted, strict=True))
+    tall = kinds[0](limit_height) / kinds[0](height)
+    wide = kinds[1](limit_width) / kinds[1](width)
+    compared = float if kinds == [float, float] else np.float32
+    if compared(wide) < compared(tall):
+        return max(min(math.floor(kinds[1](height) * wide), limit_height), 1), limit_width
+    return limit_height, max(min(math.floor(kinds[0](width) * tall), limit_width), 1)
 
 
 def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:

@@ -22,8 +22,9 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
     names, size = config.names, config.hidden_size
     patches = size * (config.num_patch_numbers + config.has_patch_bias)
     positions = size * (config.num_positions + bool(names.class_token))
-    # The last norm is always a LayerNorm.
-    norms = bool(names.first_norm) * _norm_elements(config, size) + bool(names.last_norm) * 2 * size
+    # The last norm of squares is always a LayerNorm.
+    last = 2 * size if config.crop_size else _norm_elements(config, size)
+    norms = bool(names.first_norm) * _norm_elements(config, size) + bool(names.last_norm) * last
     around = patches + positions + norms
     return around + config.num_layers * _layer_elements(config) + _projector_elements(vision, config, hidden_size)
 
@@ -59,14 +60,20 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if vision.kind == "glm4v":
+        inner = config.projector_size
+        gates, downsample = 2 * (inner + -inner % _ROW_STEP), hidden_size * (width + 1)
+        return downsample + hidden_size * (hidden_size + 2 + gates + inner)
+    if vision.kind == "llama4":
+        return config.projector_size * (width + config.projector_size + hidden_size)
     if vision.kind == "gemma3":
         return size + size * hidden_size
     if vision.kind == "smolvlm":
         return hidden_size * width
     inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
-    others = {"internvl": 2 * width, "mistral3": size + size * width, "llava_onevision": hidden_size}
-    return linears + others.get(vision.kind, 0)
+    others = {"internvl": 2 * width, "mistral3": size + size * width}
+    return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
 
 
 def tower_activations(vision: VisionConfig, num_tokens: int) -> tuple[int, int]:

@@ -115,7 +115,8 @@ class VisionConfig:
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
     of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
-    rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`.
+    rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
+    in bfloat16 with `has_bfloat16_pixels`.
     """
 
     kind: str
@@ -130,3 +131,4 @@ class VisionConfig:
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
+    has_bfloat16_pixels: bool = False

@@ -22,13 +22,21 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 EXPECTED = {
     "qwen3_vl": ImageProcessor("qwen3_vl", 16, HALVES, HALVES, merge_size=2, min_pixels=4096, max_pixels=65536),
+    "qwen2_vl": ImageProcessor("qwen2_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=784, max_pixels=50176),
     "qwen2_5_vl": ImageProcessor(
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
+    "llava_next": ImageProcessor(
+        *("llava_next", 14, CLIP_MEAN, CLIP_STD),
+        side=84,
+        tokens_per_crop=36,
+        pinpoints=tuple((height, width) for height, width in PINPOINTS),
+    ),
     "llava_onevision": ImageProcessor(
         *("llava_onevision", 14, CLIP_MEAN, CLIP_STD),
         side=84,
@@ -38,6 +46,9 @@ EXPECTED = {
     ),
     "internvl": ImageProcessor(
         "internvl", 14, CLIP_MEAN, CLIP_STD, side=56, tokens_per_crop=4, min_crops=1, max_crops=6
+    ),
+    "llama4": ImageProcessor(
+        "llama4", 14, HALVES, HALVES, resampling="bilinear", side=56, tokens_per_crop=4, max_crops=6
     ),
     "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
     "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
@@ -75,7 +86,9 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 
 # Files that leave everything out: their class's defaults, where the tower's agree.
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
+    "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
@@ -83,11 +96,21 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 224, "short_edge": 224, "patch_size": 14, "tokens_per_crop": 256},
     ),
+    "llava_next": (
+        {},
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        {"side": 336, "tokens_per_crop": 576, "max_crops": 0, "patch_size": 14},
+    ),
     "llava_onevision": ({}, {}, {"side": 384, "tokens_per_crop": 729, "max_crops": 9, "patch_size": 14}),
     "internvl": (
         {},
         {"size": {"height": 448, "width": 448}},
         {"side": 448, "tokens_per_crop": 256, "min_crops": 1, "max_crops": 12},
+    ),
+    "llama4": (
+        {"vision_config": {"image_size": 336}},
+        {},
+        {"side": 336, "tokens_per_crop": 144, "max_crops": 16, "mean": HALVES, "resampling": "bilinear"},
     ),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
     "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
@@ -108,6 +131,8 @@ def test_missing_keys_have_defaults_of_their_class(kind: str, tmp_path: Path):
     assert {key: found[key] for key in expected} == expected
     if kind == "llava_onevision":
         assert (len(found["pinpoints"]), found["pinpoints"][6]) == (36, (768, 384))
+    if kind == "llava_next":
+        assert found["pinpoints"] == ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
@@ -128,7 +153,10 @@ def test_siglip_tower_of_llava_takes_squeezed_squares(tmp_path: Path):
         ("qwen3_vl", {"min_pixels": 1024, "max_pixels": 2048}, {"min_pixels": 1024, "max_pixels": 2048}),
         ("qwen2_5_vl", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
         ("gemma4", {"max_soft_tokens": 140}, {"max_pixels": 140 * 64}),
+        ("glm4v", {"max_pixels": 8192}, {"max_pixels": 16384}),
+        ("glm4v", {"size": {"shortest_edge": 1, "longest_edge": 9}}, {"min_pixels": 1, "max_pixels": 9}),
         ("internvl", {"max_patches": 2}, {"max_crops": 2}),
+        ("llama4", {"max_patches": 2}, {"max_crops": 2}),
         ("pixtral", {"size": {"longest_edge": 64}}, {"longest_edge": 64}),
         ("smolvlm", {"do_image_splitting": False, "size": {"longest_edge": 64}}, {"splits": False, "longest_edge": 64}),
         ("gemma3", {"max_pixels": None}, None),
@@ -147,6 +175,7 @@ def test_overrides_replace_numbers_of_the_files(
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_vl", {"patch_size": 14}, {}, r"patch_size=14 must be the size that the tower has, vision_config's 16"),
+    ("qwen2_vl", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
     ("qwen3_vl", {"merge_size": 4}, {}, r"merge_size=4 must be the size"),
     ("qwen3_vl", {"temporal_patch_size": 1}, {}, r"temporal_patch_size=1 is not supported, only 2"),
     ("qwen3_vl", {"min_pixels": "many"}, {}, r"min_pixels=.many. must be a whole number"),
@@ -161,6 +190,9 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_vl", {"resample": 0}, {}, r"resample=0 is not supported, only 1 or 2 or 3"),
     ("qwen3_vl", {"do_resize": False}, {}, r"do_resize=False is not supported, only true"),
     ("qwen3_vl", {"do_normalize": False}, {}, r"do_normalize=False"),
+    ("glm4v", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
+    ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
+    ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),
@@ -180,6 +212,12 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llava", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size"),
     ("llava", {"size": {"shortest_edge": 70}}, {}, r"size=.*must be at least the 84 of crop_size"),
     ("llava", {}, {"vision_feature_select_strategy": "some"}, r"vision_feature_select_strategy"),
+    ("llava_next", {"crop_size": {"height": 70, "width": 70}}, {}, r"crop_size=.*must be the size that the tower has"),
+    ("llava_next", {"size": {"shortest_edge": 98}}, {}, r"size=.*must be the size that the tower has.* 84, not 98"),
+    ("llava_next", {"size": {"height": 84, "width": 98}}, {}, r"size=.*must be a square"),
+    ("llava_next", {"image_grid_pinpoints": [[84, 84]]}, {}, r"must be those of config.json"),
+    ("llava_next", {"image_grid_pinpoints": None}, {}, r"must be those of config.json"),
+    ("llava_next", {"image_grid_pinpoints": "84"}, {}, r"must list pairs of numbers"),
     ("llava_onevision", {"image_grid_pinpoints": [[84, 90]]}, {}, r"must have multiples of 84"),
     ("llava_onevision", {"image_grid_pinpoints": [84]}, {}, r"must list pairs"),
     ("llava_onevision", {"image_grid_pinpoints": [[84, 84]]}, {}, r"must be those of config.json"),
@@ -189,6 +227,10 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("internvl", {"max_patches": 10**9}, {}, r"max_patches"),
     ("internvl", {}, {"downsample_ratio": 0.3}, r"downsample_ratio=0.3 must divide the 4 patches"),
     ("internvl", {}, {"vision_config": {"image_size": [56, 28]}}, r"vision_config.image_size=.*must be a whole number"),
+    ("llama4", {"size": {"height": 56, "width": 84}}, {}, r"size=.* must be a square"),
+    ("llama4", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 56, not 84"),
+    ("llama4", {"resize_to_max_canvas": True}, {}, r"resize_to_max_canvas=True is not supported, only false"),
+    ("llama4", {"max_patches": 65}, {}, r"max_patches=65 must be a whole number from 1 to 64"),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),

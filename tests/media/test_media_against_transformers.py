@@ -4,6 +4,7 @@ Pillow 13 takes the vertical pass of a resize first where it is cheaper, which g
 the processors' calls are split into one for each axis.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from media_models import MODELS, byte_tokenizer, media_processor, noise
-from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
+from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from tokenizers import Tokenizer
+from transformers.image_utils import SizeDict
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from spmd_worker.media import resize
+from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
+from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size
+from spmd_worker.model.towers.pixels import PixelTable
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 
 PROMPTS = {
@@ -42,7 +50,7 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         return values
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
@@ -52,11 +60,19 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
     elif kind == "smolvlm":
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
-    elif kind == "llava_onevision":
-        planes = [plane for image in values for plane in image]
+    elif kind in ("llava_next", "llava_onevision"):
+        # Images of fewer crops are padded with zeros, which no normalised pixels are.
+        planes = [plane for image in values for plane in image if plane.any()]
     else:
         planes = list(values)
     return np.concatenate([patches(plane, patch) for plane in planes])
+
+
+def bfloat16_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
+    """Planes of a tower whose pixels are normalised in bfloat16."""
+    numbers = {"image_mean": processor.mean, "image_std": processor.std, "rescale_factor": processor.scale}
+    table = PixelTable(VisionConfig(processor.kind, 1, has_bfloat16_pixels=True, **numbers), torch.device("cpu"))
+    return [plane.numpy() for image in images for plane in table.planes(image.pixels)]
 
 
 def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarray:
@@ -65,7 +81,9 @@ def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarr
         for image in images
         for crop in image.pixels.crops
     ]
-    if processor.kind.startswith("qwen"):
+    if processor.kind == "llama4":
+        return np.concatenate([patches(plane, processor.patch_size) for plane in bfloat16_planes(images, processor)])
+    if processor.kind.startswith(("qwen", "glm")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
 
@@ -103,6 +121,37 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
 
 
+def test_sizes_of_glm_are_those_of_transformers():
+    """Sides from 1 on, of any ratio."""
+    generator, num_refused = random.Random(1), 0
+    for _ in range(2000):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        bounds = generator.choice([(12544, 9633792), (6272, 100352), (1, 3136), (100001, 100353)])
+        try:
+            theirs = smart_resize(2, height, width, 2, 28, *bounds)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(MediaError, match="at most 200 times the other"):
+                glm_size(height, width, 28, *bounds)
+        else:
+            assert glm_size(height, width, 28, *bounds) == theirs
+    assert 100 < num_refused < 1000
+
+
+def test_tiles_of_llama4_are_those_of_transformers():
+    module, generator = llama4_module(), random.Random(1)
+    for _ in range(1500):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        side, most = generator.choice([(336, 16), (56, 6), (112, 1)])
+        grids = torch.tensor(module.find_supported_resolutions(most, SizeDict(height=side, width=side)))
+        canvas = module.get_best_fit((height, width), grids)
+        lines, columns = llama4_grid(height, width, side, most)
+        assert [lines * side, columns * side] == canvas.tolist()
+        limits = [min(max(length, side), target) for length, target in zip((height, width), canvas, strict=True)]
+        theirs = [max(int(each), 1) for each in module.get_max_res_without_distortion((height, width), limits)]
+        assert [*llama4_size(height, width, side, (lines * side, columns * side))] == theirs
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -116,6 +165,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
         *("llava", {"image_processor_type": "SiglipImageProcessor", **SQUARE}, {"vision_config": SIGLIP}),
         ("siglip", "SiglipImageProcessorPil"),
     ),
+    "size of both sides": ("llava_next", {"size": {"height": 84, "width": 84}, "do_center_crop": False}, {}, None),
+    "pixels that its class has no keys for": ("glm4v", {"min_pixels": 99, "max_pixels": 3136}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
@@ -137,9 +188,12 @@ def test_variants_of_settings_have_bits_of_transformers(name: str, tmp_path: Pat
         assert np.array_equal(our_rows(prepared(PROMPTS[prompt], processor), processor), theirs)
 
 
+NEXT = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "qwen2_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
+    "glm4v": ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},
@@ -151,6 +205,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llava": (
         {"vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}},
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    ),
+    "llava_next": (
+        {"vision_config": None, "image_grid_pinpoints": None},
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": NEXT},
     ),
     "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),

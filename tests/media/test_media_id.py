@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from media_models import MODELS, media_processor, noise, saved
 from PIL import Image
@@ -59,3 +60,13 @@ def test_only_one_kind_names_alone_and_size(kind: str, tmp_path: Path):
     pixels = noise(84, 84)
     alone, beside = (prepare(pixels, processor, is_alone=is_alone) for is_alone in (True, False))
     assert (alone.media_id == beside.media_id) == (kind != "llava_onevision")
+
+
+@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision"])
+def test_size_counts_where_padding_is_cut_off(kind: str, tmp_path: Path):
+    """Black pictures in black padding: the same squares, of which other numbers of lines are kept."""
+    processor = media_processor(tmp_path, kind)
+    high, low = (prepare(np.zeros((lines, 168, 3), np.uint8), processor, is_alone=True) for lines in (84, 60))
+    assert high.pixels.data == low.pixels.data
+    assert high.num_rows > low.num_rows
+    assert high.media_id != low.media_id

@@ -50,10 +50,11 @@ CASES = {
     "gemma4": Case(image_folder, image_reference, {**SIGHT, "sees_in_windows": True}),
     "gemma4_clipped": Case(image_folder, image_reference, {"input_token_id": 3}),
     "glm4v": Case(family_folder, family_reference, THREE),
+    "glm4v_moe": Case(expert_folder, expert_reference, THREE),
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }
 """Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid; sight, with a window
-shorter than an image, the same in some layers; layers' own inputs; neighbours as pairs; experts.
+shorter than an image, the same in some layers; layers' own inputs; neighbours as pairs; experts, of a part of the head.
 """
 IMAGES = ((3, 2, 4), (20, 3, 2))
 IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "gemma3_images", "gemma4", "gemma4_clipped")

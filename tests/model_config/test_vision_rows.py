@@ -20,18 +20,28 @@ PATH = Path("config.json")
 CLASSES = {
     "qwen3_vl": ("Qwen3VLConfig", 3584),
     "qwen3_5": ("Qwen3_5Config", 3584),
+    "qwen2_vl": ("Qwen2VLConfig", 3584),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
+    "glm4v": ("Glm4vConfig", 4096),
+    "glm4v_moe": ("Glm4vMoeConfig", 4096),
     "gemma3": ("Gemma3Config", 2304),
     "gemma4": ("Gemma4Config", 2304),
     "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
+    "llama4": ("Llama4Config", 5120),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
     "llava": ("LlavaConfig", 4096),
+    "llava_next": ("LlavaNextConfig", 4096),
     "llava_onevision": ("LlavaOnevisionConfig", 3584),
 }
-FITTING = {"gemma3": {"image_size": 896, "patch_size": 14}, "smolvlm": {"image_size": 256}}
-"""Squares that the class's own numbers of tokens divide."""
+FITTING: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_size": 896, "patch_size": 14},
+    "smolvlm": {"image_size": 256},
+    "llava_next": {"image_size": 336},
+    "llama4": {"hidden_size": 1408, "vision_output_dim": 4096},
+}
+"""Numbers that the class's own ones fit."""
 SIZES = (
     ("hidden_size", "hidden_size"),
     ("intermediate_size", "intermediate_size"),
@@ -59,7 +69,15 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
         assert sizes == (bare.mm_embed_dim, bare.mm_posemb_size, 16, bare.pooling_kernel_size, bare.rms_norm_eps)
         assert (vision.image_token_id, vision.sees_in_windows) == (theirs.image_token_id, True)
         return
-    assert [getattr(tower, ours) for _, ours in SIZES] == [getattr(bare, key) for key, _ in SIZES]
+    sizes = [getattr(bare, key, None) for key, _ in SIZES]
+    if row == "qwen2_vl":
+        sizes = [bare.embed_dim, bare.embed_dim * bare.mlp_ratio, bare.num_heads]
+    if row.startswith("glm4v"):
+        sizes = [bare.hidden_size, bare.out_hidden_size, bare.num_heads]
+        assert (tower.projector_size, tower.num_positions) == (bare.intermediate_size, 24**2)
+        assert (tower.eps, tower.has_qkv_bias) == (bare.rms_norm_eps, bare.attention_bias)
+        assert tower.rope_theta == bare.rope_parameters["rope_theta"]
+    assert [getattr(tower, ours) for _, ours in SIZES] == sizes
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
     token = getattr(theirs, "image_token_id", None)
@@ -72,11 +90,24 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
         assert (tower.clips, tower.standardises, tower.activation) == (False, False, "gelu_tanh")
     if row == "qwen2_5_vl":
         assert (tower.window_size, tower.full_layers) == (bare.window_size, tuple(bare.fullatt_block_indexes))
-    if row == "llava":
+    if row == "llava_next":
+        assert [list(each) for each in tower.pinpoints] == theirs.image_grid_pinpoints
+    if row in ("llava", "llava_next"):
         assert tower.num_layers == bare.num_hidden_layers - 1
         assert tower.drops_first_row
     else:
         assert tower.num_layers == bare.num_hidden_layers
+
+
+@pytest.mark.parametrize("row", ["llava", "llava_next", "llava_onevision"])
+def test_files_without_towers_have_their_classes(row: str):
+    theirs = getattr(transformers, CLASSES[row][0])().vision_config
+    _, tower = read(row, {})
+    numbers = [getattr(theirs, key) for key, _ in SIZES]
+    assert [getattr(tower, ours) for _, ours in SIZES] == numbers
+    assert (tower.crop_size, tower.patch_size) == (theirs.image_size, theirs.patch_size)
+    assert tower.num_layers == theirs.num_hidden_layers - (row != "llava_onevision")
+    assert bool(tower.names.class_token) == (theirs.model_type == "clip_vision_model")
 
 
 def test_every_row_is_of_a_family():
@@ -98,7 +129,16 @@ def test_every_row_is_of_a_family():
         ("qwen3_vl", {}, {"num_heads": 7}, "must divide hidden_size=1152"),
         ("qwen3_vl", {}, {"hidden_act": "mish"}, "hidden_act='mish' is not supported"),
         ("qwen3_vl", {}, {"patch_size": [16, 8]}, "must be one length for both sides"),
+        ("qwen2_vl", {}, {"hidden_size": 64}, "vision_config.hidden_size=64 is not the hidden size of the text"),
+        ("qwen2_vl", {}, {"embed_dim": 100}, "num_heads=None must divide embed_dim=100"),
+        ("qwen2_vl", {}, {"embed_dim": -1}, "vision_config.embed_dim=-1 must be a whole number"),
+        ("qwen2_vl", {}, {"mlp_ratio": 1000}, "mlp_ratio=1000 must be at most 256"),
+        ("qwen2_vl", {}, {"mlp_ratio": 2.5}, "mlp_ratio=2.5 must be a whole number"),
         ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
+        ("glm4v", {}, {"out_hidden_size": 64}, "vision_config.out_hidden_size=64 is not the hidden size of the text"),
+        ("glm4v", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
+        ("glm4v", {}, {"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ("glm4v_moe", {}, {"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
         ("gemma4", {}, {"head_dim": 18}, "head_dim=18 must be a multiple of 4"),
@@ -118,6 +158,15 @@ def test_every_row_is_of_a_family():
         ("gemma4_unified", {}, {"mm_posemb_size": -1}, "mm_posemb_size=-1 must be a whole number"),
         ("gemma4", {"image_token_id": -1}, {}, "image_token_id=-1 must be a whole number"),
         ("llava", {"vision_feature_layer": -20}, {"model_type": "clip_vision_model"}, "from -13 to 12"),
+        (
+            "llava_next",
+            {"vision_feature_select_strategy": "full"},
+            {"image_size": 336},
+            'must be "default" if the tower',
+        ),
+        ("llava_next", {"image_grid_pinpoints": [[336, 40]]}, {"image_size": 336}, "of squares of 336 pixels"),
+        ("llava_next", {"image_grid_pinpoints": "x"}, {"image_size": 336}, "of squares of 336 pixels"),
+        ("llava_next", {}, {}, "of squares of 224 pixels"),
         ("llava_onevision", {"vision_aspect_ratio": "anyres"}, {"model_type": "siglip_vision_model"}, "anyres_max_"),
         ("llava_onevision", {"image_grid_pinpoints": [[5, 5]]}, {"model_type": "siglip_vision_model"}, "of squares of"),
         (
@@ -126,6 +175,10 @@ def test_every_row_is_of_a_family():
             {"model_type": "siglip_vision_model"},
             "squares of",
         ),
+        ("llama4", {}, {"intermediate_size": 64}, "intermediate_size=64 must be 4 times hidden_size=768"),
+        ("llama4", {}, {"pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio=0.3 must be 1 over a number that divides"),
+        ("llama4", {}, {"pixel_shuffle_ratio": 2}, "pixel_shuffle_ratio=2 must be 1 over a number that divides"),
+        ("llama4", {}, {"intermediate_size": 3072}, "vision_output_dim=None must be projector_input_dim=4096"),
         ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
         ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
         ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),

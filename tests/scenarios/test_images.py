@@ -44,6 +44,9 @@ from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.worker.runner.media_store import MediaStore
 
 ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_blocks": 96, "max_model_len": 192, "max_num_seqs": 6}
+_OF_PICTURES = {"num_blocks": 256, "max_model_len": 512}
+OF_KIND: dict[str, dict[str, Any]] = {"llava_next": _OF_PICTURES, "llava_next_mistral": _OF_PICTURES}
+"""Kinds whose prompts are longer."""
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
 FORKED = SamplingParams(temperature=1, seed=3, n=3, max_tokens=40, logprobs=1, ignore_eos=True)
@@ -90,7 +93,7 @@ def numbers_of(logprobs: dict[int, Any]) -> list[list[Any]]:
 
 
 def opened(kind: str, **options: Any) -> LLM:
-    return LLM(str(image_folder(kind)), **{"dtype": "float32", **ROOMY, **options})
+    return LLM(str(image_folder(kind)), **{"dtype": "float32", **ROOMY, **OF_KIND.get(kind, {}), **options})
 
 
 def small(model: "OpenModel", **options: Any) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def small(model: "OpenModel", **options: Any) -> dict[str, Any]:
         # The rows of two pictures in one prompt, but for one of them, or those of a picture alone, which may be more.
         two, _, _, alone, _ = [each[0].count(image_token_id(model.kind)) for each in model.expected]
         longest = max(len(ids) + len(samples[0][0]) for ids, samples in model.expected)
-        num_blocks, num_rows = longest // 8 + 1, max(two - 1, alone)
+        # With fewer blocks longer prompts run one after another.
+        num_blocks, num_rows = longest // 8 + (4 if model.kind in OF_KIND else 1), max(two - 1, alone)
     rows = {"media_rows_gib": (num_rows * num_row_bytes + 1) / 2**30, "max_encode_patches": 40}
     return {**ROOMY, "num_blocks": num_blocks, "max_model_len": 8 * num_blocks, **rows, **options}
 
@@ -168,7 +172,8 @@ _TALL, _WIDE, _LARGE = noise(150, 50, 3), noise(51, 257, 7), noise(251, 243, 8)
 _SMALL = [noise(33, 77, 9), noise(95, 41, 10), noise(64, 151, 11)]
 GIVEN = {
     "two": [PICTURES, OTHERS],
-    # Alone LLaVA-OneVision cuts padding off at the sides; above and below; and has fewer tokens than squares.
+    # LLaVA-NeXT, and alone LLaVA-OneVision, cuts padding off at the sides; above and below. This has fewer tokens than
+    # squares.
     "one": [(_TALL,), (_WIDE,), (_LARGE,)],
     # One is there twice. LLaVA-OneVision's rows of a picture alone are others.
     "five": [(_TALL, *_SMALL[:2], _TALL, _SMALL[2]), (_TALL,), (*_SMALL, _TALL, _SMALL[1])],
@@ -485,7 +490,10 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
     ("kind", "layout"),
     [
         pytest.param(kind, name, marks=pytest.mark.matrix if (kind, name) in IN_LAYOUTS else pytest.mark.stress)
-        for kind, name in (*product(WHOLE_KINDS, LAYOUTS), ("gemma4_clipped", "tensor"))
+        for kind, name in [
+            *product(WHOLE_KINDS, LAYOUTS),
+            *product(("qwen2_vl", "llava_next", "glm4v", "glm4v_moe", "llama4", "gemma4_clipped"), ("tensor",)),
+        ]
     ],
 )
 def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):

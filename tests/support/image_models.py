@@ -17,7 +17,7 @@ from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
 from torch import Tensor
-from vision_checkpoints import CASES, stir
+from vision_checkpoints import CASES, OF_TOKEN_GRIDS, stir
 
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
     from transformers import PreTrainedModel
 
-KINDS: Final = (*MODELS, "qwen3_5", "idefics3", "gemma4_clipped")
+_MEDIA_KINDS: Final = {
+    "qwen3_5": "qwen3_vl",
+    "idefics3": "smolvlm",
+    "gemma4_clipped": "gemma4",
+    "llava_next_mistral": "llava_next",
+    "glm46v": "glm4v",
+    "glm4v_moe": "glm4v",
+}
+KINDS: Final = (*MODELS, *_MEDIA_KINDS)
 NUM_TOKENS: Final = 8
 PICTURES: Final = (noise(97, 61, 3), noise(130, 257, 4))
 OTHERS: Final = (noise(97, 61, 5), PICTURES[1])
@@ -72,6 +80,8 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
+    "llama4": {"intermediate_size_mlp": 40},
+    "llava_next_mistral": {"sliding_window": None},
 }
 _NAMED_IDS: Final = {
     "video_token_id": "<|video_pad|>",
@@ -90,7 +100,7 @@ _NAMED_IDS_OF_GEMMA4: Final = {
 
 def media_kind(kind: str) -> str:
     """The row of the table of placeholders and processors."""
-    return {"qwen3_5": "qwen3_vl", "idefics3": "smolvlm", "gemma4_clipped": "gemma4"}.get(kind, kind)
+    return _MEDIA_KINDS.get(kind, kind)
 
 
 @cache
@@ -269,7 +279,7 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
     if kind == "gemma4_unified":
         given |= _merged(given, image_reference(kind).config.vision_config)
     types = (ids == image_token_id(kind)).long()
-    if kind.startswith(("qwen", "gemma4")):
+    if kind.startswith((*OF_TOKEN_GRIDS, "gemma4")):
         given["mm_token_type_ids"] = types
     if kind == "gemma3":
         given["token_type_ids"] = types

@@ -22,6 +22,8 @@ SPECIAL: Final = (
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
+    *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 GEMMA4_SPECIAL: Final = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
@@ -49,8 +51,16 @@ MODELS: Final = {
         },
         ("qwen2_vl", "Qwen2VLImageProcessorPil"),
     ),
+    "qwen2_vl": MediaModel(
+        {"vision_config": {}}, {"min_pixels": 784, "max_pixels": 50176}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
     "qwen2_5_vl": MediaModel(
         {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
+    "glm4v": MediaModel(
+        {"vision_config": {}},
+        {"size": {"shortest_edge": 6272, "longest_edge": 100352}},
+        ("glm4v", "Glm4vImageProcessorPil"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},
@@ -76,6 +86,15 @@ MODELS: Final = {
         {"size": {"shortest_edge": 84}, "crop_size": {"height": 84, "width": 84}},
         ("clip", "CLIPImageProcessorPil"),
     ),
+    "llava_next": MediaModel(
+        {"vision_config": _CLIP, "image_grid_pinpoints": PINPOINTS},
+        {
+            "size": {"shortest_edge": 84},
+            "crop_size": {"height": 84, "width": 84},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        ("llava_next", "LlavaNextImageProcessorPil"),
+    ),
     "llava_onevision": MediaModel(
         {"vision_config": _SIGLIP, "vision_aspect_ratio": "anyres_max_4", "image_grid_pinpoints": PINPOINTS},
         {"size": {"height": 84, "width": 84}, "image_grid_pinpoints": PINPOINTS},
@@ -85,6 +104,12 @@ MODELS: Final = {
         {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}},
         {"size": {"height": 56, "width": 56}, "max_patches": 6, "crop_to_patches": False},
         ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    ),
+    "llama4": MediaModel(
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 6},
+        # It has no processor for Pillow: see media_oracle.py.
+        ("llama4", "Llama4ImageProcessor"),
     ),
     "mistral3": MediaModel(
         {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},

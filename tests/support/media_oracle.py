@@ -8,12 +8,15 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import torch
 from media_models import MODELS
 from PIL import Image
+from transformers.image_utils import SizeDict
 
 from spmd_worker.media.prepared import Pixels
 
@@ -39,6 +42,8 @@ def oracle_of(kind: str) -> Any:
 def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
     """Outputs of transformers for the images of one prompt."""
     images = [Image.fromarray(each) for each in pictures]
+    if kind == "llama4":
+        return _llama4_inputs(pictures)
     settings = dict(MODELS[kind].settings)
     options: dict[str, Any] = {}
     if kind == "internvl":
@@ -50,6 +55,65 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
         options["return_row_col_info"] = True
     given = [images] if kind in ("llava_onevision", "smolvlm") else images
     return dict(oracle_of(kind)(**settings)(images=given, return_tensors="np", **options))
+
+
+def llama4_module() -> Any:
+    """transformers' module of Llama 4's processor, which has one for torchvision alone, with the one function of it
+    that it calls itself.
+    """
+
+    def pad(images: torch.Tensor, padding: list[int], fill: list[int]) -> torch.Tensor:
+        left, top, right, bottom = padding
+        assert set(fill) == {0}, fill
+        return torch.nn.functional.pad(images, (left, right, top, bottom))
+
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules[names[-1]].functional = SimpleNamespace(pad=pad)
+    with patch.dict(sys.modules, modules):
+        return importlib.import_module("transformers.models.llama4.image_processing_llama4")
+
+
+def _llama4_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """What its processor makes with Pillow's resizing in place of torchvision's, whose levels differ by one."""
+    settings = MODELS["llama4"].settings
+
+    def resize(images: torch.Tensor, size: Any, resample: int) -> torch.Tensor:
+        whole = [
+            Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
+            for each in images
+        ]
+        return torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in whole])
+
+    def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torch.Tensor:
+        pair = (torch.tensor(each, dtype=images.dtype).view(3, 1, 1) for each in (mean, std))
+        return (images - next(pair)) / next(pair)
+
+    processor = llama4_module().Llama4ImageProcessor
+    stub = SimpleNamespace(resize=resize, normalize=normalise)
+    stub.rescale_and_normalize = processor.rescale_and_normalize.__get__(stub)
+    made = processor._preprocess(
+        stub,
+        [torch.from_numpy(each.copy()).permute(2, 0, 1) for each in pictures],
+        do_resize=True,
+        do_rescale=True,
+        do_normalize=True,
+        rescale_factor=1 / 255,
+        resample=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        resize_to_max_canvas=False,
+        disable_grouping=True,
+        return_tensors=None,
+        size=SizeDict(**settings["size"]),
+        max_patches=settings["max_patches"],
+    )
+    # All tiles, and those of each image.
+    tiles = [each.flatten(0, -4) for each in made["pixel_values"]]
+    return {
+        "pixel_values": torch.cat(tiles).float().numpy(),
+        "aspect_ratios": torch.stack(made["aspect_ratios"]).tolist(),
+    }
 
 
 def processing_module(name: str) -> Any:
@@ -72,13 +136,25 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         return [f"\n\n{token.boi_token}{'<image_soft_token>' * 16}{token.eoi_token}\n\n"] * num_images
     name, class_name, own = {
         "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
+        "qwen2_vl": ("qwen2_vl", "Qwen2VLProcessor", {"image_token": "<|image_pad|>"}),
         "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor", {"image_token": "<|image_pad|>"}),
         "gemma4": (
             *("gemma4", "Gemma4Processor"),
             {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
         ),
+        "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
+        "llama4": ("llama4", "Llama4Processor", {"patch_size": 14, "downsample_ratio": 4}),
         "llava": (
             *("llava", "LlavaProcessor"),
+            {
+                "image_token": "<image>",
+                "patch_size": 14,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        ),
+        "llava_next": (
+            *("llava_next", "LlavaNextProcessor"),
             {
                 "image_token": "<image>",
                 "patch_size": 14,
@@ -121,7 +197,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
     class_ = getattr(processing_module(name), class_name)
     settings = {key: value for key, value in MODELS[kind].settings.items() if key == "image_grid_pinpoints"}
     stub = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2, **settings), **{**own, **changes})
-    for method in ("_get_number_of_features", "_get_unpadded_features"):
+    for method in ("_prompt_split_image", "_get_number_of_features", "_get_unpadded_features"):
         if hasattr(class_, method):
             setattr(stub, method, getattr(class_, method).__get__(stub))
     return [class_.replace_image_token(stub, inputs, index) for index in range(num_images)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IMAGE_TOKEN = 60
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
 SIDE = 84
-"""Pixels of a square of LLaVA and LLaVA-OneVision."""
+"""Pixels of a square of LLaVA, LLaVA-NeXT and LLaVA-OneVision."""
 PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 _TEXT = {
     "vocab_size": 64,
@@ -41,6 +41,14 @@ _TEXT = {
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 _QWEN = {"depth": 4, "hidden_size": 32, "intermediate_size": 52, "num_heads": 2, "out_hidden_size": 32}
 _ROPE = {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [4, 2, 2]}
+_GLM = {**_QWEN, "intermediate_size": 40, "image_size": 84, "patch_size": 14, "rms_norm_eps": 0.03}
+_HALF = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "topk_group": 1, "n_group": 1}
+_LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2} | {
+    "attention_chunk_size": 64,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
@@ -76,11 +84,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
         {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
     ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"rope_parameters": _ROPE},
+        {"vision_config": {"depth": 4, "embed_dim": 48, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 32}},
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"rope_parameters": _ROPE},
         {"vision_config": {**_QWEN, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
     ),
+    "glm4v": ("Glm4v", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "attention_bias": True}}),
+    "glm46v": (
+        "Glm46V",
+        {"model_type": "glm4v_text", "rope_parameters": _HALF},
+        {"vision_config": {**_GLM, "model_type": "glm4v_vision", "hidden_size": 48, "intermediate_size": 64}},
+    ),
+    "glm4v_moe": ("Glm4vMoe", {**_EXPERTS, "rope_parameters": _HALF}, {"vision_config": _GLM}),
     "gemma3": (
         "Gemma3",
         {},
@@ -109,6 +129,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Llava",
         {"model_type": "qwen2"},
         {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
+    ),
+    "llava_next": (
+        "LlavaNext",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": 32}}
+        | {"image_grid_pinpoints": PINPOINTS},
+    ),
+    "llava_next_mistral": (
+        "LlavaNext",
+        {"model_type": "mistral"},
+        {"vision_config": {**_VIT, "model_type": "clip_vision_model", "projection_dim": 32}}
+        | {"image_grid_pinpoints": PINPOINTS, "vision_feature_layer": -1, "multimodal_projector_bias": False},
     ),
     "llava_onevision": (
         "LlavaOnevision",
@@ -140,6 +172,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    "llama4": (
+        "Llama4",
+        _LLAMA4,
+        {
+            "vision_config": {
+                **_TOWER,
+                "intermediate_size": 128,
+                "image_size": 56,
+                "patch_size": 14,
+                "vision_output_dim": 24,
+                "projector_input_dim": 24,
+                "projector_output_dim": 24,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
     # Heads of the sizes of real towers.
     "qwen3_vl_heads_of_72": (
         "Qwen3VL",
@@ -179,6 +227,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
+OF_TOKEN_GRIDS = ("qwen", "glm")
+"""Beginnings of cases whose tokens have lines and columns, which their positions follow."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
 
@@ -202,8 +252,8 @@ def _write(folder: Path, name: str) -> None:
     stir(model)
     model.save_pretrained(folder)
     processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
-    if name.startswith("qwen"):
-        # Its class assumes 14.
+    if name.startswith(OF_TOKEN_GRIDS):
+        # Qwen's class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
     if name.startswith("gemma4"):
         processor |= {"do_normalize": True, "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
@@ -237,23 +287,28 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
 
 _BOUNDS = {"input_min": -1.2, "input_max": 1.4, "output_min": -1.6, "output_max": 1.8}
 """Bounds of Gemma 4's linear layers."""
+OF_PICTURES = ("llava_next", "llava_onevision")
+"""Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
 SIZES = ((100, 140), (84, 50), (500, 490))
-"""Images of LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
+"""Images of LLaVA-NeXT and LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
 
 def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith(("qwen", "gemma4", "mistral3", "pixtral")):
+    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral")):
         grid = GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
-    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3")) else 1
-    if name == "llava_onevision":
+    size, count = (
+        SIZES[number],
+        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4")) else 1,
+    )
+    if name.startswith(OF_PICTURES):
         height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
     crops = tuple([_pixels(generator, side, side) for _ in range(count)])
@@ -266,9 +321,16 @@ def normalised(pixels: Any, mean: tuple[float, ...] = MEAN, std: tuple[float, ..
     return (levels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
 
 
+def in_bfloat16(pixels: Any) -> Tensor:
+    """The same as float32, computed in bfloat16."""
+    levels = torch.from_numpy(pixels).permute(2, 0, 1).bfloat16() * (1 / 255)
+    mean, std = (torch.tensor(each, dtype=torch.bfloat16).view(3, 1, 1) for each in (MEAN, STD))
+    return ((levels - mean) / std).float()
+
+
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
-    planes = torch.stack([normalised(each) for each in image.crops])
-    if name.startswith("qwen"):
+    planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
+    if name.startswith(OF_TOKEN_GRIDS):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
@@ -283,11 +345,13 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         lines, places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
         return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
-    sizes = torch.tensor([image.size if name == "llava_onevision" else image.crops[0].shape[:2]])
+    sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
     if name in ("mistral3", "pixtral"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
+    if name.startswith(OF_PICTURES):
+        return {"pixel_values": planes[None], "image_sizes": sizes}
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 
@@ -296,9 +360,14 @@ def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32
     """Rows of the image's tokens, then those of each layer that adds some."""
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
+    if name == "llama4":
+        # A change of dtype leaves their imaginary part out.
+        model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
     inputs = _inputs(name, image, model.config)
-    if not name.startswith("qwen"):
+    if not name.startswith(OF_TOKEN_GRIDS):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    if name == "llama4":
+        return (model.multi_modal_projector(model.get_image_features(**inputs).last_hidden_state.flatten(0, 1)),)
     found = model.model.get_image_features(**inputs)
     rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in found.pooler_output])
     added = getattr(found, "deepstack_features", None) or []

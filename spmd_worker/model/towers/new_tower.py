@@ -8,8 +8,10 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
+from spmd_worker.model.towers.glm import GlmTower
+from spmd_worker.model.towers.llama4 import Llama4Tower
 from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
-from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen3Tower
+from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model_config.encoder_part import EncoderPart
@@ -18,11 +20,15 @@ from spmd_worker.ranks.communicator import single_group
 
 _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] = {
     "qwen3_vl": Qwen3Tower,
+    "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
+    "glm4v": GlmTower,
+    "llama4": Llama4Tower,
     "gemma3": Gemma3Tower,
     "gemma4": Gemma4Tower,
     "gemma4_unified": Gemma4Embedder,
     "llava": LlavaTower,
+    "llava_next": OnevisionTower,
     "llava_onevision": OnevisionTower,
     "internvl": InternvlTower,
     "mistral3": Mistral3Tower,

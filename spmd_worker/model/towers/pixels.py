@@ -17,11 +17,7 @@ class PixelTable(nn.Module):
 
     def __init__(self, vision: VisionConfig, device: torch.device) -> None:
         super().__init__()
-        # (x * factor - mean) / std, each step rounded to float32.
-        levels = (np.arange(256, dtype=np.float64) * vision.rescale_factor).astype(np.float32)
-        pairs = zip(vision.image_mean, vision.image_std, strict=True)
-        table = np.stack([(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs])
-        self._table, self._device = torch.from_numpy(table), device
+        self._table, self._device = _table(vision), device
 
     def forward(self, pixels: Tensor) -> Tensor:
         table = self._table.to(pixels.device)
@@ -31,6 +27,19 @@ class PixelTable(nn.Module):
         """float32 [3, height, width] of each square of the image, or of the image itself."""
         # Arrays of received pixels are read-only.
         return [self(torch.tensor(each, device=self._device)) for each in image.crops]
+
+
+def _table(vision: VisionConfig) -> Tensor:
+    """float32 [3, 256]: (x * factor - mean) / std, each step rounded to float32, or to bfloat16."""
+    if vision.has_bfloat16_pixels:
+        given = torch.arange(256, dtype=torch.bfloat16) * vision.rescale_factor
+        mean, std = (
+            torch.tensor(each, dtype=torch.bfloat16).unsqueeze(1) for each in (vision.image_mean, vision.image_std)
+        )
+        return ((given - mean) / std).float()
+    levels = (np.arange(256, dtype=np.float64) * vision.rescale_factor).astype(np.float32)
+    pairs = zip(vision.image_mean, vision.image_std, strict=True)
+    return torch.from_numpy(np.stack([(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs]))
 
 
 def patches_of(plane: Tensor, patch_size: int, num_frames: int = 1, merge_size: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Towers of Qwen3-VL, Qwen3.5 and Qwen2.5-VL: images of any size, axial angles, squares of patches as tokens.
+"""Towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size, axial angles, squares of patches as tokens.
 
 N: patches; E: width of the tower; M: tokens of the image.
 """
@@ -129,14 +129,23 @@ def _line_taps(index: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor
     return found
 
 
-class Qwen2_5Tower(QwenTower):
-    """Most layers see windows: patches are in order of windows, tokens are put back at the end."""
+class Qwen2Tower(QwenTower):
+    """All layers see the complete image; a row for each token."""
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__(context, vision)
         (beginning,) = self._config.names.beginnings
         names = (f"{beginning}merger.ln_q", f"{beginning}merger.mlp.0", f"{beginning}merger.mlp.2")
         self.merger = QwenMerger(context, self._config, vision.merge_size, hidden_size, names)
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        x, (rows, columns), config = self._embedded(image), self._places(image.grid), self._config
+        angles = axial_angles(rows, columns, config.head_size, config.rope_theta, torch.float32).to(self._device)
+        return TowerRows(self.merger(self.trunk(x, ImageSequences([len(x)], self._device), angles)))
+
+
+class Qwen2_5Tower(Qwen2Tower):
+    """Most layers see windows: patches are in order of windows, tokens are put back at the end."""
 
     def forward(self, image: ImagePixels) -> TowerRows:
         config, merge_size = self._config, self._vision.merge_size

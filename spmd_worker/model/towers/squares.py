@@ -1,5 +1,5 @@
-"""Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-OneVision, SmolVLM
-and Idefics3; InternVL.
+"""Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-NeXT,
+LLaVA-OneVision, SmolVLM and Idefics3; InternVL.
 
 Squares of an image are sequences of one call, which do not see each other. C: squares; N: patches of a square; E: width
 of the tower; H: hidden size of the text.
@@ -117,7 +117,7 @@ class LlavaTower(SquareTower):
 
 class OnevisionTower(LlavaTower):
     """The image as one square, then its squares put together again, without what was padded, and a newline's row behind
-    each line.
+    each line. LLaVA-NeXT's has no most squares.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
@@ -139,6 +139,8 @@ class OnevisionTower(LlavaTower):
     def _resampled(self, picture: Tensor) -> Tensor:
         """[lines, columns, H], of no more tokens than `max_crops` squares, about."""
         lines, columns, size = picture.shape
+        if not self._config.max_crops:
+            return picture
         ratio = math.sqrt(lines * columns / (self._config.max_crops * self._side**2))
         if ratio <= _MOST_GROWTH:
             return picture
@@ -212,8 +214,12 @@ class InternvlTower(SquareTower):
         self.projector = TwoLinears(context, self._config, width, hidden_size)
 
     def forward(self, image: ImagePixels) -> TowerRows:
-        squares = self._squares(image)
-        count, side = len(squares), self._side // self._merge_size
-        lines = squares.reshape(count, self._side, side, -1).transpose(1, 2)
-        tokens = lines.reshape(count, side, side, -1).transpose(1, 2).reshape(count * side**2, -1)
+        tokens = columns_first(self._squares(image), self._side, self._merge_size)
         return TowerRows(self.projector(self.norm(tokens)))
+
+
+def columns_first(squares: Tensor, side: int, merge_size: int) -> Tensor:
+    """[C, side * side, E] -> [tokens, E * patches of a token], patches of a token by columns."""
+    count, new_side = len(squares), side // merge_size
+    lines = squares.reshape(count, side, new_side, -1).transpose(1, 2)
+    return lines.reshape(count, new_side, new_side, -1).transpose(1, 2).reshape(count * new_side**2, -1)

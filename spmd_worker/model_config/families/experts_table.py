@@ -285,9 +285,11 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     "Glm4MoeForCausalLM": _GLM4,
     "Glm4vMoeForConditionalGeneration": replace(
         _GLM4,
-        models="GLM-4.5V, GLM-4.6V with experts, the text",
+        models="GLM-4.5V, GLM-4.6V with experts",
+        vision="glm4v_moe",
         names=next_to(_GLM4_NAMES, "visual"),
         attention=Attention(output_bias=False),
+        rope=Rope(may_be_partial=True, sections=(8, 12, 12)),
         text=TextPart(tie="also"),
         defaults={**_GLM4.defaults, "max_position_embeddings": 65536, "attention_bias": True},
     ),

@@ -144,7 +144,8 @@ LLAMA4_ROWS: Final[dict[str, Family]] = {
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": replace(
         _LLAMA4,
-        models="Llama 4: Scout, Maverick, the text",
+        models="Llama 4: Scout, Maverick",
+        vision="llama4",
         names=inside_language_model(_NAMES, "vision_model.", "multi_modal_projector."),
         text=TextPart(),
     ),

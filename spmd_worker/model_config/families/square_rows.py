@@ -17,6 +17,7 @@ from spmd_worker.model_config.families.vision_files import (
     activation_of,
     heads_of,
     image_token_of,
+    rope_theta_of,
     side_of,
     two_linears,
 )
@@ -26,6 +27,26 @@ _SIGLIP: Final[dict[str, Any]] = {"hidden_act": "gelu_pytorch_tanh", "eps": 1e-6
 _CLIP: Final[dict[str, Any]] = {"hidden_act": "quick_gelu", "eps": 1e-5, "image_size": 224, "patch_size": 32}
 _VIT_SIZES: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 _IDEFICS: Final[dict[str, Any]] = {**_SIGLIP, "patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16}
+_OF_LLAVA: Final[dict[str, Any]] = {
+    "model_type": "clip_vision_model",
+    "image_size": 336,
+    "patch_size": 14,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+_OF_ONEVISION: Final[dict[str, Any]] = {
+    "model_type": "siglip_vision_model",
+    "image_size": 384,
+    "patch_size": 14,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}
+"""Towers of files without `vision_config`. Of files that have one, only the kind counts."""
+_NEXT_PINPOINTS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _VIT: Final = "vision_tower.vision_model."
 _NEWER_VIT: Final = ((_VIT, _VIT), ("vision_tower.", _VIT))
 """Files of transformers from 5 on leave out a module's name."""
@@ -112,17 +133,21 @@ def _drops_first(files: VisionFiles, default: str) -> bool:
 
 def llava_of_squares(files: VisionFiles) -> VisionConfig:
     """LLaVA with CLIP or SigLIP."""
-    return VisionConfig("llava", image_token_id=image_token_of(files, 32000), tower=_llava_tower(files, -2, "default"))
+    tower = _llava_tower(files, -2, "default", _OF_LLAVA)
+    return VisionConfig("llava", image_token_id=image_token_of(files, 32000), tower=tower)
 
 
-def _llava_tower(files: VisionFiles, default_layer: int, strategy: str) -> TowerConfig:
-    kind = files.vision.get("model_type", "clip_vision_model")
+def _llava_tower(files: VisionFiles, default_layer: int, strategy: str, absent: Mapping[str, Any]) -> TowerConfig:
+    """`absent`: the tower of a file without `vision_config`."""
+    kind = files.vision.get("model_type", absent["model_type"])
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
     is_clip = kind == "clip_vision_model"
-    num_layers = files.vision.count("num_hidden_layers", _VIT_SIZES["num_hidden_layers"])
+    defaults = {**_VIT_SIZES, **(_CLIP if is_clip else _SIGLIP)}
+    defaults |= absent if files.whole.get("vision_config") is None else {}
+    num_layers = files.vision.count("num_hidden_layers", defaults["num_hidden_layers"])
     names = _vit_names(_VIT, is_clip=is_clip, has_last_norm=False)
-    tower = _vit(files, _CLIP if is_clip else _SIGLIP, names, _num_left_out(files, default_layer, num_layers))
+    tower = _vit(files, defaults, names, _num_left_out(files, default_layer, num_layers))
     has_bias = files.whole.flag("multimodal_projector_bias", True)
     drops = _drops_first(files, strategy)
     return replace(tower, drops_first_row=drops, projector_has_bias=has_bias, **two_linears(files))
@@ -130,17 +155,31 @@ def _llava_tower(files: VisionFiles, default_layer: int, strategy: str) -> Tower
 
 def llava_onevision(files: VisionFiles) -> VisionConfig:
     """LLaVA-OneVision: SigLIP, pictures made of squares."""
-    tower = _llava_tower(files, -1, "full")
+    tower = _llava_tower(files, -1, "full", _OF_ONEVISION)
     aspect = files.whole.get("vision_aspect_ratio", "anyres_max_9")
     beginning, _, number = str(aspect).rpartition("_")
     if beginning != "anyres_max" or not number.isdecimal() or not 0 < int(number) < 1000:
         raise files.whole.error("vision_aspect_ratio", f"must be anyres_max_ and a number{WAY_OUT}")
-    pinpoints = files.whole.get("image_grid_pinpoints") or _every_pinpoint(tower.crop_size)
+    tower = replace(_of_pictures(files, tower, _every_pinpoint(tower.crop_size)), max_crops=int(number))
+    return VisionConfig("llava_onevision", image_token_id=image_token_of(files, 151646), tower=tower)
+
+
+def llava_next(files: VisionFiles) -> VisionConfig:
+    """LLaVA 1.6: CLIP, pictures made of squares, of which no token is left out but those of padding."""
+    tower = _of_pictures(files, _llava_tower(files, -2, "default", _OF_LLAVA), _NEXT_PINPOINTS)
+    return VisionConfig("llava_next", image_token_id=image_token_of(files, 32000), tower=tower)
+
+
+def _of_pictures(files: VisionFiles, tower: TowerConfig, default_pinpoints: list[list[int]]) -> TowerConfig:
+    """The tower of pictures that are made of squares: each has lines and columns of tokens, without a class token."""
+    if tower.drops_first_row != bool(tower.names.class_token):
+        rule = f'must be "default" if the tower has a class token, as CLIP, and "full" if it has none{WAY_OUT}'
+        raise files.whole.error("vision_feature_select_strategy", rule)
+    pinpoints = files.whole.get("image_grid_pinpoints") or default_pinpoints
     if not isinstance(pinpoints, list) or not all(_is_pinpoint(each, tower.crop_size) for each in pinpoints):
         rule = f"must list sizes, [height, width], of squares of {tower.crop_size} pixels{WAY_OUT}"
         raise files.whole.error("image_grid_pinpoints", rule)
-    tower = replace(tower, pinpoints=tuple([(each[0], each[1]) for each in pinpoints]), max_crops=int(number))
-    return VisionConfig("llava_onevision", image_token_id=image_token_of(files, 151646), tower=tower)
+    return replace(tower, pinpoints=tuple([(each[0], each[1]) for each in pinpoints]))
 
 
 def _is_pinpoint(given: Any, side: int) -> bool:
@@ -215,3 +254,57 @@ def internvl(files: VisionFiles) -> VisionConfig:
     )
     token = whole.count("image_token_id", 151667)
     return VisionConfig("internvl", image_token_id=token, merge_size=merge_size, tower=tower)
+
+
+# ---- Llama 4 -------------------------------------------------------------------------------------------------------
+
+_LLAMA4_NAMES: Final = TowerNames(
+    beginnings=("vision_model.", "multi_modal_projector."),
+    layers="vision_model.model.layers",
+    qkv=tuple([f"self_attn.{each}" for each in SEPARATE]),
+    output="self_attn.o_proj",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    mlp=("mlp.fc1", "mlp.fc2"),
+    patches="vision_model.patch_embedding.linear",
+    positions="vision_model.positional_embedding_vlm",
+    class_token="vision_model.class_embedding",
+    first_norm="vision_model.layernorm_pre",
+    last_norm="vision_model.layernorm_post",
+)
+
+
+def llama4(files: VisionFiles) -> VisionConfig:
+    """Llama 4: squares with a class token behind, axial angles, squares of patches as tokens."""
+    vision = files.vision
+    size, inner = vision.count("hidden_size", 768), vision.count("intermediate_size", 5632)
+    patch, crop = side_of(vision, "patch_size", 14), side_of(vision, "image_size", 448)
+    ratio, side = vision.number("pixel_shuffle_ratio", 0.5), crop // patch
+    merge_size = max(int(1 / ratio), 1)
+    if merge_size * ratio != 1 or not side or side % merge_size or crop % patch:
+        rule = f"must be 1 over a number that divides a square of {side} x {side} patches of {patch} pixels{WAY_OUT}"
+        raise vision.error("pixel_shuffle_ratio", rule)
+    if inner != size * merge_size**2:
+        raise vision.error("intermediate_size", f"must be {merge_size**2} times hidden_size={size}{WAY_OUT}")
+    projector_size = vision.count("projector_input_dim", 4096)
+    for key, default in (("projector_output_dim", 4096), ("vision_output_dim", 7680)):
+        if vision.count(key, default) != projector_size:
+            raise vision.error(key, f"must be projector_input_dim={projector_size}{WAY_OUT}")
+    vision.choice("num_channels", (3,), 3)
+    tower = TowerConfig(
+        names=_LLAMA4_NAMES,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_layers=vision.count("num_hidden_layers", 34),
+        num_heads=heads_of(vision, "num_attention_heads", 16, size, 4),
+        patch_size=patch,
+        # Its class has these, whatever a file says.
+        activation="gelu",
+        eps=1e-5,
+        has_patch_bias=False,
+        num_positions=side**2 + 1,
+        rope_theta=rope_theta_of(vision, 10000.0),
+        crop_size=crop,
+        projector_size=projector_size,
+    )
+    token = image_token_of(files, 200092)
+    return VisionConfig("llama4", token, merge_size=merge_size, tower=tower, has_bfloat16_pixels=True)

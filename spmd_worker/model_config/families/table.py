@@ -60,7 +60,8 @@ _QWEN2: Final = Family(
 )
 _QWEN2_VL: Final = replace(
     _QWEN2,
-    models="Qwen2-VL, the text",
+    models="Qwen2-VL",
+    vision="qwen2_vl",
     names=Names(ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}),
     rope=Rope(sections=(16, 24, 24)),
     text=TextPart(tie="also"),

@@ -134,7 +134,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         vision="llava",
     ),
     "LlavaNextForConditionalGeneration": _text_of(
-        "LLaVA 1.6 (NeXT), the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3"
+        "LLaVA 1.6 (NeXT)", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3", vision="llava_next"
     ),
     "LlavaOnevisionForConditionalGeneration": _text_of(
         "LLaVA-OneVision",
@@ -192,7 +192,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
-        models="GLM-4.1V, GLM-4.6V-Flash, the text",
+        models="GLM-4.1V, GLM-4.6V-Flash",
+        vision="glm4v",
         names=next_to(GLM_NAMES, "visual"),
         attention=Attention(qkv_bias=True, output_bias=False),
         rope=Rope(is_interleaved=True, may_be_partial=True, sections=(8, 12, 12)),
@@ -203,7 +204,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     ),
     "Glm46VForConditionalGeneration": Family(
-        models="GLM-4.6V, dense, of the class of that name, the text",
+        models="GLM-4.6V, dense, of the class of that name",
+        vision="glm4v",
         names=next_to(GLM_NAMES, "visual"),
         text=TextPart(families={"glm4v_text": "Glm4vForConditionalGeneration"}),
     ),

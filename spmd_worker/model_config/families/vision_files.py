@@ -65,7 +65,9 @@ def heads_of(reader: ConfigReader, key: str, default: int, hidden_size: int, ste
     """Number of heads, each of a multiple of `step` numbers."""
     num_heads = reader.count(key, default)
     if hidden_size % num_heads or hidden_size // num_heads % step:
-        raise reader.error(key, f"must divide hidden_size={hidden_size} into heads of multiples of {step}{WAY_OUT}")
+        raise reader.error(
+            key, f"must divide {reader.key('hidden_size')}={hidden_size} into heads of multiples of {step}{WAY_OUT}"
+        )
     return num_heads
 
 

@@ -13,7 +13,15 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
-from spmd_worker.model_config.families.square_rows import gemma3, internvl, llava_of_squares, llava_onevision, smolvlm
+from spmd_worker.model_config.families.square_rows import (
+    gemma3,
+    internvl,
+    llama4,
+    llava_next,
+    llava_of_squares,
+    llava_onevision,
+    smolvlm,
+)
 from spmd_worker.model_config.families.vision_files import (
     OUTSIDE,
     SEPARATE,
@@ -33,6 +41,8 @@ from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, Visi
 logger = logging.getLogger(__name__)
 
 _MOST_LAYERS: Final = 1 << 16
+_MOST_RATIO: Final = 1 << 8
+"""Of the widths of a feed-forward and its layer."""
 
 # ---- Qwen ----------------------------------------------------------------------------------------------------------
 
@@ -49,9 +59,13 @@ def _qwen_names(beginning: str, **names: Any) -> TowerNames:
     )
 
 
-def _qwen_sizes(files: VisionFiles, defaults: Mapping[str, int], activation: str) -> dict[str, Any]:
+def _qwen_sizes(
+    files: VisionFiles, defaults: Mapping[str, int], activation: str, default_width: int = 3584
+) -> dict[str, Any]:
+    """`default_width` is that of the tower's outputs."""
     vision = files.vision
-    out_size, hidden_size = vision.count("out_hidden_size", 3584), vision.count("hidden_size", defaults["hidden_size"])
+    out_size = vision.count("out_hidden_size", default_width)
+    hidden_size = vision.count("hidden_size", defaults["hidden_size"])
     if out_size != files.hidden_size:
         raise vision.error("out_hidden_size", f"is not the hidden size of the text, {files.hidden_size}{WAY_OUT}")
     vision.choice("in_channels", (3,), 3)
@@ -59,7 +73,7 @@ def _qwen_sizes(files: VisionFiles, defaults: Mapping[str, int], activation: str
         "hidden_size": hidden_size,
         "intermediate_size": vision.count("intermediate_size", defaults["intermediate_size"]),
         "num_layers": vision.count("num_hidden_layers", defaults["depth"]),
-        "num_heads": heads_of(vision, "num_heads", 16, hidden_size, 4),
+        "num_heads": heads_of(vision, "num_heads", defaults.get("num_heads", 16), hidden_size, 4),
         "patch_size": side_of(vision, "patch_size", defaults["patch_size"]),
         "activation": activation_of(vision, "hidden_act", activation),
         "eps": 1e-6,
@@ -97,6 +111,20 @@ def _qwen3_5(files: VisionFiles) -> VisionConfig:
     return _qwen3_vl(files, adds=False, default_token=248056)
 
 
+def _qwen2_vl(files: VisionFiles) -> VisionConfig:
+    vision = files.vision
+    width, ratio = vision.count("hidden_size", 1280), vision.count("mlp_ratio", 4)
+    if ratio > _MOST_RATIO:
+        raise vision.error("mlp_ratio", f"must be at most {_MOST_RATIO}{WAY_OUT}")
+    defaults = {"hidden_size": 1280, "intermediate_size": width * ratio, "depth": 32, "patch_size": 14}
+    tower = TowerConfig(
+        names=_qwen_names("visual.", mlp=("mlp.fc1", "mlp.fc2")),
+        has_patch_bias=False,
+        **_qwen_sizes(files, defaults, "quick_gelu"),
+    )
+    return _qwen_vision(files, "qwen2_vl", tower, 151655)
+
+
 def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
     defaults = {"hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "patch_size": 14}
     sizes = _qwen_sizes(files, defaults, "silu")
@@ -115,6 +143,43 @@ def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
         **sizes,
     )
     return _qwen_vision(files, "qwen2_5_vl", tower, 151655)
+
+
+# ---- GLM -----------------------------------------------------------------------------------------------------------
+
+
+def _glm4v(files: VisionFiles, *, default_token: int = 151343) -> VisionConfig:
+    defaults = {"hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "patch_size": 14, "num_heads": 12}
+    vision, sizes = files.vision, _qwen_sizes(files, defaults, "silu", default_width=4096)
+    side = side_of(vision, "image_size", 336) // sizes["patch_size"]
+    if not side:
+        raise vision.error("image_size", f"must hold a patch of {sizes['patch_size']} pixels{WAY_OUT}")
+    beginning = "model.visual."
+    names = _qwen_names(
+        beginning,
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        positions=f"{beginning}embeddings.position_embedding.weight",
+        first_norm=f"{beginning}post_conv_layernorm",
+        last_norm=f"{beginning}post_layernorm",
+    )
+    # The feed-forwards of layers are as wide as the text.
+    inner = {"intermediate_size": files.hidden_size, "projector_size": sizes["intermediate_size"]}
+    tower = TowerConfig(
+        names=names,
+        norm="rms",
+        is_gated=True,
+        has_qkv_bias=vision.flag("attention_bias", False),
+        has_bias=False,
+        num_positions=side**2,
+        projector_activation=sizes["activation"],
+        projector_eps=1e-5,
+        **{**sizes, **inner, "eps": vision.number("rms_norm_eps", 1e-5)},
+    )
+    return _qwen_vision(files, "glm4v", tower, default_token)
+
+
+def _glm4v_moe(files: VisionFiles) -> VisionConfig:
+    return _glm4v(files, default_token=151363)
 
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
@@ -185,11 +250,16 @@ def _mistral3(files: VisionFiles) -> VisionConfig:
 VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
+    "llama4": llama4,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "gemma4_unified": gemma4_unified,
     "llava": _llava,
+    "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "internvl": internvl,
     "mistral3": _mistral3,
@@ -197,7 +267,17 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 }
 """How config.json is read, by `Family.vision`."""
 
-_FILE_KEYS: Final = {"num_hidden_layers": "depth"}
+_DEPTH: Final = {"num_hidden_layers": "depth"}
+_QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
+_FILE_KEYS: Final = {
+    "qwen2_vl": {**_DEPTH, **_QWEN2_VL_KEYS},
+    "qwen2_5_vl": _DEPTH,
+    "qwen3_vl": _DEPTH,
+    "qwen3_5": _DEPTH,
+    "glm4v": _DEPTH,
+    "glm4v_moe": _DEPTH,
+}
+"""Row -> the file's names of our keys of `vision_config`."""
 
 
 def read_vision(
@@ -207,8 +287,8 @@ def read_vision(
     does not run.
     """
     whole = ConfigReader(config, path, way_out=WAY_OUT)
-    file_keys = _FILE_KEYS if row.startswith("qwen") else {}
-    files = VisionFiles(whole, replace(whole.object("vision_config"), file_keys=file_keys), hidden_size, text_eps)
+    vision = replace(whole.object("vision_config"), file_keys=_FILE_KEYS.get(row, {}))
+    files = VisionFiles(whole, vision, hidden_size, text_eps)
     try:
         return VISION_ROWS[row](files)
     except UnknownTowerError as error:

@@ -1,7 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from vision_checkpoints import (
     CASES,
     IMAGE_TOKEN,
     MEAN,
+    OF_PICTURES,
+    OF_TOKEN_GRIDS,
     PADDED,
     REAL_HEADS,
     STD,
@@ -30,7 +32,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, pixtral, squares
+from spmd_worker.model.towers import gemma4, glm, llama4, pixtral, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import TowerLinear, TowerTable
@@ -130,17 +132,22 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
         {"image_mean": (0.5,) * 3},
     ],
     "qwen3_5": [{"rope_theta": 100.0}],
+    "qwen2_vl": [{"rope_theta": 100.0}, {"activation": "gelu"}, {"eps": 0.01}, {"num_heads": 1}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
     "gemma4": [
         *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
         *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
     ],
     "gemma4_unified": [{"eps": 0.1}, {"projector_eps": 1e-6}, {"image_mean": (0.5,) * 3}],
+    "glm4v": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_eps": 0.03}],
+    "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "llava_next": [{"max_crops": 1}, {"activation": "gelu"}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
+    "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
@@ -151,7 +158,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sorted(CONTROLS))
 def test_comparison_detects_changed_numbers(name: str):
     """Negative control: each makes rows differ."""
-    numbers = range(3) if name == "llava_onevision" else (2,)
+    numbers = range(3) if name.startswith(OF_PICTURES) else (2,)
     images = [image_of(name, number) for number in numbers]
     expected = [their_rows(name, image) for image in images]
     for changes in CONTROLS[name]:
@@ -181,6 +188,7 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
 right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
+right_resampled = glm.resampled
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -194,8 +202,15 @@ def exchanged_angles(rows: Tensor, columns: Tensor, *rest: Any, **kinds: Any) ->
     return right_angles(columns, rows, *rest, **kinds)
 
 
-MISTAKES: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
+    "lines and columns of positions exchanged": (
+        *("glm4v", glm, "resampled"),
+        lambda table, grid: right_resampled(table.transpose(0, 1), grid),
+    ),
+    "another curve between positions": ("glm46v", glm, "_A", 0.0),
+    "padding of a picture cut at one end": ("llava_next", squares, "_unpadded", cut_at_end),
     "padding cut at one end": ("llava_onevision", squares, "_unpadded", cut_at_end),
+    "angles of columns and lines exchanged": ("llama4", llama4, "axial_angles", exchanged_angles),
     "positions in another order": ("smolvlm", TowerTable, "forward", lambda table: right_table(table).flip(0)),
     "lines and columns exchanged": ("mistral3", pixtral, "axial_angles", exchanged_angles),
     "angles of axes exchanged": ("gemma4", gemma4, "axial_angles", exchanged_angles),
@@ -242,8 +257,8 @@ def test_bfloat16_rows_are_near(name: str):
     "qwen2_5_vl-*",
     "llava*",
     "gemma3-*",
-    "gemma3_heads_of_72-dtype7",
-    "qwen2_5_vl_heads_of_80-dtype9",
+    "gemma3_heads_of_72-dtype8",
+    "qwen2_5_vl_heads_of_80-dtype10",
 )
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -252,6 +267,7 @@ def test_bfloat16_rows_are_near(name: str):
         ("qwen2_5_vl", torch.float32),
         pytest.param("llava", torch.bfloat16, marks=pytest.mark.matrix),
         pytest.param("gemma3", torch.float32, marks=pytest.mark.matrix),
+        pytest.param("glm4v", torch.float32, marks=pytest.mark.matrix),
         *[
             pytest.param(name, dtype, marks=pytest.mark.matrix)
             for name in REAL_HEADS
@@ -295,7 +311,7 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     assert all(map(torch.equal, our_rows(model, image), before))
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_onevision"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
@@ -369,9 +385,9 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.image_token_id == IMAGE_TOKEN
     image, rows = image_of(name, 0), their_rows(name, image_of(name, 0))
     assert vision.num_added == len(rows) - 1
-    assert vision.has_three_positions == name.startswith("qwen")
+    assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith(("qwen", "mistral3", "pixtral", "gemma")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "gemma")):
         assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
 
 
