@@ -153,14 +153,14 @@ def test_merge_equals_job_in_one_piece(runs: Path, tmp_path: Path, count: int, s
 
 
 def test_shards_in_parts_merge_into_parts(runs: Path, tmp_path: Path):
-    """Regression: parts of shards were rejected."""
+    """Regression: parts of shards were rejected, and merged into parts of 100,000 rows, not of job.part_rows."""
     folders = folders_of(runs, 4)
     parts = sorted(path.name for path in (runs / "cut" / "shard-00001-of-00004").iterdir())
     assert parts == ["manifest.json", "part-00000.jsonl.gz", "part-00001.jsonl.gz", "part-00002.jsonl.gz"]
     merge_shards(folders, tmp_path / "all" / "part-*.jsonl")
     found = sorted((tmp_path / "all").glob("part-*.jsonl"))
-    assert b"".join(path.read_bytes() for path in found) == (runs / "out.jsonl").read_bytes()
-    assert len(found) == 1
+    lines = (runs / "out.jsonl").read_bytes().splitlines(keepends=True)
+    assert [path.read_bytes() for path in found] == [b"".join(lines[at : at + 2]) for at in range(0, len(lines), 2)]
     for name in ("part-*.jsonl.gz", "part-00001.jsonl.gz", "manifest.json"):
         with pytest.raises(ConfigError, match=r"^--output .* is the output of shard 1/4, which is read: give another"):
             merge_shards(folders, runs / "cut" / "shard-00001-of-00004" / name)
