@@ -176,6 +176,14 @@ def _onednn_without_amx() -> None:
         keep_onednn_from_amx()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _helpers_are_forked() -> None:
+    """Processes that render templates and prepare images are forked: tests/support/forked_helpers.py."""
+    from forked_helpers import fork_helpers
+
+    fork_helpers()
+
+
 @pytest.fixture
 def control() -> Callable[..., AbstractContextManager[object]]:
     """`with control("WORDS"):` in a negative control: the check in it must fail, and its failure must contain WORDS.
