@@ -127,6 +127,8 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+    # What engines leave in cycles is little: looking for it as often as Python does took 3 % of the time.
+    gc.set_threshold(10_000)
     # From here on there always are some, and each job in this process would count them.
     garbage.has_frozen_objects = lambda: True
 
@@ -174,6 +176,14 @@ def _onednn_without_amx() -> None:
         from spmd_worker.ops.kernels.cpu.linear import keep_onednn_from_amx
 
         keep_onednn_from_amx()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _helpers_are_forked() -> None:
+    """Processes that render templates and prepare images are forked: tests/support/forked_helpers.py."""
+    from forked_helpers import fork_helpers
+
+    fork_helpers()
 
 
 @pytest.fixture

@@ -53,9 +53,9 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """One server process and this end of the connection to it. Any thread may fork and wait."""
+    """One server process, which runs `script`, and this end of the connection to it. Any thread may fork and wait."""
 
-    def __init__(self, hash_seed: int) -> None:
+    def __init__(self, hash_seed: int, script: str = __file__) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         variables = {
             **os.environ,
@@ -68,7 +68,7 @@ class ForkServer:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, script, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=variables,
@@ -225,8 +225,10 @@ def _started(hash_seed: int) -> ForkServer:
 # In the server.
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
-    """Serve until the other end is closed. Returns in each forked process, with its order."""
+def serve(connection: socket.socket, prepare: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Serve until the other end is closed. Returns in each forked process, with its order. `prepare`: what is done once
+    for all forks, else `prepare_ranks`.
+    """
     import gc
 
     import quick_sync
@@ -240,10 +242,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
 
     # Modules are no garbage: a fifth of the time was spent looking for some.
     gc.disable()
-    import_everything()
-    check_that_forks_are_safe()
-    try_products_once()
-    leave_libraries()
+    (prepare or prepare_ranks)()
     gc.freeze()
     gc.enable()
     # Each job would count them.
@@ -279,6 +278,13 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             children[child] = pid
             poll.register(child, select.POLLIN)
             send(connection, {"pid": pid})
+
+
+def prepare_ranks() -> None:
+    import_everything()
+    check_that_forks_are_safe()
+    try_products_once()
+    leave_libraries()
 
 
 def import_everything() -> None:
@@ -372,6 +378,8 @@ def show_environment() -> None:
 
 def set_num_threads() -> None:
     """Set the number of OpenMP threads, which read the variable in the server."""
+    if "torch" not in sys.modules:
+        return
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS", "")
