@@ -309,7 +309,9 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     if draft is not None:
         _check_embedding(config, draft)
         draft = replace(draft, layout=_draft_layout(config, draft.model_config, resolved.device_type))
-    return replace(resolved, config=config, layout=layout, draft=draft)
+    found = replace(resolved, config=config, layout=layout, draft=draft)
+    _check_draft_quantization(found)
+    return found
 
 
 def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts: int) -> ResolvedRun:
@@ -326,7 +328,7 @@ def with_draft(resolved: ResolvedRun, method: str, model: str | None, num_drafts
     )
     found = replace(resolved, draft=(draft := read_draft(method, model, num_drafts, target)))
     _check_embedding(config, draft)
-    _check_quantization(found.of_draft.config, found.of_draft.model_config, resolved.device_type, is_target=False)
+    _check_draft_quantization(found)
     return found
 
 
@@ -489,7 +491,8 @@ def _check_quantization(
         return
     _check_row_shares(config, model_config, device_type)
     widths = [max(layer.intermediate_size, layer.num_heads * layer.value_head_size) for layer in model_config.layers]
-    widths += [layer.experts.intermediate_size for layer in model_config.layers if layer.experts is not None]
+    experts = [layer.experts for layer in model_config.layers if layer.experts is not None]
+    widths += [max(each.intermediate_size, each.shared_size, each.latent_size) for each in experts]
     if max(*widths, model_config.hidden_size) > MAX_INPUTS:
         raise ConfigError(
             f"{key} sums at most {MAX_INPUTS:,} inputs exactly, but config.json has layers of "
@@ -505,10 +508,9 @@ def _check_quantised_experts(
         return
     key = f"model.quantization={config.model.quantization}"
     if config.model.quantization != "int8" or device_type != "cpu":
-        way_out = "" if config.model.quantization == "int8" else ", where model.quantization=int8 does"
         raise ConfigError(
-            f"{key} is not supported for {model_config.architecture}, which has experts, but on CPUs{way_out}: "
-            f"leave it out"
+            f"{key} is not supported for {model_config.architecture}, which has experts: leave it out (on CPUs "
+            f"model.quantization=int8 takes them)"
         )
     size = config.parallel.tensor_parallel_size
     if size > 1 and not config.parallel.enable_expert_parallel:
@@ -518,6 +520,13 @@ def _check_quantised_experts(
             f"row would have a scale of its own{'' if is_target else ', and a draft has parts of them'}: {way_out}, or "
             f"use one rank"
         )
+
+
+def _check_draft_quantization(resolved: ResolvedRun) -> None:
+    """`_check_quantization` of the draft, if there is one."""
+    if resolved.draft is not None:
+        draft = resolved.of_draft
+        _check_quantization(draft.config, draft.model_config, resolved.device_type, is_target=False)
 
 
 def _check_row_shares(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:

@@ -317,3 +317,19 @@ def test_copy_of_an_embedding_needs_a_checkpoint():
     sharded = replace(run.config, model=replace(run.config.model, load_format="sharded_state"))
     with pytest.raises(ConfigError, match=r"no embedding of its own.*sharded_state.*set parallel\.pipeline_parallel_s"):
         resolve_again(replace(run, config=sharded), two)
+
+
+def test_int8_experts_of_a_draft_need_one_rank():
+    """A restart on another layout checked the target alone, and ended the engine in an assertion."""
+    config = RunConfig(
+        model=ModelOptions(path=str(mtp_folder()), quantization="int8"),
+        speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=1),
+        device="cpu",
+    )
+    found, parallel = resolve_run(config, "cpu"), ParallelConfig(2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="a draft has parts of them: leave speculative_config out"):
+        resolve_again(found, parallel)
+    with pytest.raises(ConfigError, match="a draft has parts of them"):
+        resolve_run(replace(config, parallel=parallel), "cpu")
+    # Control: the target alone takes the layout.
+    assert resolve_again(replace(found, draft=None), parallel).layout.tensor_parallel_size == 2

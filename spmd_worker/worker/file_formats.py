@@ -24,6 +24,8 @@ from spmd_worker.worker.merged_adapter import with_merged_adapter
 
 _STREAM_READERS: Final = 3
 """Threads that read and pack on the CPU: each has a block of `CHUNK_BYTES`."""
+_MAX_QUANTISERS: Final = 8
+"""Threads that read and quantise on the CPU: each has a block of 16 MB and several copies."""
 
 
 def state_layout(resolved: ResolvedRun) -> StateLayout:
@@ -64,6 +66,7 @@ def fill_from_files(
         if (merged is not source or options.quantization is not None) and staging.device.type == "cpu":
             # Merging and quantising take longer than reading: threads share them.
             num_readers = torch.get_num_threads()
+            num_readers = num_readers if options.quantization is None else min(num_readers, _MAX_QUANTISERS)
         return model.weights.fill(merged, num_readers)
 
 

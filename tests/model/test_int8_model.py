@@ -14,6 +14,7 @@ from expert_models import expected
 from family_checkpoints import family_folder
 from latent_checkpoints import latent_folder
 from our_model import load_model, prompt_logits
+from recent_checkpoints import recent_folder
 from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
 from safetensors.torch import load_file, save_file
 
@@ -22,8 +23,11 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.embedding import VocabularyParallelHead
 from spmd_worker.model.layers.experts import Expert
+from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights import store
+from spmd_worker.model.weights.block_targets import block_targets
 from spmd_worker.model.weights.store import WeightStore
+from spmd_worker.model.weights.weight_comparison import first_difference
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.kernels.cpu import int8
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
@@ -166,19 +170,62 @@ def test_weights_quantised_while_they_are_read_are_the_same(folder: Path, monkey
     monkeypatch.setattr(WeightStore, "pack", counted)
     meanwhile = load_model(folder, quantization="int8")
     # Control: all weights are quantised after they are read.
-    monkeypatch.setattr(WeightStore, "_quantise_empty", lambda *_: None)
+    monkeypatch.setattr(PackedLayer, "is_quantised_when_filled", False)
     afterwards = load_model(folder, quantization="int8")
     assert plain[0] == 0 < plain[1]
     assert have_equal_bytes(meanwhile, afterwards)
 
 
-def test_weights_read_in_parts_of_rows_are_quantised_afterwards(monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_files_have_in_pieces_are_read_whole(monkeypatch: pytest.MonkeyPatch):
     """As AWQ's and GPTQ's large ones are: a part of a row does not say its scale."""
     folder = checkpoint_folder("llama_tied")
     expected = load_model(folder, quantization="int8")
     monkeypatch.setattr(store, "_BLOCK_BYTES", 128)
-    found = load_model(folder, quantization="int8")
-    assert have_equal_bytes(found, expected)
+    assert have_equal_bytes(load_model(folder, quantization="int8"), expected)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        expert_folder("dbrx"),
+        pytest.param(expert_folder("gpt_oss"), marks=pytest.mark.matrix),
+        pytest.param(expert_folder("granite_moe"), marks=pytest.mark.matrix),
+        pytest.param(expert_folder("qwen3_vl_moe"), marks=pytest.mark.stress),
+        pytest.param(expert_folder("step3p7"), marks=pytest.mark.stress),
+        pytest.param(recent_folder("gemma4"), marks=pytest.mark.stress),
+        pytest.param(recent_folder("llama4"), marks=pytest.mark.stress),
+    ],
+    ids=["flat", "transposed stacks", "stacks", "images", "biased stacks", "beside dense", "few stacks"],
+)
+@torch.no_grad()
+def test_stacked_experts_are_updated_and_compared(folder: Path):
+    """Their full rows were taken from a matrix, and from all experts of a flat one."""
+    model = load_model(folder, quantization="int8")
+    fresh = {name: each.read().clone() for name, each in model.weights.held.items()}
+
+    def scramble() -> None:
+        for each in model.parameters():
+            if each.dtype == torch.int8:
+                each.random_(-5, 5)
+
+    def has_fresh_values() -> bool:
+        return all(torch.equal(model.weights.held[name].read(), each) for name, each in fresh.items())
+
+    with model.weights.open(folder) as source:
+        assert first_difference(model.weights, source) == ""
+        tensors = [(name, source.read(name, full_rectangle(shape))) for name, shape in model.weights.shapes.items()]
+        scramble()
+        assert first_difference(model.weights, source) != ""
+        model.weights.reload(source)
+        assert has_fresh_values()
+    scramble()
+    model.weights.load(tensors)
+    assert has_fresh_values()
+    scramble()
+    for name, tensor in tensors:
+        for target in block_targets(model.weights, name, None, 700):
+            target.write(tensor[tuple(slice(*bounds) for bounds in target.region)])
+    assert has_fresh_values()
 
 
 def have_equal_bytes(first: DecoderForCausalLM, second: DecoderForCausalLM) -> bool:

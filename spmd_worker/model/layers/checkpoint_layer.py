@@ -150,9 +150,13 @@ class PackedLayer(CheckpointLayer):
 
     def quantise_empty(self) -> None:
         """`pack_empty` of a weight whose scales follow from its own complete rows: `load_rows` fills it."""
-        is_plain = self.stored is None and not self.is_packed
-        if is_plain and self._quantised is not None and self._quantised.stored is None:
+        if self.is_quantised_when_filled and not self.is_packed:
             self._replace_empty()
+
+    @property
+    def is_quantised_when_filled(self) -> bool:
+        """Whether `quantise_empty` replaces the weight, or has replaced it."""
+        return self.stored is None and self._quantised is not None and not self.shares_rows
 
     def _replace_empty(self) -> None:
         empty = self._empty_packed()
@@ -199,6 +203,11 @@ class PackedLayer(CheckpointLayer):
     def needs_full_rows(self, parameter: str) -> bool:
         """Whether `load_rows` is to load the parameter: a quantised weight, whose scales follow from full rows."""
         return self.is_packed and self._quantised is not None and parameter == "weight"
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether scales of a quantised weight follow from rows of which other ranks may have parts."""
+        return self._quantised is not None and self._quantised.integer is None
 
     def load_rows(self, parameter: str, region: Rectangle, values: Tensor, full_rows: Tensor) -> None:
         """`write_region` of `values`, this rank's columns of `full_rows`, whatever the weight was before."""

@@ -220,9 +220,9 @@ class RowParallelLinear(AdaptableLayer):
             return super()._packed()
         return self._parts.pack_part(self.weight, self._full_row_maxima(row_maxima(self.weight)))
 
-    def _empty_packed(self) -> Tensor | None:
-        """Scales of rows that ranks share follow from the maxima of all: they are packed after they are filled."""
-        return None if self._parts is not None else super()._empty_packed()
+    @property
+    def shares_rows(self) -> bool:
+        return self._parts is not None or super().shares_rows
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.check_changes`: other ranks have other parts of a quantised row."""

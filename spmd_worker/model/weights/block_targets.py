@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
-from spmd_worker.model.layers.weight_slice import Rectangle, TensorView, extents, volume
+from spmd_worker.model.layers.weight_slice import Rectangle, TensorView, volume
 from spmd_worker.model.weights.held_weights import HeldPiece
 from spmd_worker.model.weights.region import move_block
 from spmd_worker.model.weights.store import WeightStore
@@ -36,11 +36,10 @@ class BlockTarget:
             held.write_block(self.block, values)
             return
         assert isinstance(held.layer, PackedLayer), piece
-        rows = values.t() if piece.is_transposed else values
-        columns = piece.oriented(piece.source)[1]
-        own = piece.oriented((piece.oriented(self.block)[0], columns))
+        rows = held.as_rows(values)
+        own = piece.oriented((*piece.oriented(self.block)[:-1], piece.oriented(piece.source)[-1]))
         destination = move_block(piece.oriented(own), piece.oriented(piece.source), piece.destination)
-        held.layer.load_rows(held.parameter, destination, rows[:, slice(*columns)], rows)
+        held.layer.load_rows(held.parameter, destination, rows[:, slice(*held.own_inputs)], rows)
 
 
 def block_targets(store: WeightStore, name: str, view: TensorView | None, max_elements: int) -> Iterator[BlockTarget]:
@@ -53,13 +52,7 @@ def block_targets(store: WeightStore, name: str, view: TensorView | None, max_el
 
 
 def _needed(held: HeldPiece) -> Rectangle:
-    piece = held.piece
-    if not _needs_full_rows(held):
-        return piece.source
-    # Matrices alone are quantised.
-    rows, _ = piece.oriented(piece.source)
-    full = (0, extents(piece.oriented(tuple((0, size) for size in piece.checkpoint_shape)))[1])
-    return piece.oriented((rows, full))
+    return held.full_source if _needs_full_rows(held) else held.piece.source
 
 
 def _needs_full_rows(held: HeldPiece) -> bool:

@@ -42,21 +42,49 @@ class HeldPiece:
         self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
 
     def fill_block(self, block: Rectangle, values: Tensor) -> None:
-        """`write_block` of complete rows of a weight that is quantised while it is filled; of others any block."""
+        """`write_block`, which quantises complete rows of a weight that is quantised while it is filled."""
         layer, piece = self.layer, self.piece
         if not (isinstance(layer, PackedLayer) and layer.needs_full_rows(self.parameter)):
             self.write_block(block, values)
             return
         destination = move_block(piece.oriented(block), piece.oriented(piece.source), piece.destination)
-        rows = (values.transpose(-1, -2) if piece.is_transposed else values).reshape(extents(destination))
+        rows = self.as_rows(values)
         layer.load_rows(self.parameter, destination, rows, rows)
 
+    @property
+    def is_quantised_when_filled(self) -> bool:
+        """Whether `PackedLayer.quantise_empty` replaces the parameter: blocks must be complete rows then."""
+        return (
+            isinstance(self.layer, PackedLayer) and self.parameter == "weight" and self.layer.is_quantised_when_filled
+        )
+
     def is_complete(self, block: Rectangle) -> bool:
-        """Whether a block of the slice's source has all inputs of rows, of the checkpoint tensor and the parameter."""
+        """Whether a block of the slice's source has all inputs of rows."""
+        return self.piece.oriented(block)[-1] == self.piece.oriented(self.piece.source)[-1]
+
+    @property
+    def full_source(self) -> Rectangle:
+        """The slice's source with the complete rows from which the scales of a quantised weight follow."""
         piece, layer = self.piece, self.layer
+        if not isinstance(layer, PackedLayer) or not layer.shares_rows:
+            return piece.source
         full = piece.oriented(tuple((0, size) for size in piece.checkpoint_shape))
-        is_whole = piece.destination[-1] == (0, layer.shape_of(self.parameter)[-1])
-        return is_whole and piece.oriented(block)[-1] == full[-1]
+        return piece.oriented((*piece.oriented(piece.source)[:-1], full[-1]))
+
+    @property
+    def own_inputs(self) -> tuple[int, int]:
+        """The slice's inputs among those of `full_source`."""
+        (start, stop), (first, _) = (self.piece.oriented(each)[-1] for each in (self.piece.source, self.full_source))
+        return start - first, stop - first
+
+    def as_rows(self, values: Tensor) -> Tensor:
+        """A part of a checkpoint tensor, a matrix or of stacked ones, as rows of the parameter [n, inputs]."""
+        return (values.transpose(-1, -2) if self.piece.is_transposed else values).flatten(0, -2)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The inverse of `as_rows` for the whole slice."""
+        values = rows.reshape(extents(self.piece.oriented(self.piece.source)))
+        return values.transpose(-1, -2) if self.piece.is_transposed else values
 
     @property
     def stored(self) -> StoredFormat | None:
@@ -101,9 +129,8 @@ class HeldPiece:
         return values.reshape(extents(self.piece.destination))
 
     def full_rows(self, tensor: Tensor) -> Tensor:
-        """The full rows, as the parameter has rows, of the slice in a checkpoint tensor, which is a matrix."""
-        start, stop = self.piece.oriented(self.piece.source)[0]
-        return (tensor.t() if self.piece.is_transposed else tensor)[start:stop]
+        """`full_source` of a checkpoint tensor, as rows."""
+        return self.as_rows(tensor[tuple(slice(*bounds) for bounds in self.full_source)])
 
     @property
     def parameter(self) -> str:
@@ -186,7 +213,6 @@ class HeldWeight:
             if not isinstance(layer, PackedLayer) or not layer.needs_full_rows(parameter):
                 self._write_run(run, values)
                 continue
-            # The tensor is a matrix: experts, which may be stacked, are not quantised.
             for held, each in zip([self.pieces[number] for number in run], values, strict=True):
                 full_rows = held.full_rows(tensor.detach())
                 layer.load_rows(parameter, held.piece.destination, held.oriented(each), full_rows)

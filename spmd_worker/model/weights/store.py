@@ -19,16 +19,17 @@ loading after a sleep update packed parameters. The same rules hold for all of t
 * Experts that are held as files store them (`LayerContext.stored_experts`) are replaced by such files alone: `fill` and
   `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
-  when all are filled; on the CPU they are quantised meanwhile, where a rank has complete rows and reads them so. Later
-  a tensor is written in place, and only this rank's slices of it are copied.
+  when all are filled; on the CPU they are quantised meanwhile where a rank has complete rows, of which a block then has
+  all inputs. Later a tensor is written in place, and only this rank's slices of it are copied.
 
 Architectures are known to layers and names alone. Nothing is exchanged with other ranks.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from spmd_worker.model.layers.weight_slice import (
     TensorView,
     WeightSlice,
     full_rectangle,
+    volume,
 )
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
@@ -77,6 +79,8 @@ from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
+_LARGE_BLOCKS = threading.Lock()
+"""Held for a block of many rows that files have in pieces: threads would have one each."""
 _STORED_BLOCK_BYTES = 2 * 2**20
 """Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
 
@@ -200,14 +204,20 @@ class WeightStore:
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
         jobs: list[tuple[HeldPiece, Rectangle]] = []
+        is_on_host = source.staging.device.type == "cpu"
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             if held.stored is not None:
                 jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
                 continue
-            jobs += [(held, block) for block in source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
-        if source.staging.device.type == "cpu":
-            self._quantise_empty(jobs)
+            blocks = [*source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
+            if is_on_host and held.is_quantised_when_filled and not all(map(held.is_complete, blocks)):
+                blocks = [held.piece.source]
+            jobs += [(held, block) for block in blocks]
+        if is_on_host:
+            for layer in self._layers.values():
+                if isinstance(layer, PackedLayer):
+                    layer.quantise_empty()
         parameters = _parameters(self._layers)
         # Threads do not take over a caller's inference mode, in which the parameters may have been made.
         write = partial(self._write_block, source, torch.is_inference_mode_enabled())
@@ -246,13 +256,6 @@ class WeightStore:
         for layer in self._layers.values():
             if isinstance(layer, PackedLayer) and id(layer) not in transposed:
                 layer.pack_empty()
-
-    def _quantise_empty(self, jobs: Iterable[tuple[HeldPiece, Rectangle]]) -> None:
-        """Have weights quantised while they are filled, where all blocks are complete rows of them."""
-        cut = {id(held.layer) for held, block in jobs if held.parameter == "weight" and not held.is_complete(block)}
-        for layer in self._layers.values():
-            if isinstance(layer, PackedLayer) and id(layer) not in cut:
-                layer.quantise_empty()
 
     def pack(self) -> None:
         """Pack the weights of all `PackedLayer`, after they are filled."""
@@ -434,7 +437,8 @@ class WeightStore:
         """
         held, block = job
         name, flag = held.piece.checkpoint_name, None
-        with torch.inference_mode(is_inference), source.staging.thread():
+        alone = _LARGE_BLOCKS if volume(block) > _BLOCK_BYTES else nullcontext()
+        with torch.inference_mode(is_inference), source.staging.thread(), alone:
             parts = None if held.stored is None else read_stored(source, held, block)
             values = source.read(name, block) if parts is None else held.stored_values(block, *parts)
             if not self.allows_nonfinite:

@@ -66,13 +66,8 @@ def _fresh_blocks(source: WeightSource, held: HeldPiece) -> Iterator[tuple[Recta
 def _quantised(source: WeightSource, held: HeldPiece, layer: PackedLayer) -> Tensor:
     """Dequantised values of a fresh slice: its scales are the file's, or follow from full rows."""
     piece, found = held.piece, stored_scales(source, held)
-    # Matrices alone are quantised.
-    rows, inputs = piece.oriented(piece.source)
-    full = (0, piece.oriented(tuple((0, size) for size in piece.checkpoint_shape))[1][1])
-    values = source.read(piece.checkpoint_name, piece.oriented((rows, full)))
-    values = values.t() if piece.is_transposed else values
-    fresh = layer.requantised(values, inputs, None if found is None else found[1])
-    return fresh.t() if piece.is_transposed else fresh
+    rows = held.as_rows(source.read(piece.checkpoint_name, held.full_source))
+    return held.from_rows(layer.requantised(rows, held.own_inputs, None if found is None else found[1]))
 
 
 def _within(block: Rectangle, source: Rectangle) -> tuple[slice, ...]:

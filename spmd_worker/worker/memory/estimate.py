@@ -187,6 +187,24 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
     return shapes
 
 
+def unquantised_part_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
+    """Bytes that a rank's weights take more while they are loaded on CPUs: parts of rows, which are quantised when all
+    ranks have theirs.
+    """
+    hidden, shapes = model_config.hidden_size, Shapes()
+    if layout.tensor_parallel_size == 1:
+        return 0
+    for layer, share in rank_layers(model_config, layout, rank):
+        for each in mixer_linears(layer, hidden, share):
+            if each.num_outputs == (hidden,):
+                shapes[hidden, each.num_inputs, False] += 1
+        if layer.input_size:
+            shapes[hidden, layer.input_size, False] += 1
+        if layer.has_dense:
+            shapes[hidden, share.num_columns, False] += 1
+    return _quantised_bytes_saved(shapes, dtype, "cpu")
+
+
 def _expert_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -> Shapes:
     """`quantised_shapes` of a rank's share of a sparse layer, whose router is not quantised."""
     shapes, experts = _routed_shapes(layer, hidden, share), layer.experts

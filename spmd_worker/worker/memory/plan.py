@@ -19,15 +19,19 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.draft_memory import draft_layers, draft_weights_bytes
-from spmd_worker.worker.memory.estimate import NOT_STORED, StoredFormats, adapter_bytes, cache_spec, weights_bytes
+from spmd_worker.worker.memory.estimate import (
+    NOT_STORED,
+    StoredFormats,
+    adapter_bytes,
+    cache_spec,
+    unquantised_part_bytes,
+    weights_bytes,
+)
 from spmd_worker.worker.memory.media_memory import media_row_bytes, media_row_limits
 from spmd_worker.worker.memory.window_groups import group_of_stage, grouping_of
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """Per rank."""
-
-_CUT_ROWS: Final = ("awq", "gptq")
-"""Methods whose files have the rows of a large weight in pieces."""
 
 _UNLIMITED_BYTES: Final = 2**60
 _ESTIMATE_MARGIN: Final = 2
@@ -67,20 +71,18 @@ def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_b
 
 
 def quantises_while_loading(resolved: ResolvedRun) -> bool:
-    """Whether no rank holds quantised weights in the run's dtype while they are loaded: each has complete rows, and so
-    have the blocks that it reads (`WeightStore.fill`).
-    """
-    quantization = resolved.model_config.quantization
-    is_cut = quantization is not None and quantization.method in _CUT_ROWS
-    is_complete = resolved.layout.tensor_parallel_size == 1 and not is_cut
-    return resolved.config.model.quantization is not None and resolved.device_type == "cpu" and is_complete
+    """Whether weights of which a rank has complete rows are quantised while they are read (`WeightStore.fill`)."""
+    options, backend = resolved.config.model, resolved.config.executor.device_backend
+    is_on_cpu = resolved.device_type == "cpu" and backend != "triton"
+    return options.quantization is not None and is_on_cpu and options.load_format != "sharded_state"
 
 
 def loading_bytes(resolved: ResolvedRun, rank: int, stored: StoredFormats = NOT_STORED) -> int:
     """Bytes of a rank's weights while they are loaded, at most."""
+    model_config, layout, dtype = resolved.model_config, resolved.layout, resolved.dtype
     quantization = resolved.config.model.quantization if quantises_while_loading(resolved) else None
-    kind = (resolved.dtype, resolved.device_type, quantization, stored)
-    return weights_bytes(resolved.model_config, resolved.layout, rank, *kind)
+    num_bytes = weights_bytes(model_config, layout, rank, dtype, resolved.device_type, quantization, stored)
+    return num_bytes + (0 if quantization is None else unquantised_part_bytes(model_config, layout, rank, dtype))
 
 
 def check_memory(

@@ -282,11 +282,11 @@ def _quantised(plan: MemoryPlan) -> list[str]:
             f"files      quantised, {model_config.quantization.words}: experts stay in {kinds} in "
             f"{len(stored.formats)} layers, other weights are dequantised to {dtype} when they are loaded"
         ]
+    files = f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded"
+    if plan.resolved.config.model.quantization is not None:
+        return [files]
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
-    return [
-        f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
-        f"weights take {num_bytes}, like unquantised ones"
-    ]
+    return [f"{files}, the weights take {num_bytes}, like unquantised ones"]
 
 
 def _int8(plan: MemoryPlan) -> list[str]:
@@ -295,12 +295,13 @@ def _int8(plan: MemoryPlan) -> list[str]:
     if resolved.config.model.quantization is None:
         return []
     loading = format_bytes(max(loading_bytes(resolved, rank) for rank in range(resolved.layout.world_size)))
+    is_whole = quantises_while_loading(resolved) and resolved.layout.tensor_parallel_size == 1
     kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
     others = "the embedding and norms" if kind == "int8" else "the embedding, the head and norms"
     meanwhile = f"; while they are loaded up to {loading}, in {resolved.dtype}"
     return [
         f"quantised  to {kind}, a scale an output, all but {others}: {format_bytes(quantised)} on a "
-        f"rank, scales included{', while they are loaded too' if quantises_while_loading(resolved) else meanwhile}"
+        f"rank, scales included{', while they are loaded too' if is_whole else meanwhile}"
     ]
 
 
