@@ -319,24 +319,28 @@ class StepWatch:
                 total_s += self._time_gemms(num_rows, items)
         return round(total_s, 6)
 
+    def _input_kind(self, weight: Any) -> tuple[int, Any]:
+        """Inputs of a weight and their dtype: routers are float32 in every model."""
+        return _num_inputs(weight), weight.dtype if weight.dtype.is_floating_point else self._dtype
+
     def _time_gemms(self, num_rows: int, items: list[tuple[int, int]]) -> float:
         import torch
 
-        inputs: dict[int, Any] = {}
+        inputs: dict[tuple[int, Any], Any] = {}
         repeats = min(min(count for _, count in items), 3)
         for key, _ in items:
             _, weight, _ = self._weights[key]
-            size = _num_inputs(weight)
-            if size not in inputs:
+            size, dtype = self._input_kind(weight)
+            if (size, dtype) not in inputs:
                 generator = torch.Generator().manual_seed(size)
-                inputs[size] = torch.randn(num_rows, size, generator=generator).to(self._dtype)
+                inputs[size, dtype] = torch.randn(num_rows, size, generator=generator).to(dtype)
         spent: dict[int, float] = dict.fromkeys((key for key, _ in items), 0.0)
         for _ in range(repeats):
             # All layers in turn, so that weights come from where they come from in a step.
             for key, _ in items:
                 multiply, weight, bias = self._weights[key]
                 began_s = time.perf_counter()
-                multiply(inputs[_num_inputs(weight)], weight, bias)
+                multiply(inputs[self._input_kind(weight)], weight, bias)
                 spent[key] += time.perf_counter() - began_s
         return sum(spent[key] / repeats * count for key, count in items)
 
