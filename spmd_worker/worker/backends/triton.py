@@ -74,6 +74,10 @@ class TritonDevice(DeviceBackend):
         tensor = replace(groups.tensor, adds_in_order=True, adds_by_tree=self._has_leaves)
         if tensor.size > 1 and self.device.type == "cuda":
             tensor = replace(tensor, fast=self._peer_sums(tensor, groups.control))
+        elif tensor.fast is not None:
+            # Interpreted: the norm behind sums in shared memory is the CPU's, with other bits.
+            tensor.fast.close()
+            tensor = replace(tensor, fast=None)
         return replace(groups, tensor=tensor)
 
     @property
