@@ -20,6 +20,7 @@ from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
+from spmd_worker.media.largest_image import most_image_tokens
 from spmd_worker.media.processor_settings import has_image_processor
 from spmd_worker.model_config.adapter_folder import fetch_adapters
 from spmd_worker.model_config.byte_rows import fits_bytes
@@ -58,10 +59,11 @@ class ResolvedRun:
     """Made by `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, of an
     encoder-decoder model the decoder's; `max_encoder_len` those of its encoder's input, 0 without an encoder.
     `files_digest` covers the bytes of config.json, generation_config.json and the pooling files, `location` is that of
-    the files. `tokenizer` is the folder's, in the process that has read the run; None in other processes, in a plan and
-    without tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the
-    numbers by which images are prepared, in that process; None if the model takes none. `draft` is the model or head
-    that drafts, if one does.
+    the files. `largest_image` is at least the tokens of any image as it is prepared; 0 if that is unknown. `tokenizer`
+    is the folder's, in the process that has read the run; None in other processes, in a plan and without
+    tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the numbers by
+    which images are prepared, in that process; None if the model takes none. `draft` is the model or head that drafts,
+    if one does.
     """
 
     config: RunConfig
@@ -74,6 +76,7 @@ class ResolvedRun:
     files_digest: str
     location: ModelLocation
     max_encoder_len: int = 0
+    largest_image: int = 0
     draft: DraftRun | None = None
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
     decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
@@ -123,7 +126,7 @@ class ResolvedRun:
     @property
     def max_tower_rows(self) -> int:
         """The most rows that a tower makes at once: tokens of an image, or an encoder's input."""
-        return self.max_encoder_len or self.max_image_tokens
+        return self.max_encoder_len or min(self.max_image_tokens, self.largest_image or self.max_image_tokens)
 
     @property
     def max_image_tokens(self) -> int:
@@ -184,7 +187,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     if processor is not None and files.model_config.vision is not None:
         vision = normalised_by(files.model_config.vision, processor)
         files = replace(files, model_config=replace(files.model_config, vision=vision))
-    resolved = replace(resolve(config, files, device_type, location), image_processor=processor)
+    resolved = resolve(config, files, device_type, location)
+    if processor is not None:
+        resolved = replace(resolved, image_processor=processor, largest_image=most_image_tokens(processor))
     speculation = config.speculative_config
     if speculation.method in MODEL_METHODS:
         resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)

@@ -101,6 +101,11 @@ def unpadded_grid(height: int, width: int, lines: int, columns: int, max_crops: 
         lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (lines / height), 7))) // 2 * 2
+    return resampled_grid(lines, columns, max_crops, side)
+
+
+def resampled_grid(lines: int, columns: int, max_crops: int, side: int) -> Size:
+    """Lines and columns that tokens of a picture are resampled to; see `unpadded_grid`."""
     ratio = math.sqrt(lines * columns / (max_crops * side**2)) if max_crops else 1.0
     return (int(lines // ratio), int(columns // ratio)) if ratio > _SMALLER_RATIO else (lines, columns)
 

@@ -1,5 +1,5 @@
-"""Numbers of a tower's parameters and of its activations, from sizes: a plan of a run counts memory by them. A test
-compares them with the parameters of real towers.
+"""Numbers of a tower's parameters, and of an encoder's activations, from sizes: a plan of a run counts memory by them.
+A test compares them with the parameters of real towers.
 """
 
 from spmd_worker.model_config.encoder_part import EncoderPart
@@ -74,26 +74,6 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
     others = {"internvl": 2 * width, "mistral3": size + size * width}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
-
-
-def tower_activations(vision: VisionConfig, num_tokens: int) -> tuple[int, int]:
-    """Elements of the model's dtype, and of float32, that a tower holds at its peak for an image of `num_tokens`.
-
-    It has the residual stream, its norm, queries, keys and values, rotated, padded and in blocks, and their outputs.
-    Before the first layer it has pixels and patches in float32. Feed-forwards are computed for some patches at a time.
-    """
-    config = vision.tower
-    if config is None:
-        return 0, 0
-    num_patches, size = num_tokens * vision.merge_size**2, config.hidden_size
-    padded = config.num_heads * config.padded_head_size
-    per_patch = 8 * size + 2 * padded + 3 * padded * (padded != size) + padded
-    gates = min(num_patches, _MOST_ROWS) * 4 * config.intermediate_size
-    rotated = 4 * size if config.rope_theta else 0
-    return num_patches * per_patch + gates, num_patches * max(3 * config.num_patch_numbers, rotated)
-
-
-_MOST_ROWS = 16384
 
 
 def encoder_elements(part: EncoderPart) -> int:

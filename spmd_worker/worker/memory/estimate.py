@@ -17,9 +17,10 @@ from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, Laye
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.model_config.tower_elements import encoder_activations, tower_activations
+from spmd_worker.model_config.tower_elements import encoder_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
+from spmd_worker.worker.memory.tower_memory import tower_activations
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Prefill operations of a device per byte moved between it and the host: about 1 TFLOP/s to 7 GB/s in host memory, 400
@@ -334,7 +335,7 @@ def tower_bytes(model_config: ModelConfig, dtype: str, num_image_tokens: int) ->
         return encoder_activations(model_config.encoder_part, num_image_tokens) * DTYPE_BYTES[dtype]
     if model_config.vision is None:
         return 0
-    elements, float32 = tower_activations(model_config.vision, num_image_tokens)
+    elements, float32 = tower_activations(model_config.vision, num_image_tokens, model_config.hidden_size)
     return elements * DTYPE_BYTES[dtype] + float32 * DTYPE_BYTES["float32"]
 
 

@@ -35,7 +35,9 @@ def longest_media(resolved: ResolvedRun) -> dict[str, int]:
         return {"scheduler.max_encoder_len": resolved.max_encoder_len}
     if vision is None:
         return {}
-    longest = min(resolved.max_image_tokens, limits.num_rows)
+    # Rows for the largest image bound none.
+    longest = resolved.max_image_tokens
+    longest = longest if limits.num_rows >= resolved.max_tower_rows else min(longest, limits.num_rows)
     # Images of such models are squares of one size.
     if vision.tower is not None and limits.sees_whole_image and limits.max_num_tokens < vision.tower.num_crop_tokens:
         longest = min(longest, limits.max_num_tokens)

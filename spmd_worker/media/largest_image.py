@@ -1,0 +1,62 @@
+"""Tokens of the largest image that a processor makes of any picture, or a little more: memory is planned for them."""
+
+from collections.abc import Callable
+from math import ceil, isqrt
+from typing import Final
+
+from spmd_worker.media.image_processor import ImageProcessor
+from spmd_worker.media.limits import MAX_ASPECT_RATIO
+from spmd_worker.media.sizes import NUM_FRAMES
+
+
+def most_image_tokens(processor: ImageProcessor) -> int:
+    """Tokens of an image of `processor`, or a little more than any has."""
+    return _KINDS.get(processor.kind, _of_squares)(processor)
+
+
+def _of_squares(processor: ImageProcessor) -> int:
+    """Tokens of at most `max_crops` squares, and behind several the complete image."""
+    return processor.tokens_per_crop * (processor.max_crops + 1 if processor.max_crops > 1 else 1)
+
+
+def _qwen(processor: ImageProcessor) -> int:
+    unit = (processor.patch_size * processor.merge_size) ** 2
+    unit *= NUM_FRAMES if processor.kind == "glm4v" else 1
+    most, least = processor.max_pixels // unit, ceil(processor.min_pixels / unit)
+    # A narrow picture has a line of tokens, and one that grows a line and a column more than it has pixels for. Sides
+    # were rounded before.
+    ratio = 2 * MAX_ASPECT_RATIO
+    return max(most, isqrt(most * ratio) + 1, isqrt(ratio) + 1, least + isqrt(4 * least * ratio) + 2)
+
+
+def _gemma4(processor: ImageProcessor) -> int:
+    return processor.max_pixels // (processor.patch_size * processor.merge_size) ** 2
+
+
+def _pictures(processor: ImageProcessor) -> int:
+    """The complete image and the largest picture, with a newline a line; one that is resampled has fewer."""
+    side, most = processor.side // processor.patch_size, 0
+    for height, width in processor.pinpoints:
+        lines, columns = (each // processor.side * side for each in (height, width))
+        most = max(most, lines * (columns + 1))
+    return processor.tokens_per_crop + max(most, 1)
+
+
+def _pixtral(processor: ImageProcessor) -> int:
+    return ceil(processor.longest_edge / (processor.patch_size * processor.merge_size)) ** 2
+
+
+def _smolvlm(processor: ImageProcessor) -> int:
+    # Short sides are made even.
+    most = ceil((processor.longest_edge + 1) / processor.side) ** 2 + 1
+    return processor.tokens_per_crop * (most if processor.splits else 1)
+
+
+_KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v"), _qwen),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
+    **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
+    **dict.fromkeys(("mistral3", "pixtral"), _pixtral),
+    "smolvlm": _smolvlm,
+}
+"""Others take squares alone."""
