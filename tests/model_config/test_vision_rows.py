@@ -250,5 +250,5 @@ def test_padding_id_counts_where_layers_have_inputs():
     """Those of 26B and 31B have none: a text whose padding id is -1 ran, and was refused."""
     text = {"pad_token_id": -1, "hidden_size_per_layer_input": 0}
     assert read("gemma4", {"vision_config": {}, "text_config": text})[0].input_token_id == 0
-    with pytest.raises(ModelConfigError, match="pad_token_id=-1 must be a whole number .* runs the text alone"):
+    with pytest.raises(ModelConfigError, match=r"pad_token_id=-1 must be a whole number .* runs the text alone"):
         read("gemma4", {"vision_config": {}, "text_config": {**text, "hidden_size_per_layer_input": 8}})
