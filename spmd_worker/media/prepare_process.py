@@ -115,8 +115,9 @@ def check_num_rows(image: PreparedImage, limits: MediaLimits) -> None:
     """Raise MediaError for an image of more tokens than the limit."""
     if image.num_rows > limits.max_image_tokens:
         height, width = image.pixels.size
-        rule = f"limits.max_image_tokens={limits.max_image_tokens}: give a smaller one, lower model.image_max_pixels"
-        message = f"the image of {width} x {height} pixels takes {image.num_rows} tokens, more than {rule}, or raise it"
+        rule = f"limits.max_image_tokens={limits.max_image_tokens}: raise it, or give a smaller image or a lower size"
+        message = f"the image of {width} x {height} pixels takes {image.num_rows} tokens, more than {rule}"
+        message += " (model.image_max_pixels, or the number of model.image_processor by which this model sizes images)"
         raise MediaError("image_too_long", message)
 
 

@@ -237,3 +237,18 @@ def test_towers_normalise_as_their_image_processor(
     assert processor is not None
     assert (vision.image_mean, vision.image_std, vision.rescale_factor) == expected
     assert (processor.mean, processor.std, processor.scale) == expected
+
+
+@pytest.mark.parametrize("row", ["gemma4", "glm4v", "llama4", "qwen2_vl"])
+@pytest.mark.parametrize("config", [{}, {"vision_config": None}])
+def test_files_without_a_tower_run_with_text_alone(row: str, config: dict[str, Any]):
+    """Their class has none by default, or one that fits no text: texts that ran were refused."""
+    assert read_vision(row, config, PATH, CLASSES[row][1], 1e-5) is None
+
+
+def test_padding_id_counts_where_layers_have_inputs():
+    """Those of 26B and 31B have none: a text whose padding id is -1 ran, and was refused."""
+    text = {"pad_token_id": -1, "hidden_size_per_layer_input": 0}
+    assert read("gemma4", {"vision_config": {}, "text_config": text})[0].input_token_id == 0
+    with pytest.raises(ModelConfigError, match=r"pad_token_id=-1 must be a whole number .* runs the text alone"):
+        read("gemma4", {"vision_config": {}, "text_config": {**text, "hidden_size_per_layer_input": 8}})

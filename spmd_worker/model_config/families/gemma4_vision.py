@@ -3,7 +3,8 @@
 from typing import Final
 
 from spmd_worker.base.config.plain_values import shown
-from spmd_worker.model_config.config_reader import checked_integer
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.families.vision_files import (
     SEPARATE,
     WAY_OUT,
@@ -49,11 +50,8 @@ _UNIFIED_NAMES: Final = TowerNames(
 )
 
 
-def _check_is_there(files: VisionFiles, kind: str) -> None:
-    """Raise UnknownTowerError for a file without a tower, or with another."""
-    # An empty object has the class's defaults.
-    if files.whole.get("vision_config") is None:
-        raise UnknownTowerError(f"{files.whole.where('vision_config')} describes no tower")
+def _check_kind(files: VisionFiles, kind: str) -> None:
+    """Raise UnknownTowerError for another tower."""
     given = files.vision.get("model_type", kind)
     if given != kind:
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(given)} is a tower that does not run")
@@ -61,7 +59,7 @@ def _check_is_there(files: VisionFiles, kind: str) -> None:
 
 def gemma4_unified(files: VisionFiles) -> VisionConfig:
     """Gemma 4 without a tower: squares of pixels through norms and linear layers."""
-    _check_is_there(files, "gemma4_unified_vision")
+    _check_kind(files, "gemma4_unified_vision")
     vision, text = files.vision, files.whole.object("text_config")
     size = vision.count("mm_embed_dim", 3840)
     vision.choice("output_proj_dims", (size,), 3840)
@@ -89,17 +87,27 @@ def gemma4_unified(files: VisionFiles) -> VisionConfig:
     )
 
 
+def _input_token_of(text: ConfigReader) -> int:
+    """The token whose inputs of layers those of images take, where layers have inputs of their own."""
+    if not text.get("hidden_size_per_layer_input", 256):
+        return 0
+    last, padding = text.count("vocab_size", 262144) - 1, text.get("pad_token_id", 0)
+    try:
+        return checked_integer(padding, text.where("pad_token_id"), 0, last)
+    except ModelConfigError:
+        raise text.error("pad_token_id", f"must be a whole number from 0 to {last}{WAY_OUT}") from None
+
+
 def gemma4(files: VisionFiles) -> VisionConfig:
     """Gemma 4: means of patches; in the larger models tokens of an image see all of it, in layers with a window."""
     vision, text = files.vision, files.whole.object("text_config")
-    _check_is_there(files, "gemma4_vision")
+    _check_kind(files, "gemma4_vision")
     head_size, num_heads = vision.count("head_dim", 64), vision.count("num_attention_heads", 12)
     if head_size % _PAIRS_OF_TWO_AXES:
         raise vision.error("head_dim", f"must be a multiple of {_PAIRS_OF_TWO_AXES}: pairs of two axes{WAY_OUT}")
     vision.choice("num_key_value_heads", (num_heads,), 12)
     rope = vision.object("rope_parameters")
     rope.choice("rope_type", ("axial", "default"), "axial")
-    padding = text.get("pad_token_id", 0)
     sight = text.get("use_bidirectional_attention") == "vision"
     return VisionConfig(
         "gemma4",
@@ -107,7 +115,7 @@ def gemma4(files: VisionFiles) -> VisionConfig:
         merge_size=vision.count("pooling_kernel_size", 3),
         sees_whole_image=sight,
         sees_in_windows=sight,
-        input_token_id=checked_integer(padding, text.where("pad_token_id"), 0, text.count("vocab_size", 262144) - 1),
+        input_token_id=_input_token_of(text),
         tower=TowerConfig(
             names=_NAMES,
             hidden_size=vision.count("hidden_size", 768),

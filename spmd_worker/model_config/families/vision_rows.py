@@ -279,6 +279,9 @@ _FILE_KEYS: Final = {
 }
 """Row -> the file's names of our keys of `vision_config`."""
 
+_WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm4v_moe", "llama4")
+"""Rows of classes that have no tower by default, or one that fits no text."""
+
 
 def read_vision(
     row: str, config: Mapping[str, Any], path: Path, hidden_size: int, text_eps: float
@@ -290,6 +293,9 @@ def read_vision(
     vision = replace(whole.object("vision_config"), file_keys=_FILE_KEYS.get(row, {}))
     files = VisionFiles(whole, vision, hidden_size, text_eps)
     try:
+        # An empty object has the class's defaults.
+        if row in _WITHOUT_DEFAULT and whole.get("vision_config") is None:
+            raise UnknownTowerError(f"{whole.where('vision_config')} describes no tower")
         return VISION_ROWS[row](files)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)

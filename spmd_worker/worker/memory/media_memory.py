@@ -2,9 +2,14 @@
 rank has the same.
 """
 
+from typing import Final
+
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.resolved import ResolvedRun
+
+_MOST_SOFT_TOKENS: Final = 1120
+"""Of an image of Gemma 4, whatever its processor's files say."""
 
 
 def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
@@ -38,9 +43,10 @@ def longest_media(resolved: ResolvedRun) -> dict[str, int]:
     # Rows for the largest image bound none.
     longest = resolved.max_image_tokens
     longest = longest if limits.num_rows >= resolved.max_tower_rows else min(longest, limits.num_rows)
-    # Images of such models are squares of one size.
-    if vision.tower is not None and limits.sees_whole_image and limits.max_num_tokens < vision.tower.num_crop_tokens:
-        longest = min(longest, limits.max_num_tokens)
+    # A step holds all of an image. Images of such models are squares of one size, or have so many tokens at most.
+    if vision.tower is not None and limits.sees_whole_image:
+        most = vision.tower.num_crop_tokens or _MOST_SOFT_TOKENS
+        longest = min(longest, limits.max_num_tokens) if limits.max_num_tokens < most else longest
     found = {"tokens of the longest image": longest}
     if not limits.is_chunked and limits.num_rows < limits.max_num_tokens:
         found["tokens of the images of a row"] = limits.num_rows

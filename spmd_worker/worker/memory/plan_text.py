@@ -298,6 +298,8 @@ def _int8(plan: MemoryPlan) -> list[str]:
     is_whole = quantises_while_loading(resolved) and resolved.layout.tensor_parallel_size == 1
     kind, quantised = resolved.config.model.quantization, max(share.weights_bytes for share in plan.shares)
     others = "the embedding and norms" if kind == "int8" else "the embedding, the head and norms"
+    if any(layer.experts is not None for layer in resolved.model_config.layers):
+        others = "the embedding, norms and routers"
     meanwhile = f"; while they are loaded up to {loading}, in {resolved.dtype}"
     return [
         f"quantised  to {kind}, a scale an output, all but {others}: {format_bytes(quantised)} on a "

@@ -94,6 +94,10 @@ def test_longest_image_follows_from_memory_and_batch_sizes():
     square = replace(DEEP, tower=replace(TOWER, num_crop_tokens=256))
     longest = [longest_media(run(square, max_num_batched_tokens=each)).popitem()[1] for each in (2048, 256, 255)]
     assert longest == [4096, 4096, 255]
+    # Gemma 4 has images of any size, of at most so many tokens.
+    other = replace(DEEP, tower=TOWER)
+    longest = [longest_media(run(other, max_num_batched_tokens=each)).popitem()[1] for each in (2048, 1120, 1119)]
+    assert longest == [4096, 4096, 1119]
 
 
 def test_only_ranks_of_the_first_stage_have_rows():
