@@ -16,7 +16,7 @@ from run_folder import made_once
 from torch import Tensor
 
 from spmd_worker.media.prepared import ImagePixels
-from spmd_worker.model.towers.squares import best_resolution
+from spmd_worker.media.sizes import best_pinpoint
 
 if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
@@ -309,7 +309,7 @@ def image_of(name: str, number: int) -> ImagePixels:
         (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4")) else 1,
     )
     if name.startswith(OF_PICTURES):
-        height, width = best_resolution(size, tuple([(each[0], each[1]) for each in PINPOINTS]))
+        height, width = best_pinpoint(*size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
     crops = tuple([_pixels(generator, side, side) for _ in range(count)])
     return ImagePixels(crops, (side // patch, side // patch), size)

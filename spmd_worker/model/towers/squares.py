@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.media.prepared import ImagePixels
+from spmd_worker.media.sizes import best_pinpoint
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import ImageSequences
 from spmd_worker.model.towers.layers import TowerLinear, TowerNorm, TowerTable, TransposedLinear
@@ -128,7 +129,7 @@ class OnevisionTower(LlavaTower):
         rows, newline = super().forward(image).rows.view(len(image.crops), self._side**2, -1), self.newline()
         if len(rows) == 1:
             return TowerRows(torch.cat((rows[0], newline)))
-        height, width = best_resolution(image.size, self._config.pinpoints)
+        height, width = best_pinpoint(*image.size, self._config.pinpoints)
         grid = (height // self._config.crop_size, width // self._config.crop_size)
         assert grid[0] * grid[1] == len(rows) - 1, (grid, len(rows))
         picture = rows[1:].view(*grid, self._side, self._side, -1).transpose(1, 2)
@@ -167,18 +168,6 @@ def _taps(size: int, new_size: int) -> list[tuple[Tensor, Tensor]]:
     low = source.floor().long().clamp(max=size - 1)
     weight = source - low
     return [(low, 1 - weight), ((low + 1).clamp(max=size - 1), weight)]
-
-
-def best_resolution(size: tuple[int, int], pinpoints: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """The (height, width) that keeps most pixels of an image of `size`, and of those the one that wastes least."""
-    (height, width), best, found = size, (0, 0), (0, 0)
-    for each_height, each_width in pinpoints:
-        scale = min(each_width / width, each_height / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        rank = (kept, kept - each_width * each_height)
-        if found == (0, 0) or rank > best:
-            best, found = rank, (each_height, each_width)
-    return found
 
 
 def _unpadded(picture: Tensor, size: tuple[int, int]) -> Tensor:

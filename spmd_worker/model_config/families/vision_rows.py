@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_LAYERS: Final = 1 << 16
 _MOST_RATIO: Final = 1 << 8
-"""Of the widths of a feed-forward and its layer."""
+"""Largest ratio of the widths of a feed-forward and its layer."""
 
 # ---- Qwen ----------------------------------------------------------------------------------------------------------
 

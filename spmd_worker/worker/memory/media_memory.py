@@ -9,7 +9,7 @@ from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.resolved import ResolvedRun
 
 _MOST_SOFT_TOKENS: Final = 1120
-"""Of an image of Gemma 4, whatever its processor's files say."""
+"""Most tokens of an image of Gemma 4, whatever its processor's files say."""
 
 
 def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:

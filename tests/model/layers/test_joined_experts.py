@@ -122,8 +122,6 @@ def test_joined_experts_have_equal_bits(
 @each_library
 def test_joined_int8_experts_have_equal_bits(instruction_set: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     dtype = torch.float32 if kind == "gelu" else torch.bfloat16
-    if instruction_set != ONEDNN and not library_for(instruction_set).gemm_dtypes:
-        pytest.skip("no products of its own")
     layer = new_layer(kind, dtype, instruction_set, num_leaves=2, is_int8=True)
     together, apart = joined_and_one_by_one(layer, dtype, monkeypatch)
     assert are_equal((together, apart))
