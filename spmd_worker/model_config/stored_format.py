@@ -1,10 +1,14 @@
-"""Matrices of experts that stay in memory as their checkpoint has them: shapes and bytes. Needs no torch.
+"""Matrices that stay in memory as their checkpoint has them: shapes and bytes. Needs no torch.
 
-O: outputs; I: inputs of a matrix; G: its groups of inputs. Numbers and scales are two tensors:
+O: outputs; I: inputs of a matrix; G: its groups of inputs. On GPUs, where they are experts, numbers and scales are two
+tensors:
 
 e2m1 (MXFP4)  uint8 [O, I / 2], two numbers a byte, the first in the low bits; scales uint8 [ceil(I / 128), O, 4],
               exponents of 32 inputs each, those of 128 inputs of all outputs side by side, as kernels read them
 e4m3 (FP8)    uint8 [O, I]; scales float32 [O / `group_rows`, G], rounded up, as in the file
+
+On CPUs e2m1 and int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 to 15) are in panels of 16 outputs, of
+which `native/nibbles.h` has the layout.
 """
 
 from dataclasses import dataclass
@@ -16,11 +20,18 @@ MX_GROUP: Final = 32
 STEP: Final = 128
 """Inputs that kernels multiply in one step, at most: a scale of several inputs covers a multiple of it."""
 _MX_IN_STEP: Final = STEP // MX_GROUP
+_PANEL: Final = 16
+_LINE: Final = 64
+"""Bytes of the head of a panel, and the multiple of its size."""
+_INTEGER_SCALE_BYTES: Final = 5
+"""Of a group in a panel: a float32 scale and a zero point."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """`number` is "e2m1" or "e4m3". A scale covers `group_rows` outputs and `group_inputs` inputs, 0 for all inputs."""
+    """`number` is "e2m1", "e4m3" or "int4". A scale covers `group_rows` outputs and `group_inputs` inputs, 0 for all
+    inputs.
+    """
 
     number: str
     group_rows: int
@@ -33,6 +44,8 @@ class StoredFormat:
     @property
     def words(self) -> str:
         """The format as messages call it."""
+        if self.number == "int4":
+            return f"4-bit integers in groups of {self.group_inputs}"
         return "MXFP4" if self.is_mxfp4 else "FP8"
 
     def numbers_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
@@ -54,6 +67,11 @@ class StoredFormat:
         scale_bytes = 1 if self.is_mxfp4 else 4
         shapes = self.numbers_shape(num_outputs, num_inputs), self.scales_shape(num_outputs, num_inputs)
         return prod(shapes[0]) + scale_bytes * prod(shapes[1])
+
+    def panel_bytes(self, num_inputs: int) -> int:
+        """Bytes of a panel of 16 outputs."""
+        scales = self.num_groups(num_inputs) * _PANEL * (1 if self.is_mxfp4 else _INTEGER_SCALE_BYTES)
+        return _LINE + num_inputs * _PANEL // 2 + -(-scales // _LINE) * _LINE
 
 
 MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)

@@ -213,6 +213,25 @@ class ExpertKernels(Protocol):
         """
 
 
+class StoredPanels(Protocol):
+    """Weights that stay in memory as their file has them, in panels, and that products expand to the values of
+    dequantised ones as they go: the bits are the same. `stored` is "int4" or "e2m1".
+
+    n: rows; I: inputs of a weight; G: its groups of inputs.
+    """
+
+    def empty(self, stored: StoredFormat, shape: tuple[int, int], device: torch.device, *, is_gated: bool) -> Tensor:
+        """Memory for a weight [outputs, I], for `linear` or, if it `is_gated`, for `gated_linear`; not initialised."""
+
+    def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
+        """Replace rows from `start` on by a file's: numbers uint8 [n, I / 2], two a byte, the first in the low bits;
+        scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "e2m1" exponents, uint8 [n, G].
+        """
+
+    def read_values(self, packed: Tensor, stored: StoredFormat, rows: tuple[int, int]) -> Tensor:
+        """Float32 values of some rows [n, I], not rounded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """Numbers by which R rows choose their tokens: `factors` float32 [R], see `Kernels.prob_sums`, 0 for a greedy row;
@@ -334,6 +353,11 @@ class Kernels(Protocol):
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, in] x [2 I, in] -> [T, I]: `silu_and_mul` of the GEMM. `weight` is plain or from `pack_gated`."""
+
+    def stored_panels(self, dtype: torch.dtype) -> StoredPanels | None:
+        """Weights of 4 bits that `linear`, `gated_linear`, `linear_of_leaves` and `join_experts` take as they are
+        stored, for a model of this dtype; None: they take none. `unpack` and `repack_` do not take them either.
+        """
 
     def expert_kernels(self) -> ExpertKernels | None:
         """Kernels for all experts of a layer at once; None: experts are called one by one, by the methods above."""

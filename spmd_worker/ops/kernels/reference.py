@@ -35,6 +35,7 @@ from spmd_worker.ops.kernels.api import (
     Kernels,
     LogitFilters,
     RowHistories,
+    StoredPanels,
 )
 from spmd_worker.ops.kernels.random import random_bits, random_shares
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
@@ -134,6 +135,10 @@ class ReferenceKernels:
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def stored_panels(self, dtype: torch.dtype) -> StoredPanels | None:
+        del dtype
+        return None
 
     def expert_kernels(self) -> ExpertKernels | None:
         return None
