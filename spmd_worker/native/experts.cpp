@@ -38,7 +38,10 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights in panels, of bytes (int8.h) if the layer `has_bytes`; biases may be null.
+// Weights in panels of elements, of bytes (int8.h) or, with bfloat16 elements, of nibbles (nibbles.h).
+enum WeightKind : int64_t { kElements, kBytes, kNibbles };
+
+// Weights of the layer's kind; biases may be null.
 template <class Element>
 struct Expert {
   const void* gates;
@@ -60,7 +63,7 @@ struct Layer {
   const int64_t* numbers;
   int64_t num_experts, hidden_size, intermediate_size, gating, activation;
   const int64_t* leaf_ends;
-  int64_t num_leaves, is_part, has_bytes;
+  int64_t num_leaves, is_part, kind;
   float limit;
 };
 
@@ -161,9 +164,7 @@ class Run {
           opened, num_rows, size, item.expert->down, hidden, item.expert->down_bias, reinterpret_cast<Element*>(to), false,
           num_threads);
     else
-      Calls<Element>::gemm_leaves(
-          opened, size, num_rows, size, static_cast<const Element*>(item.expert->down), hidden, item.expert->down_bias, to,
-          layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
+      multiply_leaves(opened, num_rows, *item.expert, to, num_threads);
     if (is_single) return;
     for (int64_t row = 0; row < num_rows; ++row)
       std::memcpy(result(item.slots[row]), to + row * result_bytes_, size_t(result_bytes_));
@@ -173,14 +174,31 @@ class Run {
   void multiply(
       const Element* x, int64_t num_rows, int64_t num_inputs, const void* weight, int64_t num_outputs, const Element* bias,
       Element* to, bool is_gated, int64_t num_threads) const {
-    if (layer_.has_bytes)
-      Calls<Element>::int8_gemm(
+    if (layer_.kind == kBytes)
+      return Calls<Element>::int8_gemm(
           x, num_inputs, num_rows, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to, is_gated,
           room<float, 4>(num_rows), room<int8_t, 5>(num_rows * padded_to_steps(num_inputs)), num_threads);
-    else
-      Calls<Element>::gemm(
-          x, num_inputs, num_rows, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to, is_gated,
-          num_threads);
+    if constexpr (sizeof(Element) == 2)
+      if (layer_.kind == kNibbles)
+        return spmd_nibble_gemm_bfloat16(
+            x, num_inputs, num_rows, num_inputs, static_cast<const uint8_t*>(weight), num_outputs, bias, to, is_gated,
+            num_threads);
+    Calls<Element>::gemm(
+        x, num_inputs, num_rows, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to, is_gated,
+        num_threads);
+  }
+
+  void multiply_leaves(
+      const Element* opened, int64_t num_rows, const Expert<Element>& expert, void* to, int64_t num_threads) const {
+    const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size;
+    if constexpr (sizeof(Element) == 2)
+      if (layer_.kind == kNibbles)
+        return spmd_nibble_gemm_leaves_bfloat16(
+            opened, size, num_rows, size, static_cast<const uint8_t*>(expert.down), hidden, expert.down_bias, to,
+            layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
+    Calls<Element>::gemm_leaves(
+        opened, size, num_rows, size, static_cast<const Element*>(expert.down), hidden, expert.down_bias, to,
+        layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
   }
 
   void open(

@@ -31,6 +31,9 @@
 //   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by
 //   `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums between two parts).
 //
+// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread, before the blocks
+// by it. Parts are short, so that this memory stays in the first-level cache, if sums can be kept between two parts.
+//
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
 // of the thread (`LeavesByRows`). In tiles, a leaf is one part of the inputs or several; at its end the epilogue is told
@@ -48,12 +51,15 @@
 #include <vector>
 
 #include "gemm.h"
+#include "nibbles.h"
 #include "thread_pool.h"
 
 namespace {
 
 template <class Epilogue>
 constexpr bool kHasLeaves = false;
+
+constexpr int64_t kExpandedInputs = 512;  // of a pair of panels of nibbles at a time: 32 KB
 
 // `kCutsLeaves`: no part has inputs of two leaves.
 template <class Micro, bool kCutsLeaves = false>
@@ -71,7 +77,7 @@ class Tiling {
       join_leaves(gemm);
     } else {
       const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
-      first_inputs_ = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
+      first_inputs_ = shares(num_steps, num_parts_of(gemm, num_steps));
       for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kStep);
     }
     const int64_t num_blocks = (gemm.num_rows + Micro::kRows - 1) / Micro::kRows;
@@ -125,6 +131,13 @@ class Tiling {
   }
 
  private:
+  static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_steps) {
+    const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_steps);
+    constexpr int64_t kMaxSteps = kExpandedInputs / Micro::kStep;
+    const bool is_cut = gemm.nibbles != nullptr && (Micro::kSplits || Micro::kLeavesAreParts);
+    return is_cut ? std::max(num_parts, (num_steps + kMaxSteps - 1) / kMaxSteps) : num_parts;
+  }
+
   // Starts of `count` shares of equal size, and the end of the last.
   static std::vector<int64_t> shares(int64_t total, int64_t count) {
     std::vector<int64_t> starts(size_t(count) + 1);
@@ -136,7 +149,7 @@ class Tiling {
     first_inputs_ = {0};
     for (int64_t leaf = 0; leaf < gemm.leaves.count; ++leaf) {
       const int64_t first = gemm.leaves.first_input(leaf), num_steps = (gemm.leaves.ends[leaf] - first) / Micro::kStep;
-      const std::vector<int64_t> steps = shares(num_steps, Micro::num_parts(gemm.num_rows, num_steps));
+      const std::vector<int64_t> steps = shares(num_steps, num_parts_of(gemm, num_steps));
       for (size_t part = 1; part < steps.size(); ++part)
         first_inputs_.push_back(first + steps[part] * Micro::kStep), leaves_.push_back(leaf);
     }
@@ -144,7 +157,7 @@ class Tiling {
 
   // A part has as many complete leaves as the micro-kernel takes at once, or one that is longer.
   void join_leaves(const Gemm<typename Micro::Element>& gemm) {
-    const int64_t most = gemm.num_inputs / Micro::num_parts(gemm.num_rows, gemm.num_inputs / Micro::kStep);
+    const int64_t most = gemm.num_inputs / num_parts_of(gemm, gemm.num_inputs / Micro::kStep);
     first_inputs_ = {0}, leaves_ = {0};
     for (int64_t leaf = 1; leaf < gemm.leaves.count; ++leaf)
       if (gemm.leaves.ends[leaf] - first_inputs_.back() > most)
@@ -270,10 +283,13 @@ class GemmThread {
       // The blocks of the group by one pair that belong to the item.
       const int64_t end_block = tiling_.first_block(tile.group + 1);
       block_.pair = tile.pair, block_.num_panels = gemm_.num_panels_of(tile.pair);
-      block_.panels = panels_of(tile.pair, part);
       block_.num_blocks = std::min(end_block - tile.block, end - number);
       const int64_t last = number + block_.num_blocks;
-      block_.ahead = panels_ahead(part, first, tile, last == end);
+      const Place next = place_ahead(part, first, tile, last == end);
+      if (gemm_.nibbles == nullptr)
+        block_.panels = panels_of({tile.pair, part}), block_.ahead = panels_of(next);
+      else
+        block_.panels = block_.ahead = expanded({tile.pair, part}, next);
       int64_t row = tiling_.first_row(tile.block);
       for (block_.number = 0; number < last; ++number, ++block_.number) {
         block_.row = row, row = tiling_.first_row(tile.block + 1);
@@ -290,9 +306,15 @@ class GemmThread {
     }
   }
 
+  // A part of a pair of panels.
+  struct Place {
+    int64_t pair, part;
+  };
+
   // The panels to prefetch during the blocks by the pair of `tile`: those of the next pair, of the next part's first pair,
   // or of the next item's, which is claimed here.
-  SPMD_INLINE_MEMBER const Element* panels_ahead(int64_t part, const Tile& first, const Tile& tile, bool is_last_pair) {
+  SPMD_INLINE_MEMBER Place place_ahead(int64_t part, const Tile& first, const Tile& tile, bool is_last_pair) {
+    const Place here = {tile.pair, part};
     int64_t pair = tile.pair + 1 < tiling_.num_pairs() ? tile.pair + 1 : 0;
     bool has_next = true;
     if (is_last_pair && part + 1 < tiling_.num_parts()) {
@@ -301,7 +323,7 @@ class GemmThread {
       next_item_ = items_.next(), part = 0, has_next = next_item_ >= 0;
       if (has_next) next_first_ = tiling_.tile(tiling_.start(next_item_)), pair = next_first_.pair;
     }
-    return has_next && gemm_.num_panels_of(pair) >= block_.num_panels ? panels_of(pair, part) : block_.panels;
+    return has_next && gemm_.num_panels_of(pair) >= block_.num_panels ? Place{pair, part} : here;
   }
 
   const Element* own_rows(const Tile& tile, int64_t end_block) {
@@ -310,9 +332,31 @@ class GemmThread {
         gemm_, tile.group, end_block - first, tile.block - first, block_.row, block_.num_rows));
   }
 
-  SPMD_INLINE_MEMBER const Element* panels_of(int64_t pair, int64_t part) const {
-    return gemm_.panel(pair * 2) + tiling_.first_input(part) * kPanel;
+  SPMD_INLINE_MEMBER const Element* panels_of(const Place& place) const {
+    return gemm_.panel(place.pair * 2) + tiling_.first_input(place.part) * kPanel;
   }
+
+  // The part of a pair's nibbles as elements; those of `next` are fetched.
+  const Element* expanded(const Place& place, const Place& next) {
+    if constexpr (sizeof(Element) == 2) {
+      const int64_t first = tiling_.first_input(place.part), count = block_.num_inputs;
+      static thread_local std::vector<AlignedLine> kept;
+      // One line between the panels: else their lines would share the sets of the first-level cache.
+      block_.panel_size = count * kPanel + 32;
+      if (int64_t(kept.size()) < block_.panel_size / 16) kept.resize(size_t(block_.panel_size / 16));
+      uint16_t* const to = kept.data()->elements;
+      for (int panel = 0; panel < block_.num_panels; ++panel)
+        expand_panel(
+            nibbles_of(place.pair * 2 + panel), gemm_.num_inputs, first, count, to + panel * block_.panel_size,
+            nibbles_of(next.pair * 2 + panel), tiling_.first_input(next.part));
+      return to;
+    }
+    return nullptr;
+  }
+  struct alignas(64) AlignedLine {
+    uint16_t elements[32];
+  };
+  const uint8_t* nibbles_of(int64_t panel) const { return gemm_.nibbles + panel * gemm_.nibbles_size; }
 
   const Gemm<Element>& gemm_;
   const TilingOf& tiling_;

@@ -13,6 +13,20 @@ bool passes_caches(const Element* to, int64_t num_rows, int64_t num_outputs, boo
   return amx::is_granted() && has_lines && num_rows * num_outputs * int64_t(sizeof(Element)) > kPassingBytes;
 }
 
+template <class Element>
+void multiply_leaves(const Gemm<Element>& gemm, const Element* bias, void* to, bool is_part, int64_t num_threads) {
+  const int64_t num_rows = gemm.num_rows, num_outputs = gemm.num_outputs;
+  Element* const rounded = is_part ? nullptr : static_cast<Element*>(to);
+  float* const part = is_part ? static_cast<float*>(to) : nullptr;
+  multiply(
+      gemm,
+      AddLeaves<Element>{
+          gemm, bias,
+          {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},
+          {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}},
+      num_threads);
+}
+
 }  // namespace
 
 // Requires `spmd_packs_<dtype>`. `bias` may be null; of a gated weight, `to` has half as many columns as it has outputs.
@@ -42,20 +56,36 @@ extern "C" void spmd_gemm_bfloat16(
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
       int64_t num_outputs, const Element* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves,                \
       int64_t is_part, int64_t num_threads) {                                                                          \
-    const Gemm<Element> gemm{x, x_stride, num_rows, num_inputs, packed, num_outputs, {leaf_ends, num_leaves}};         \
-    Element* const rounded = is_part != 0 ? nullptr : static_cast<Element*>(to);                                       \
-    float* const part = is_part != 0 ? static_cast<float*>(to) : nullptr;                                              \
-    multiply(                                                                                                          \
-        gemm,                                                                                                          \
-        AddLeaves<Element>{                                                                                            \
-            gemm, bias,                                                                                                \
-            {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},                 \
-            {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}},                      \
-        num_threads);                                                                                                  \
+    multiply_leaves(                                                                                                   \
+        Gemm<Element>{x, x_stride, num_rows, num_inputs, packed, num_outputs, {leaf_ends, num_leaves}}, bias, to,      \
+        is_part != 0, num_threads);                                                                                    \
   }
 
 SPMD_GEMM_LEAVES(float32, float)
 SPMD_GEMM_LEAVES(bfloat16, uint16_t)
+
+// `spmd_gemm_bfloat16` and `spmd_gemm_leaves_bfloat16` with a weight of 4 bits (nibbles.h).
+extern "C" void spmd_nibble_gemm_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
+    int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
+  multiply(
+      Gemm<uint16_t>{
+          x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {}, packed, nibble_panel_bytes(packed, num_inputs)},
+      Store<uint16_t, Unscaled>{
+          {}, num_outputs, bias, to, is_gated != 0, passes_caches(to, num_rows, num_outputs, is_gated != 0)},
+      num_threads);
+}
+
+extern "C" void spmd_nibble_gemm_leaves_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
+    int64_t num_outputs, const uint16_t* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves, int64_t is_part,
+    int64_t num_threads) {
+  multiply_leaves(
+      Gemm<uint16_t>{
+          x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {leaf_ends, num_leaves}, packed,
+          nibble_panel_bytes(packed, num_inputs)},
+      bias, to, is_part != 0, num_threads);
+}
 
 // A GEMM for each head: x [rows][heads][inputs] by a packed weight of the head -> [rows][heads][outputs], both strided.
 // Threads share the heads if there are enough of them.

@@ -38,8 +38,9 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h). Biases and norms may be null; heads are
-// normed, both kinds or neither, and rotated by the angles of number `rope` or, below 0, not.
+// Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h); with bfloat16 elements those of which
+// `nibbles` has bit 1 << `Linear` have 4 bits a number (nibbles.h). Biases and norms may be null; heads are normed, both
+// kinds or neither, and rotated by the angles of number `rope` or, below 0, not.
 template <class Element>
 struct Layer {
   const Element* input_norm;
@@ -51,7 +52,7 @@ struct Layer {
   const Element* gates_bias;
   const void* down;
   const Element *down_bias, *feed_forward_output_norm;
-  int64_t window, rope;
+  int64_t window, rope, nibbles;
 };
 
 // The plain norm, fused with sums; one that is rounded once, and one of deviations from the mean.
@@ -83,8 +84,8 @@ struct Ranks {
   ranks->memory, ranks->rank, ranks->size, ranks->slot_bytes, ranks->spin_ns, ranks->timeout_ns, ranks->processes,     \
       ranks->few_elements
 
-// Linear layers that have adapters.
-enum Adapted { kQkv, kOutput, kGates, kDown, kNumAdapted };
+// Linear layers, which may have adapters.
+enum Linear { kQkv, kOutput, kGates, kDown, kNumLinear };
 
 // One layer's blocks, and the block tables and the blocks of the step's tokens of its group of layers.
 template <class Element>
@@ -99,7 +100,7 @@ struct LayerBlocks {
 // `x`, `projected`, `attended` and `opened` are scratch memory; so are `bytes` and `maxima` if the stack `has_bytes`: one
 // row per token, wide enough for the widest. `wide` is scratch memory too, for a part [tokens][hidden] that fits no slot. If
 // rows of the step have adapters, `adapters` are those rows (adapters.h), `layer_adapters` the matrices of each layer's
-// kNumAdapted linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
+// kNumLinear linear layers, perhaps null, and `columns` scratch memory of one row more than there are tokens, for gates and
 // up projections, which other activations than SiLU have too; otherwise all three are null. They are with several ranks:
 // adapters add to complete sums. `angles`: cosines and sines of each rope in turn.
 template <class Element>
@@ -124,22 +125,31 @@ struct Run {
 
   int64_t num_elements() const { return step.num_tokens * stack.hidden_size; }
 
+  static const void* weight_of(const Layer<Element>& layer, Linear which) {
+    return which == kQkv ? layer.qkv : which == kOutput ? layer.output : which == kGates ? layer.gates : layer.down;
+  }
+
   void multiply(
-      const Element* x, int64_t num_inputs, const void* weight, int64_t num_outputs, const Element* bias, Element* to,
-      bool is_gated = false) const {
+      const Layer<Element>& layer, Linear which, const Element* x, int64_t num_inputs, int64_t num_outputs,
+      const Element* bias, Element* to, bool is_gated = false) const {
+    const void* const weight = weight_of(layer, which);
     if (stack.has_bytes)
-      Calls<Element>::int8_gemm(
+      return Calls<Element>::int8_gemm(
           x, num_inputs, step.num_tokens, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to,
           is_gated, step.maxima, step.bytes, step.num_threads);
-    else
-      Calls<Element>::gemm(
-          x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to,
-          is_gated, step.num_threads);
+    if constexpr (sizeof(Element) == 2)
+      if (layer.nibbles >> which & 1)
+        return spmd_nibble_gemm_bfloat16(
+            x, num_inputs, step.num_tokens, num_inputs, static_cast<const uint8_t*>(weight), num_outputs, bias, to,
+            is_gated, step.num_threads);
+    Calls<Element>::gemm(
+        x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to, is_gated,
+        step.num_threads);
   }
 
   // The matrices of the step's adapters for a linear layer; null if there are none.
-  const void* adapters_of(int64_t number, Adapted which) const {
-    return step.adapters == nullptr ? nullptr : step.layer_adapters[number * kNumAdapted + which];
+  const void* adapters_of(int64_t number, Linear which) const {
+    return step.adapters == nullptr ? nullptr : step.layer_adapters[number * kNumLinear + which];
   }
 
   void add_adapters(
@@ -156,13 +166,13 @@ struct Run {
     const int64_t size = stack.intermediate_size, num_columns = 2 * size;
     const void* const matrices = adapters_of(number, kGates);
     if (stack.activation != kSilu) {
-      multiply(normal, stack.hidden_size, layer.gates, num_columns, layer.gates_bias, step.columns);
+      multiply(layer, kGates, normal, stack.hidden_size, num_columns, layer.gates_bias, step.columns);
       add_adapters(matrices, normal, stack.hidden_size, step.columns, num_columns);
       return Calls<Element>::activate(
           step.columns, num_columns, step.num_tokens, size, true, stack.activation, step.opened, step.num_threads);
     }
     if (matrices == nullptr)
-      return multiply(normal, stack.hidden_size, layer.gates, num_columns, layer.gates_bias, step.opened, true);
+      return multiply(layer, kGates, normal, stack.hidden_size, num_columns, layer.gates_bias, step.opened, true);
     // Columns, and so the bias, are in the order of gated panels.
     Element* bias = nullptr;
     if (layer.gates_bias != nullptr) {
@@ -170,7 +180,7 @@ struct Run {
       for (int64_t output = 0; output < num_columns; ++output)
         bias[column_of(output, size)] = layer.gates_bias[output];
     }
-    multiply(normal, stack.hidden_size, layer.gates, num_columns, bias, step.columns);
+    multiply(layer, kGates, normal, stack.hidden_size, num_columns, bias, step.columns);
     add_adapters(matrices, normal, stack.hidden_size, step.columns, num_columns, size);
     parallel_for(step.num_tokens, step.num_tokens * size < kSmall ? 1 : step.num_threads, [&](int64_t token) {
       const Element* const columns = step.columns + token * num_columns;
@@ -235,10 +245,17 @@ struct Run {
 
   // A row-parallel product: the next addend, `x`, or with several ranks this rank's `part` of it.
   void multiply_leaves(
-      const Element* x, int64_t num_inputs, const void* weight, const Element* bias, const int64_t* leaf_ends,
-      int64_t num_leaves) const {
-    if (ranks == nullptr && num_leaves == 1) return multiply(x, num_inputs, weight, stack.hidden_size, bias, step.x);
+      const Layer<Element>& layer, Linear which, const Element* x, int64_t num_inputs, const Element* bias,
+      const int64_t* leaf_ends, int64_t num_leaves) const {
+    if (ranks == nullptr && num_leaves == 1)
+      return multiply(layer, which, x, num_inputs, stack.hidden_size, bias, step.x);
+    const void* const weight = weight_of(layer, which);
     void* const to = ranks == nullptr ? static_cast<void*>(step.x) : part();
+    if constexpr (sizeof(Element) == 2)
+      if (layer.nibbles >> which & 1)
+        return spmd_nibble_gemm_leaves_bfloat16(
+            x, num_inputs, step.num_tokens, num_inputs, static_cast<const uint8_t*>(weight), stack.hidden_size, bias, to,
+            leaf_ends, num_leaves, ranks != nullptr, step.num_threads);
     Calls<Element>::gemm_leaves(
         x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), stack.hidden_size, bias, to,
         leaf_ends, num_leaves, ranks != nullptr, step.num_threads);
@@ -287,7 +304,7 @@ struct Run {
       normal = normed(layer.input_norm);
     else if (const int64_t result = add_and_norm(layer.input_norm, normal); result != 0)
       return result;
-    multiply(normal, hidden, layer.qkv, projected_size, layer.qkv_bias, step.projected);
+    multiply(layer, kQkv, normal, hidden, projected_size, layer.qkv_bias, step.projected);
     add_adapters(adapters_of(number, kQkv), normal, hidden, step.projected, projected_size);
     norm_heads(layer, projected_size);
     const Element *const cos = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope],
@@ -298,13 +315,13 @@ struct Run {
         step.query_starts, step.context_lengths, step.num_sequences, stack.scale, stack.score_cap, layer.window,
         step.attended, true, step.num_threads);
     multiply_leaves(
-        step.attended, heads_size, layer.output, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);
+        layer, kOutput, step.attended, heads_size, layer.output_bias, stack.output_leaf_ends, stack.num_output_leaves);
     add_adapters(adapters_of(number, kOutput), step.attended, heads_size, step.x, hidden);
     end_output(layer.attention_output_norm);
     if (const int64_t result = add_and_norm(layer.feed_forward_norm, normal); result != 0) return result;
     open(number, normal);
     multiply_leaves(
-        step.opened, stack.intermediate_size, layer.down, layer.down_bias, stack.down_leaf_ends, stack.num_down_leaves);
+        layer, kDown, step.opened, stack.intermediate_size, layer.down_bias, stack.down_leaf_ends, stack.num_down_leaves);
     add_adapters(adapters_of(number, kDown), step.opened, stack.intermediate_size, step.x, hidden);
     end_output(layer.feed_forward_output_norm);
     return 0;

@@ -59,6 +59,8 @@ _SIGNATURES: Final = {
 # Functions of one dtype or none.
 _SIGNATURES_OF_ONE: Final = {
     "gemm_argmax_bfloat16": f"{_GEMM} i pp i",
+    "nibble_gemm_bfloat16": f"{_GEMM} pp ii",
+    "nibble_gemm_leaves_bfloat16": f"{_GEMM} pp pi ii",
     "fill_prefilter_bfloat16": "pii p i",
     "thread_pool_counters": "p",
     "filter_float32": f"{_ROWS} ppppp i",

@@ -15,10 +15,12 @@ from spmd_worker.model_config.int8_format import PANEL, panel_bytes
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
+from spmd_worker.ops.kernels.cpu.nibbles import nibbles_fit
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
     are_byte_panels,
     are_gated_panels,
+    are_nibble_panels,
     are_panels,
     check_tensor,
     contiguous_rows,
@@ -28,6 +30,8 @@ from spmd_worker.ops.kernels.cpu.panels import (
 
 _IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
 """Ways to apply gates, numbered as in `experts.cpp`."""
+_ELEMENTS, _BYTES, _NIBBLES = range(3)
+"""Kinds of weights, numbered as in `experts.cpp`."""
 
 
 class _Expert(ctypes.Structure):
@@ -42,7 +46,7 @@ class _Layer(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("num_experts", "hidden_size", "intermediate_size", "gating", "activation"),
-                *("leaf_ends", "num_leaves", "is_part", "has_bytes"),
+                *("leaf_ends", "num_leaves", "is_part", "kind"),
             )
         ),
         ("limit", ctypes.c_float),
@@ -79,7 +83,7 @@ class NativeExperts:
             *(sizes.num_experts, sizes.hidden_size, sizes.intermediate_size, _gating(sizes)),
             0 if sizes.limit > 0 else ACTIVATIONS.index(sizes.activation),
             *(0 if self._leaf_ends is None else ctypes.addressof(self._leaf_ends), len(sizes.leaf_ends)),
-            *(sizes.part_dtype == torch.float32, _has_bytes(experts), sizes.limit),
+            *(sizes.part_dtype == torch.float32, _kind(experts), sizes.limit),
         )
 
     def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
@@ -113,11 +117,12 @@ def join_experts(
     if not experts or sizes.bound or not (sizes.limit > 0 or sizes.activation in ACTIVATIONS):
         return None
     is_gated = _gating(sizes) == _IN_PANELS
-    if _has_bytes(experts):
-        are_packed = all(are_byte_panels(each.gates) and are_byte_panels(each.down) for each in experts.values())
-    else:
+    if _kind(experts) == _ELEMENTS:
         are_gates = are_gated_panels if is_gated else are_panels
         are_packed = all(are_gates(each.gates) and are_panels(each.down) for each in experts.values())
+    else:
+        are_right = are_byte_panels if _kind(experts) == _BYTES else are_nibble_panels
+        are_packed = all(are_right(each.gates) and are_right(each.down) for each in experts.values())
     if not are_packed:
         return None
     for each in experts.values():
@@ -125,9 +130,9 @@ def join_experts(
     return NativeExperts(library, experts, sizes)
 
 
-def _has_bytes(experts: Mapping[int, ExpertWeights]) -> bool:
-    """Whether weights are int8."""
-    return next(iter(experts.values())).down.dtype == torch.int8
+def _kind(experts: Mapping[int, ExpertWeights]) -> int:
+    """The kind of all weights, as those of the first expert."""
+    return {torch.int8: _BYTES, torch.uint8: _NIBBLES}.get(next(iter(experts.values())).down.dtype, _ELEMENTS)
 
 
 def _detached(tensors: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -146,19 +151,25 @@ def _gating(sizes: ExpertSizes) -> int:
 def _check_shapes(expert: ExpertWeights, sizes: ExpertSizes) -> None:
     """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, size, num_each = sizes.hidden_size, sizes.intermediate_size, 1 + sizes.is_gated
-    has_bytes = are_byte_panels(expert.down)
+    has_bytes, has_nibbles = are_byte_panels(expert.down), are_nibble_panels(expert.down)
 
     def count(num_outputs: int, num_inputs: int) -> int:
         return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_outputs * num_inputs
 
     for weight in (expert.gates, expert.down):
-        check_tensor(weight, torch.int8 if has_bytes else sizes.dtype, tuple(weight.shape))
-    counts = (expert.gates.numel(), expert.down.numel())
-    assert counts == (count(num_each * size, hidden), count(hidden, size)), (counts, sizes)
-    if has_bytes:
+        dtype = torch.int8 if has_bytes else torch.uint8 if has_nibbles else sizes.dtype
+        check_tensor(weight, dtype, tuple(weight.shape))
+    if has_nibbles:
+        assert sizes.dtype == torch.bfloat16, sizes.dtype
+        assert nibbles_fit(expert.gates, num_each * size, hidden), (expert.gates.shape, sizes)
+        assert nibbles_fit(expert.down, hidden, size), (expert.down.shape, sizes)
+    else:
+        counts = (expert.gates.numel(), expert.down.numel())
+        assert counts == (count(num_each * size, hidden), count(hidden, size)), (counts, sizes)
+    if has_bytes or has_nibbles:
         num_parts = 2 if _gating(sizes) == _IN_PANELS else 1
         assert (expert.gates.shape[1], expert.down.shape[1]) == (num_parts, 1), (expert.gates.shape, expert.down.shape)
-        assert not sizes.leaf_ends, sizes
+    assert not (has_bytes and sizes.leaf_ends), sizes
     for bias, num_outputs in ((expert.gates_bias, num_each * size), (expert.down_bias, hidden)):
         if bias is not None:
             check_tensor(bias, sizes.dtype, (num_outputs,))

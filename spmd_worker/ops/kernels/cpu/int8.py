@@ -27,6 +27,7 @@ from spmd_worker.ops.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.ops.kernels.cpu.panels import (
     are_byte_panels,
     argmax_results,
+    byte_panel_indices,
     check_tensor,
     contiguous_rows,
     dtype_name,
@@ -72,14 +73,14 @@ class Int8Panels(Int8Weights):
         if not are_byte_panels(packed):
             return super().numbers_and_scales(packed, start, stop)
         numbers, scales, _ = _parts_of(packed)
-        index = _panel_indices(packed, start, stop)
+        index = byte_panel_indices(packed, start, stop)
         return numbers[index].flatten(1), scales[index]
 
     def store(self, packed: Tensor, start: int, numbers: Tensor, scales: Tensor) -> None:
         if not are_byte_panels(packed):
             return super().store(packed, start, numbers, scales)
         to, to_scales, starts = _parts_of(packed)
-        index = _panel_indices(packed, start, start + len(numbers))
+        index = byte_panel_indices(packed, start, start + len(numbers))
         to[index] = numbers.view(len(numbers), -1, 4)
         to_scales[index] = scales
         starts[index] = numbers.sum(dim=1, dtype=torch.int32) * -_OFFSET
@@ -240,11 +241,3 @@ def _parts_of(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     numbers = packed.detach()[..., :end].view(*packed.shape[:-1], -1, PANEL, 4).transpose(-3, -2)
     scales, starts = (packed.detach()[..., end + at : end + at + 4 * PANEL] for at in (0, 4 * PANEL))
     return numbers, scales.view(torch.float32), starts.view(torch.int32)
-
-
-def _panel_indices(packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of rows `start` to `stop`: panel or pair of panels, panel of the pair, row of the panel."""
-    each = len(packed) * PANEL
-    assert 0 <= start <= stop <= each * packed.shape[1], (start, stop, packed.shape)
-    row = torch.arange(start, stop)
-    return row % each // PANEL, row // each, row % PANEL

@@ -28,10 +28,12 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
+from spmd_worker.ops.kernels.cpu.nibbles import nibbles_fit
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
     are_byte_panels,
     are_gated_panels,
+    are_nibble_panels,
     are_panels,
     check_tensor,
     dtype_name,
@@ -46,7 +48,7 @@ _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
 _NORMS: Final = ("input_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
 """Norms of the stream and of outputs."""
-_NUMBERS: Final = ("window", "rope")
+_NUMBERS: Final = ("window", "rope", "nibbles")
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name not in _NUMBERS)
 
 _MAX_CALL_TOKENS: Final = 4096
@@ -122,7 +124,10 @@ class NativeLayers:
         self._dtype = next(norm.dtype for norm in _norms(layers[0]) if norm is not None)
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
-            _Layer(*(None if each is None else each.data_ptr() for each in tensors), layer.window, layer.rope)
+            _Layer(
+                *(None if each is None else each.data_ptr() for each in tensors),
+                *(layer.window, layer.rope, _nibbles(layer)),
+            )
             for layer, tensors in zip(layers, self._memory, strict=True)
         ]
         self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
@@ -276,9 +281,17 @@ def _norms(layer: LayerWeights) -> tuple[Tensor | None, ...]:
 
 
 def _is_packed(layer: LayerWeights, *, is_gated: bool) -> bool:
-    """Whether all weights are elements in panels, gates and up projection in one if `is_gated`."""
-    are_packed = are_gated_panels if is_gated else are_panels
-    return all(are_panels(each) for each in (layer.qkv, layer.output, layer.down)) and are_packed(layer.gates)
+    """Whether all weights are elements or have 4 bits, in panels, gates and up projection in one if `is_gated`."""
+    are_gates = are_gated_panels if is_gated else are_panels
+    others = (layer.qkv, layer.output, layer.down)
+    is_right = layer.gates.shape[1] == 1 + is_gated if are_nibble_panels(layer.gates) else are_gates(layer.gates)
+    return is_right and all(are_panels(each) or are_nibble_panels(each) for each in others)
+
+
+def _nibbles(layer: LayerWeights) -> int:
+    """Bits of the weights of 4 bits a number, numbered as in `layers.cpp`."""
+    weights = (layer.qkv, layer.output, layer.gates, layer.down)
+    return sum(are_nibble_panels(each) << number for number, each in enumerate(weights))
 
 
 def _has_bytes(layer: LayerWeights) -> bool:
@@ -296,17 +309,20 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     def count(num_inputs: int, num_outputs: int) -> int:
         return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_inputs * num_outputs
 
+    weight_sizes = {
+        "qkv": (projected, hidden),
+        "output": (hidden, heads_size),
+        "gates": (2 * opened, hidden),
+        "down": (hidden, opened),
+    }
     counts = {
         **dict.fromkeys(_NORMS, hidden),
         "query_norm": sizes.head_size,
         "key_norm": sizes.head_size,
-        "qkv": count(hidden, projected),
+        **{name: count(num_inputs, num_outputs) for name, (num_outputs, num_inputs) in weight_sizes.items()},
         "qkv_bias": projected,
-        "output": count(heads_size, hidden),
         "output_bias": hidden,
-        "gates": count(hidden, 2 * opened),
         "gates_bias": 2 * opened,
-        "down": count(opened, hidden),
         "down_bias": hidden,
     }
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
@@ -320,7 +336,10 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
         # An output is added with the next norm.
         assert [each is not None for each in _norms(layer)] == [True, False, True, False], _norms(layer)
     for name, tensor in zip(_TENSORS, _tensors(layer), strict=True):
-        if tensor is not None:
+        if tensor is not None and name in _WEIGHTS and are_nibble_panels(tensor):
+            assert dtype == torch.bfloat16, dtype
+            assert nibbles_fit(tensor, *weight_sizes[name]), (name, tensor.shape, weight_sizes[name])
+        elif tensor is not None:
             is_of_bytes = has_bytes and name in _WEIGHTS
             assert tensor.numel() == counts[name], (name, tensor.shape, counts[name])
             assert tensor.dtype == (torch.int8 if is_of_bytes else dtype), (name, tensor.dtype)

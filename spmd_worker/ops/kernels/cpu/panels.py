@@ -45,6 +45,21 @@ def are_byte_panels(weight: Tensor) -> bool:
     return weight.dtype == torch.int8 and weight.ndim == _BYTES_NDIM
 
 
+def are_nibble_panels(weight: Tensor) -> bool:
+    """Whether a weight has 4 bits a number, in panels (`nibbles.py`)."""
+    return weight.dtype == torch.uint8 and weight.ndim == _BYTES_NDIM
+
+
+def byte_panel_indices(packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices of rows `start` to `stop` of panels of bytes: panel or pair of panels, panel of the pair, row of the
+    panel.
+    """
+    each = len(packed) * PANEL
+    assert 0 <= start <= stop <= each * packed.shape[1], (start, stop, packed.shape)
+    row = torch.arange(start, stop)
+    return row % each // PANEL, row // each, row % PANEL
+
+
 def panels_of(weight: Tensor) -> Tensor:
     """[outputs, inputs] -> [outputs / 16, inputs / 2, 16, 2], a view."""
     num_outputs, num_inputs = weight.shape
