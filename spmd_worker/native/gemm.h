@@ -45,6 +45,9 @@ struct Gemm {
   int num_panels_of(int64_t pair) const { return pair * 2 + 1 < num_panels() ? 2 : 1; }
 };
 
+
+class Expansion;  // nibbles.h
+
 // One call of a micro-kernel: some rows by a pair of panels, or by the last panel alone, over a part of the inputs.
 template <class Element>
 struct Block {
@@ -57,6 +60,7 @@ struct Block {
   float* kept = nullptr;             // sums of the chains between two parts, for micro-kernels that take them there
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
+  Expansion* expansion = nullptr;  // to continue meanwhile, for micro-kernels that do
 
   // Micro-kernels in vector registers prefetch the panels during the first blocks, a share in each: memory takes longer than
   // one block. Their pointer starts here and advances by `share_of(elements of a step)` in each step.

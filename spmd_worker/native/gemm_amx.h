@@ -101,6 +101,13 @@ class ByTiles {
     return block.is_last_part;
   }
 
+  // Blocks of nibbles to expand in each step, so that the last is expanded during the last block by the pair; 0: none.
+  static int64_t steps_each(const Block<Element>& block, int64_t num_steps) {
+    if (block.expansion == nullptr) return 0;
+    const int64_t num_blocks_left = block.num_blocks - block.number;
+    return (block.expansion->num_left() + num_blocks_left * num_steps - 1) / (num_blocks_left * num_steps);
+  }
+
   template <bool kTwoTiles, bool kTwoPanels>
   void multiply_tiles(const Block<Element>& block) {
     if (block.is_first_part)
@@ -115,8 +122,13 @@ class ByTiles {
     Prefetch prefetch(block, num_steps, Micro::kStep * kPanel * int64_t(sizeof(Element)) / 64);
     int64_t expected = block.row;
     const int64_t end_row = has_results(block) ? block.row + block.num_rows : block.row;
+    int64_t num_each = 0;
+    if constexpr (Micro::kExpandsAhead) num_each = steps_each(block, num_steps);
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
-      prefetch.step();
+      if (num_each > 0)
+        block.expansion->take(num_each);
+      else
+        prefetch.step();
       for (const int64_t end = std::min(expected + num_taken, end_row); expected < end; ++expected)
         pending.epilogue->expect(expected, block.pair);
       pending.take(num_taken);
@@ -149,7 +161,7 @@ struct OfTiles {
   static constexpr bool kWidens = false, kSpreads = false, kSplits = false;
   static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;
   static constexpr int64_t kMaxProducts = 1 << 29;
-  static constexpr bool kLeavesAreParts = true;
+  static constexpr bool kLeavesAreParts = true, kExpandsAhead = sizeof(ElementOf) == 2;
   template <class Epilogue>
   using Kernel = ByTiles<Micro, Epilogue>;
   template <class Epilogue>

@@ -211,7 +211,7 @@ struct OfVectors {
     return (num_steps + kMaxSteps - 1) / kMaxSteps;
   }
   static constexpr int64_t kPanelsBytes = 128 << 10;
-  static constexpr bool kLeavesAreParts = false;
+  static constexpr bool kLeavesAreParts = false, kExpandsAhead = false;
   template <class Epilogue>
   using Kernel = ByRows<Micro, Epilogue>;
   template <class Epilogue>

@@ -31,8 +31,10 @@
 //   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by
 //   `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums between two parts).
 //
-// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread, before the blocks
-// by it. Parts are short, so that this memory stays in the first-level cache, if sums can be kept between two parts.
+// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread. The next part is
+// expanded during the blocks by this one where tiles multiply, which other instructions run beside, else before its own.
+// Parts are short, so that two stay in the first-level cache, if sums can be kept between them, and follow one another for
+// each pair: an item is a pair.
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
@@ -59,7 +61,7 @@ namespace {
 template <class Epilogue>
 constexpr bool kHasLeaves = false;
 
-constexpr int64_t kExpandedInputs = 512;  // of a pair of panels of nibbles at a time: 32 KB
+constexpr int64_t kExpandedInputs = 256;  // of a pair of panels of nibbles at a time: 16 KB
 
 // `kCutsLeaves`: no part has inputs of two leaves.
 template <class Micro, bool kCutsLeaves = false>
@@ -99,7 +101,8 @@ class Tiling {
       starts_ = ShrinkingItems(num_pairs_ * num_blocks, num_threads, most, together).starts();
       return;
     }
-    const int64_t pairs_each = std::clamp<int64_t>((num_pairs_ + num_threads - 1) / num_threads, 1, Micro::kKeptPairs);
+    const int64_t most_pairs = gemm.nibbles == nullptr ? Micro::kKeptPairs : 1;
+    const int64_t pairs_each = std::clamp<int64_t>((num_pairs_ + num_threads - 1) / num_threads, 1, most_pairs);
     int64_t num_ranges = (num_pairs_ + pairs_each - 1) / pairs_each;
     // As many for each thread: they are few, and of equal size.
     if (Micro::kSplits) num_ranges = std::min((num_ranges + num_threads - 1) / num_threads * num_threads, num_pairs_);
@@ -268,6 +271,11 @@ class GemmThread {
   }
 
  private:
+  // A part of a pair of panels.
+  struct Place {
+    int64_t pair, part;
+  };
+
   // Tiles `start` to `end` over one part of the inputs; `first` is tile `start`.
   SPMD_INLINE_MEMBER void run_part(int64_t part, const Tile& first, int64_t start, int64_t end) {
     const int64_t input = tiling_.first_input(part);
@@ -286,10 +294,12 @@ class GemmThread {
       block_.num_blocks = std::min(end_block - tile.block, end - number);
       const int64_t last = number + block_.num_blocks;
       const Place next = place_ahead(part, first, tile, last == end);
-      if (gemm_.nibbles == nullptr)
-        block_.panels = panels_of({tile.pair, part}), block_.ahead = panels_of(next);
-      else
-        block_.panels = block_.ahead = expanded({tile.pair, part}, next);
+      if (gemm_.nibbles == nullptr) {
+        block_.panels = panels_of({tile.pair, part});
+        block_.ahead = next.pair >= 0 && gemm_.num_panels_of(next.pair) >= block_.num_panels ? panels_of(next) : block_.panels;
+      } else {
+        expand({tile.pair, part}, next);
+      }
       int64_t row = tiling_.first_row(tile.block);
       for (block_.number = 0; number < last; ++number, ++block_.number) {
         block_.row = row, row = tiling_.first_row(tile.block + 1);
@@ -306,24 +316,15 @@ class GemmThread {
     }
   }
 
-  // A part of a pair of panels.
-  struct Place {
-    int64_t pair, part;
-  };
-
-  // The panels to prefetch during the blocks by the pair of `tile`: those of the next pair, of the next part's first pair,
-  // or of the next item's, which is claimed here.
+  // What follows the blocks by the pair of `tile`: the next pair, the next part's first pair, or the next item's, which is
+  // claimed here; a pair below 0 if there is none.
   SPMD_INLINE_MEMBER Place place_ahead(int64_t part, const Tile& first, const Tile& tile, bool is_last_pair) {
-    const Place here = {tile.pair, part};
-    int64_t pair = tile.pair + 1 < tiling_.num_pairs() ? tile.pair + 1 : 0;
-    bool has_next = true;
-    if (is_last_pair && part + 1 < tiling_.num_parts()) {
-      ++part, pair = first.pair;
-    } else if (is_last_pair) {
-      next_item_ = items_.next(), part = 0, has_next = next_item_ >= 0;
-      if (has_next) next_first_ = tiling_.tile(tiling_.start(next_item_)), pair = next_first_.pair;
-    }
-    return has_next && gemm_.num_panels_of(pair) >= block_.num_panels ? Place{pair, part} : here;
+    if (!is_last_pair) return {tile.pair + 1 < tiling_.num_pairs() ? tile.pair + 1 : 0, part};
+    if (part + 1 < tiling_.num_parts()) return {first.pair, part + 1};
+    next_item_ = items_.next();
+    if (next_item_ < 0) return {-1, 0};
+    next_first_ = tiling_.tile(tiling_.start(next_item_));
+    return {next_first_.pair, 0};
   }
 
   const Element* own_rows(const Tile& tile, int64_t end_block) {
@@ -336,27 +337,53 @@ class GemmThread {
     return gemm_.panel(place.pair * 2) + tiling_.first_input(place.part) * kPanel;
   }
 
-  // The part of a pair's nibbles as elements; those of `next` are fetched.
-  const Element* expanded(const Place& place, const Place& next) {
-    if constexpr (sizeof(Element) == 2) {
-      const int64_t first = tiling_.first_input(place.part), count = block_.num_inputs;
-      static thread_local std::vector<AlignedLine> kept;
-      // One line between the panels: else their lines would share the sets of the first-level cache.
-      block_.panel_size = count * kPanel + 32;
-      if (int64_t(kept.size()) < block_.panel_size / 16) kept.resize(size_t(block_.panel_size / 16));
-      uint16_t* const to = kept.data()->elements;
-      for (int panel = 0; panel < block_.num_panels; ++panel)
-        expand_panel(
-            nibbles_of(place.pair * 2 + panel), gemm_.num_inputs, first, count, to + panel * block_.panel_size,
-            nibbles_of(next.pair * 2 + panel), tiling_.first_input(next.part));
-      return to;
+  // Two buffers for parts of pairs of nibbles.
+  struct Expanded {
+    struct alignas(64) Line {
+      Element elements[64 / sizeof(Element)];
+    };
+    Place places[2] = {{-1, 0}, {-1, 0}};
+    int current = 0;
+    std::vector<Line>& lines() const {
+      static thread_local std::vector<Line> kept[2];
+      return kept[current];
     }
-    return nullptr;
-  }
-  struct alignas(64) AlignedLine {
-    uint16_t elements[32];
+    Expansion expansion;
   };
-  const uint8_t* nibbles_of(int64_t panel) const { return gemm_.nibbles + panel * gemm_.nibbles_size; }
+
+  // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
+  void expand(const Place& place, const Place& next) {
+    Expanded& expanded = expanded_;
+    expanded.expansion.take(expanded.expansion.num_left());
+    if (expanded.places[expanded.current].pair != place.pair || expanded.places[expanded.current].part != place.part)
+      begin_expansion(place), expanded.expansion.take(expanded.expansion.num_left());
+    block_.panels = block_.ahead = expanded.lines()[0].elements;
+    block_.panel_size = stride_of(place);
+    block_.expansion = nullptr;
+    expanded.current = 1 - expanded.current;
+    if constexpr (Micro::kExpandsAhead) {
+      if (next.pair >= 0) begin_expansion(next), block_.expansion = &expanded.expansion;
+    }
+  }
+
+  int64_t stride_of(const Place& place) const {
+    // One line between the panels: else their lines would share the sets of the first-level cache.
+    constexpr int64_t kLineElements = 64 / sizeof(Element);
+    return (tiling_.first_input(place.part + 1) - tiling_.first_input(place.part)) * kPanel + kLineElements;
+  }
+
+  // Into the current buffer.
+  void begin_expansion(const Place& place) {
+    if constexpr (sizeof(Element) == 2) {
+      auto& lines = expanded_.lines();
+      const int64_t stride = stride_of(place), num_lines = 2 * stride * int64_t(sizeof(Element)) / 64;
+      if (int64_t(lines.size()) < num_lines) lines.resize(size_t(num_lines));
+      expanded_.places[expanded_.current] = place;
+      expanded_.expansion.begin(
+          gemm_.nibbles + place.pair * 2 * gemm_.nibbles_size, gemm_.nibbles_size, gemm_.num_panels_of(place.pair),
+          gemm_.num_inputs, tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].elements, stride);
+    }
+  }
 
   const Gemm<Element>& gemm_;
   const TilingOf& tiling_;
@@ -365,6 +392,7 @@ class GemmThread {
   OwnRows<Micro> own_rows_;
   const bool has_own_rows_;
   Block<Element> block_;
+  Expanded expanded_;
   int64_t next_item_ = -1;
   Tile next_first_;
 };

@@ -14,15 +14,15 @@
 // side. Line i of a block has the outputs that the interleaving takes from its vector i.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "gemm.h"
 #include "vector.h"
 
-namespace {
-
-constexpr int64_t kNibbleLine = 64, kNibbleBlock = 256, kNibbleInputs = 32;
+constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32;
+constexpr int64_t kAheadBytes = 1024;  // of a panel, to be fetched
 
 enum NibbleKind : int32_t { kIntegers, kFp4 };
 
@@ -54,29 +54,6 @@ alignas(64) constexpr float kLevels[2][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f}};
 
-SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  for (int output = 0; output < kPanel; ++output) {
-    float scale, zero = 0.0f;
-    if (kind == kFp4) {
-      // 2^-127 is subnormal.
-      const uint32_t bits = group[output] == 0 ? 1u << 22 : uint32_t(group[output]) << 23;
-      std::memcpy(&scale, &bits, sizeof scale);
-    } else {
-      std::memcpy(&scale, group + output * 4, sizeof scale);
-      zero = float(group[kPanel * 4 + output]);
-    }
-    const int at = output / 4 * 16, line = output % 4;
-    for (int first = 0; first < 16; first += kLanes) {
-      const Words bits = (Words)((load<Floats>(kLevels[kind] + first) - broadcast(zero)) * broadcast(scale));
-      // To the nearest, ties to even: weights are finite.
-      const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-      store(tables.low[line] + at + first, __builtin_convertvector(rounded >> 16, Bytes));
-      store(tables.high[line] + at + first, __builtin_convertvector(rounded >> 24, Bytes));
-    }
-  }
-}
-
 #if defined(SPMD_AVX512)
 constexpr int kNibbleBytes = 64;  // of a vector
 typedef __m512i NibbleVector;
@@ -89,23 +66,81 @@ typedef __m256i NibbleVector;
 #define SPMD_ALL_NIBBLES(operation) _mm256_##operation##_si256
 #endif
 
-#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
 
-// Four vectors with four pairs of each output -> four pairs of all outputs, one after the other.
-SPMD_INLINE void store_pairs(const NibbleVector (&outputs)[4], uint16_t* to) {
-  const NibbleVector first = SPMD_OF_NIBBLES(unpacklo_epi32)(outputs[0], outputs[1]),
-                     second = SPMD_OF_NIBBLES(unpackhi_epi32)(outputs[0], outputs[1]),
-                     third = SPMD_OF_NIBBLES(unpacklo_epi32)(outputs[2], outputs[3]),
-                     fourth = SPMD_OF_NIBBLES(unpackhi_epi32)(outputs[2], outputs[3]);
-  store(to, SPMD_OF_NIBBLES(unpacklo_epi64)(first, third));
-  store(to + 2 * kPanel, SPMD_OF_NIBBLES(unpackhi_epi64)(first, third));
-  store(to + 4 * kPanel, SPMD_OF_NIBBLES(unpacklo_epi64)(second, fourth));
-  store(to + 6 * kPanel, SPMD_OF_NIBBLES(unpackhi_epi64)(second, fourth));
+// Scales and zero points of kLanes outputs of a group, from `output` on.
+SPMD_INLINE void load_scales(const uint8_t* group, int32_t kind, int output, Floats& scales, Floats& zeros) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  if (kind == kFp4) {
+    const Words exponents = __builtin_convertvector(load<Bytes>(group + output), Words);
+    // 2^-127 is subnormal.
+    scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23), zeros = Floats{};
+  } else {
+    scales = load<Floats>(group + output * 4);
+    zeros = __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
+  }
 }
 
-// Some blocks of one group; blocks from `ahead` on are fetched.
-SPMD_INLINE void expand_blocks(
-    const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to, const uint8_t* ahead) {
+// To the nearest, ties to even, in the upper halves: weights are finite.
+SPMD_INLINE Words rounded_up_halves(Floats value) {
+  const Words bits = (Words)value;
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
+
+// Each lane's two floats as bfloat16, the first in the low half.
+SPMD_INLINE NibbleVector pairs_of(Floats first, Floats second) {
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+  alignas(64) static constexpr uint16_t kInTurn[32] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8,  24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return _mm512_permutexvar_epi16(load<__m512i>(kInTurn), halves);
+#else
+  return (NibbleVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
+#endif
+}
+
+// Transposes 32-bit numbers within lanes of 128 bits: number j of vector i becomes number i of vector j.
+SPMD_INLINE void transpose(NibbleVector (&vectors)[4]) {
+  const NibbleVector first = SPMD_OF_NIBBLES(unpacklo_epi32)(vectors[0], vectors[1]),
+                     second = SPMD_OF_NIBBLES(unpackhi_epi32)(vectors[0], vectors[1]),
+                     third = SPMD_OF_NIBBLES(unpacklo_epi32)(vectors[2], vectors[3]),
+                     fourth = SPMD_OF_NIBBLES(unpackhi_epi32)(vectors[2], vectors[3]);
+  vectors[0] = SPMD_OF_NIBBLES(unpacklo_epi64)(first, third);
+  vectors[1] = SPMD_OF_NIBBLES(unpackhi_epi64)(first, third);
+  vectors[2] = SPMD_OF_NIBBLES(unpacklo_epi64)(second, fourth);
+  vectors[3] = SPMD_OF_NIBBLES(unpackhi_epi64)(second, fourth);
+}
+
+// Lanes are outputs until pairs of values have been put into them.
+SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+  for (int output = 0; output < kPanel; output += kLanes) {
+    Floats scales, zeros;
+    load_scales(group, kind, output, scales, zeros);
+    NibbleVector pairs[2][4];
+#pragma GCC unroll 8
+    for (int pair = 0; pair < 8; ++pair) {
+      const float* const levels = kLevels[kind] + 2 * pair;
+      pairs[pair / 4][pair % 4] =
+          pairs_of((broadcast(levels[0]) - zeros) * scales, (broadcast(levels[1]) - zeros) * scales);
+    }
+    transpose(pairs[0]), transpose(pairs[1]);
+    const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi16)(255);
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      const NibbleVector first = pairs[0][line], second = pairs[1][line];
+      store(
+          tables.low[line] + output * 4,
+          SPMD_OF_NIBBLES(packus_epi16)(SPMD_ALL_NIBBLES(and)(first, mask), SPMD_ALL_NIBBLES(and)(second, mask)));
+      store(
+          tables.high[line] + output * 4,
+          SPMD_OF_NIBBLES(packus_epi16)(SPMD_OF_NIBBLES(srli_epi16)(first, 8), SPMD_OF_NIBBLES(srli_epi16)(second, 8)));
+    }
+  }
+}
+
+// Blocks of a group; the memory kAheadBytes behind each is fetched.
+SPMD_INLINE void expand_blocks(const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to) {
   const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi8)(15);
   for (int at = 0; at < kNibbleLine; at += kNibbleBytes) {
     NibbleVector low[4], high[4];
@@ -115,15 +150,15 @@ SPMD_INLINE void expand_blocks(
       high[line] = load<NibbleVector>(tables.high[line] + at);
     }
     for (int64_t block = 0; block < count; ++block) {
-      const uint8_t* const from = blocks + block * kNibbleBlock + at;
-      uint16_t* const of_block = to + block * kNibbleInputs * kPanel + at / 4 * 2;
+      const uint8_t* const from = blocks + block * kNibbleInputs * kPanel / 2 + at;
+      uint16_t* const of_block = to + block * kNibbleInputs * kPanel + at / 2;
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         NibbleVector first[4], second[4];
 #pragma GCC unroll 4
         for (int line = 0; line < 4; ++line) {
           const NibbleVector both = load<NibbleVector>(from + line * kNibbleLine);
-          if (half == 0 && at == 0) __builtin_prefetch(ahead + block * kNibbleBlock + line * kNibbleLine, 0, 2);
+          if (half == 0 && at == 0) __builtin_prefetch(from + kAheadBytes + line * kNibbleLine, 0, 2);
           const NibbleVector numbers =
               SPMD_ALL_NIBBLES(and)(half == 0 ? both : SPMD_OF_NIBBLES(srli_epi16)(both, 4), mask);
           const NibbleVector low_bytes = SPMD_OF_NIBBLES(shuffle_epi8)(low[line], numbers),
@@ -131,8 +166,12 @@ SPMD_INLINE void expand_blocks(
           first[line] = SPMD_OF_NIBBLES(unpacklo_epi8)(low_bytes, high_bytes);
           second[line] = SPMD_OF_NIBBLES(unpackhi_epi8)(low_bytes, high_bytes);
         }
-        store_pairs(first, of_block + half * 16 * kPanel);
-        store_pairs(second, of_block + (half * 16 + 8) * kPanel);
+        transpose(first), transpose(second);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair) {
+          store(of_block + (half * 8 + pair) * 2 * kPanel, first[pair]);
+          store(of_block + (half * 8 + 4 + pair) * 2 * kPanel, second[pair]);
+        }
       }
     }
   }
@@ -140,14 +179,27 @@ SPMD_INLINE void expand_blocks(
 
 #else
 
-inline void expand_blocks(
-    const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to, const uint8_t*) {
+inline void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+  for (int output = 0; output < kPanel; output += kLanes) {
+    Floats scales, zeros;
+    load_scales(group, kind, output, scales, zeros);
+    for (int level = 0; level < 16; ++level) {
+      const Words halves = rounded_up_halves((broadcast(kLevels[kind][level]) - zeros) * scales);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int line = (output + lane) % 4, at = (output + lane) / 4 * 16 + level;
+        tables.low[line][at] = uint8_t(halves[lane] >> 16), tables.high[line][at] = uint8_t(halves[lane] >> 24);
+      }
+    }
+  }
+}
+
+inline void expand_blocks(const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to) {
   for (int64_t input = 0; input < count * kNibbleInputs; ++input)
     for (int output = 0; output < kPanel; ++output) {
+      const uint8_t* const block = blocks + input / kNibbleInputs * kNibbleInputs * kPanel / 2;
       const int line = output % 4, at = output / 4 * 16;
-      const int64_t in_block = input % kNibbleInputs, byte = at + in_block % 16;
-      const uint8_t both = blocks[input / kNibbleInputs * kNibbleBlock + line * kNibbleLine + byte];
-      const int number = at + (in_block < 16 ? both & 15 : both >> 4);
+      const uint8_t both = block[line * kNibbleLine + at + input % 16];
+      const int number = at + (input % kNibbleInputs < 16 ? both & 15 : both >> 4);
       to[(input / 2 * kPanel + output) * 2 + input % 2] =
           uint16_t(tables.low[line][number] | tables.high[line][number] << 8);
     }
@@ -155,27 +207,39 @@ inline void expand_blocks(
 
 #endif
 
-// Inputs `first` to `first + count` of a panel, both multiples of 32, to [count / 2][16][2]; `ahead` is a panel of which the
-// inputs from `ahead_first` on are needed next.
-inline void expand_panel(
-    const uint8_t* panel, int64_t num_inputs, int64_t first, int64_t count, uint16_t* to, const uint8_t* ahead,
-    int64_t ahead_first) {
-  const NibbleHead head = nibble_head(panel);
-  const uint8_t* const blocks = panel + kNibbleLine;
-  const uint8_t* const groups = blocks + num_inputs * kPanel / 2;
-  const uint8_t* const next = ahead + kNibbleLine + ahead_first * kPanel / 2;
-  NibbleTables tables;
-  for (int64_t input = first; input < first + count;) {
-    const int64_t group = input / head.group_inputs;
-    const int64_t end = group * head.group_inputs + head.group_inputs < first + count
-                            ? group * head.group_inputs + head.group_inputs
-                            : first + count;
-    fill_tables(groups + group * head.group_bytes(), head.kind, tables);
-    expand_blocks(
-        blocks + input * kPanel / 2, (end - input) / kNibbleInputs, tables, to + (input - first) * kPanel,
-        next + (input - first) * kPanel / 2);
-    input = end;
+// The expansion of some inputs of one or two panels, in pieces: where tiles multiply, between their steps.
+class Expansion {
+ public:
+  // Inputs `first` to `end`, multiples of 32, to [panel][(end - first) / 2][16][2] with `stride` elements of a panel.
+  void begin(
+      const uint8_t* panels, int64_t panel_bytes, int num_panels, int64_t num_inputs, int64_t first, int64_t end,
+      uint16_t* to, int64_t stride) {
+    head_ = nibble_head(panels), panel_ = panels, panel_bytes_ = panel_bytes, num_panels_ = num_panels;
+    num_inputs_ = num_inputs, first_ = input_ = first, end_ = end, to_ = to, stride_ = stride;
   }
-}
+  int64_t num_left() const {
+    return num_panels_ == 0 ? 0 : (end_ - input_ + (num_panels_ - 1) * (end_ - first_)) / kNibbleInputs;
+  }
+  // `count` blocks more, or all that are left.
+  void take(int64_t count) {
+    while (count > 0 && num_panels_ > 0) {
+      const int64_t group = input_ / head_.group_inputs, end_of_group = (group + 1) * head_.group_inputs;
+      const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
+      if (input_ == first_ || input_ % head_.group_inputs == 0)
+        fill_tables(
+            panel_ + kNibbleLine + num_inputs_ * kPanel / 2 + group * head_.group_bytes(), head_.kind, tables_);
+      const int64_t num_blocks = (end - input_) / kNibbleInputs;
+      expand_blocks(panel_ + kNibbleLine + input_ * kPanel / 2, num_blocks, tables_, to_ + (input_ - first_) * kPanel);
+      input_ = end, count -= num_blocks;
+      if (input_ == end_) input_ = first_, panel_ += panel_bytes_, to_ += stride_, --num_panels_;
+    }
+  }
 
-}  // namespace
+ private:
+  NibbleHead head_ = {32, kIntegers};
+  const uint8_t* panel_ = nullptr;
+  int64_t panel_bytes_ = 0, num_inputs_ = 0, first_ = 0, input_ = 0, end_ = 0, stride_ = 0;
+  int num_panels_ = 0;
+  uint16_t* to_ = nullptr;
+  NibbleTables tables_;
+};
