@@ -10,12 +10,12 @@ from stored_checkpoints import StackingKernels, write_stored
 from spmd_worker import LLM
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
-from spmd_worker.model_config.stored_format import MXFP4
+from spmd_worker.model_config.stored_format import EXPERTS, MXFP4
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.worker.stored_experts import planned_stored_experts, stored_experts_of
+from spmd_worker.worker.stored_weights import planned_stored_weights, stored_experts_of
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def resolved(folder: Path, device: str = "cuda", backend: str = "auto", **option
 
 
 def test_options_decide_whether_experts_stay_as_stored(folder: Path):
-    assert stored_experts_of(resolved(folder)).formats == {0: MXFP4, 1: MXFP4}
-    for options in ({"dequantize_experts": True}, {"load_format": "dummy"}):
+    assert stored_experts_of(resolved(folder)).formats == {each: {EXPERTS: MXFP4} for each in (0, 1)}
+    for options in ({"dequantize_weights": True}, {"load_format": "dummy"}):
         found = stored_experts_of(resolved(folder, **options))
         assert (found.formats, found.reason) == ({}, "")
     found = stored_experts_of(resolved(folder, allow_nonfinite=True))
@@ -50,10 +50,10 @@ def test_plan_counts_stored_experts_on_gpus_alone(folder: Path):
         ("cpu", "auto", False),
     ):
         run = resolved(folder, device, backend)
-        assert bool(planned_stored_experts(run).formats) == stays, (device, backend)
+        assert bool(planned_stored_weights(run).formats) == stays, (device, backend)
     text = describe_plan(make_plan(resolved(folder)))
     assert "experts stay in MXFP4 in 2 layers, other weights are dequantised" in text
-    plan, dequantised = (make_plan(resolved(folder, dequantize_experts=each)) for each in (False, True))
+    plan, dequantised = (make_plan(resolved(folder, dequantize_weights=each)) for each in (False, True))
     assert plan.shares[0].weights_bytes < dequantised.shares[0].weights_bytes
     assert "dequantised to" in describe_plan(dequantised)
 
@@ -86,5 +86,5 @@ def test_experts_that_are_dequantised_are_said_once(folder: Path, caplog: pytest
     (line,), dtype = said(folder, "Device", caplog, allow_nonfinite=True)
     assert (dtype, "allow_nonfinite" in line) == ("torch.float32", True)
     # Who asks for it knows, and other devices never had another way.
-    assert said(folder, "Device", caplog, dequantize_experts=True) == ([], "torch.float32")
+    assert said(folder, "Device", caplog, dequantize_weights=True) == ([], "torch.float32")
     assert said(folder, "OtherDevice", caplog, allow_nonfinite=True) == ([], "torch.float32")
