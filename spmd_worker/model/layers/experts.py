@@ -326,6 +326,7 @@ class SparseFeedForward(nn.Module):
         modules, stored = [*self.experts.values()], context.stored.get(context.layer, {}).get(EXPERTS)
         if stored is not None:
             panels = None if self._expert_kernels is not None else context.kernels.stored_panels(context.dtype)
+            assert panels is not None or self._expert_kernels is not None, "no kernels take such weights"
             _hold_as_stored(modules, stored, panels)
         if self._expert_kernels is not None:
             size, bounds, is_gated = experts.num_experts, (experts.limit, experts.bound), experts.is_gated
