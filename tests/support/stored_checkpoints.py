@@ -35,7 +35,7 @@ _GRANITE |= {"num_local_experts": 4, "tie_word_embeddings": False}
 _DENSE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 _DENSE |= {"head_dim": 32, "tie_word_embeddings": False}
 _SHARED = {**_DENSE, "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 64, "num_experts": 4}
-_SHARED |= {"shared_expert_intermediate_size": 96, "mlp_only_layers": [1]}
+_SHARED |= {"shared_expert_intermediate_size": 128, "mlp_only_layers": [1]}
 _NIBBLES = 32
 """Inputs of a group of 4 bits."""
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": _NIBBLES, "desc_act": False, "sym": False}
