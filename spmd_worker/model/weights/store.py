@@ -84,6 +84,10 @@ _LARGE_BLOCKS = threading.Lock()
 """Held for a block of many rows that files have in pieces: threads would have one each."""
 _STORED_BLOCK_BYTES = 2 * 2**20
 """Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
+_INTEGER_BLOCK_BYTES = 8 * 2**20
+"""Of integers, whose scales alone are checked, and of which files in the order of inputs are read through for each
+block of outputs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,7 @@ class WeightStore:
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             if held.stored is not None:
-                jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
+                jobs += [(held, block) for block in _stored_blocks(held)]
                 continue
             blocks = [*source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
             if is_on_host and held.is_quantised_when_filled and not all(map(held.is_complete, blocks)):
@@ -348,7 +352,7 @@ class WeightStore:
             check_finite(subject, self.to_check(name, tensor.detach()), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
-        jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
+        jobs = [(held, block) for held in stored_pieces for block in _stored_blocks(held)]
         for held, block in jobs:
             # Factors of kernels may be infinite where the values are not.
             assert source is not None, name
@@ -517,6 +521,12 @@ def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]
         for own, parameter in layer.named_parameters(recurse=False):
             found.setdefault(id(parameter), (f"{name}.{own}".removeprefix("."), layer.shape_of(own)))
     return dict(found.values())
+
+
+def _stored_blocks(held: HeldPiece) -> Iterator[Rectangle]:
+    """Blocks in which a slice of a weight that is held as stored is read."""
+    is_integer = held.stored is not None and held.stored.number == "int4"
+    return held.stored_blocks(_INTEGER_BLOCK_BYTES if is_integer else _STORED_BLOCK_BYTES)
 
 
 def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
