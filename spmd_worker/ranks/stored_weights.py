@@ -249,6 +249,9 @@ def _panel_format(model_config: ModelConfig, index: int, linears: Sequence[Store
         found = _only(formats, "matrices that are multiplied together")
     if found is None or found.bits != _PANEL_BITS:
         return None
+    if found.layout == "mxfp4" and linears[0].name != EXPERTS:
+        # It is of stacks of experts: files have linear layers plain, whatever config.json says of them.
+        return None
     stored = MXFP4 if found.layout == "mxfp4" else _integer_format(found)
     if model_config.names.are_transposed:
         raise UnfitError("kernels do not read matrices [inputs, outputs]")

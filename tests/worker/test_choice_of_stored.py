@@ -1,4 +1,4 @@
-"""Options and devices with which experts stay as they are stored, and what a plan says of them."""
+"""Options and devices with which weights stay as they are stored, and what a plan says of them."""
 
 import logging
 from dataclasses import replace
@@ -58,6 +58,32 @@ def test_plan_counts_stored_experts_on_gpus_alone(folder: Path):
     assert "dequantised to" in describe_plan(dequantised)
 
 
+def test_options_decide_whether_4_bits_stay(tmp_path: Path):
+    gptq = write_stored(tmp_path / "gptq", "gptq")
+    for options, device, backend, reason in (
+        ({}, "cpu", "auto", None),
+        ({}, "cpu", "cpu", None),
+        ({}, "cpu", "torch", ""),
+        # Its experts alone could.
+        ({}, "cpu", "triton", ""),
+        ({"dtype": "float32"}, "cpu", "auto", "computes in float32, and with model.dtype=bfloat16 they stay in 4 bits"),
+        ({"dequantize_weights": True}, "cpu", "auto", ""),
+        ({"quantization": "int8"}, "cpu", "auto", ""),
+        ({"load_format": "dummy"}, "cpu", "auto", ""),
+        ({"lora_merge": "/adapter"}, "cpu", "auto", "model.lora_merge adds to them"),
+        ({"allow_nonfinite": True}, "cpu", "auto", "model.allow_nonfinite=true"),
+        ({}, "cuda", "auto", ""),
+    ):
+        found = planned_stored_weights(resolved(gptq, device, backend, **{"dtype": "bfloat16", **options}))
+        assert bool(found.formats) == (reason is None), (options, device, backend)
+        assert (reason or "") in found.reason, options
+        assert bool(found.reason) == bool(reason), options
+    kept, dequantised = (
+        make_plan(resolved(gptq, "cpu", dtype="bfloat16", dequantize_weights=each)) for each in (False, True)
+    )
+    assert kept.shares[0].weights_bytes < dequantised.shares[0].weights_bytes
+
+
 class Device(DeviceBackend):
     """Decodes experts, or says so: nothing is computed here."""
 
@@ -75,10 +101,12 @@ def said(folder: Path, name: str, caplog: pytest.LogCaptureFixture, **options: o
     """Lines about experts, and the dtype in which they are held."""
     caplog.clear()
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 16, "max_model_len": 64, **options}
-    with caplog.at_level(logging.INFO), LLM(folder, device_backend=f"{__name__}.{name}", **settings) as llm:
+    settings = {"device_backend": f"{__name__}.{name}", **settings}
+    with caplog.at_level(logging.INFO), LLM(folder, **settings) as llm:
         model = llm.llm_engine.executor.driver_worker.model_runner.model
-        lines = [each for each in caplog.messages if "experts are dequantised" in each]
-        return lines, str(model.sparse_layers[0].experts["0"].down_proj.weight.dtype)
+        lines = [each for each in caplog.messages if "are dequantised: " in each]
+        layer = model.sparse_layers[0].experts["0"] if model.sparse_layers else model.model.layers[0].mlp
+        return lines, str(layer.down_proj.weight.dtype)
 
 
 def test_experts_that_are_dequantised_are_said_once(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -88,3 +116,20 @@ def test_experts_that_are_dequantised_are_said_once(folder: Path, caplog: pytest
     # Who asks for it knows, and other devices never had another way.
     assert said(folder, "Device", caplog, dequantize_weights=True) == ([], "torch.float32")
     assert said(folder, "OtherDevice", caplog, allow_nonfinite=True) == ([], "torch.float32")
+
+
+def test_weights_that_are_dequantised_are_said_once(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """On kernels that take 4 bits as stored."""
+    device, others = "row_panels.PanelDevice", write_stored(tmp_path / "others", "w4a16", intermediate_size=200)
+    for each in (folder, write_stored(tmp_path / "fits", "gptq")):
+        settings = {"device_backend": device, "dtype": "bfloat16"}
+        assert said(each, "", caplog, **settings) == ([], "torch.uint8")
+        assert said(each, "", caplog, **settings, dequantize_weights=True) == ([], "torch.bfloat16")
+        (line,), dtype = said(each, "", caplog, **settings | {"dtype": "float32"})
+        assert (dtype, "weights are dequantised: the run computes in float32" in line) == ("torch.float32", True)
+    (line,), dtype = said(others, "", caplog, **settings)
+    assert (dtype, line) == (
+        "torch.bfloat16",
+        "some weights are dequantised: layer 0, mlp.gate_up_proj: 400 outputs and 128 inputs, a rank's share, are not "
+        "multiples of 32 and 32",
+    )

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from row_panels import PanelKernels
 from stored_checkpoints import StackingKernels
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,11 +96,12 @@ def tensor_bytes(module: nn.Module) -> int:
 
 
 def built(run: ResolvedRun, rank: int, config: ModelConfig, stage: Stage, stored: LayerFormats) -> DecoderForCausalLM:
-    """A stage without memory, on a GPU's kernels, which stack experts."""
+    """A stage without memory, on a GPU's kernels, which stack experts, or on kernels that take 4 bits as stored."""
     size, tensor_rank = run.layout.tensor_parallel_size, run.layout.tensor_rank(rank)
     group = GroupHandle(tuple(range(size)), tensor_rank, None)
-    backends = StackingKernels(), SdpaBackend()
+    backends = StackingKernels() if run.device_type == "cuda" else PanelKernels(), SdpaBackend()
     context = LayerContext(group, *backends, torch.bfloat16, META, run.layout.experts, stored=stored)
+    context = replace(context, num_leaves=run.layout.num_leaves)
     return build_model(context, config, stage)
 
 
