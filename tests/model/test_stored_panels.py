@@ -105,6 +105,25 @@ def test_weights_as_stored_read_as_dequantised_ones(tmp_path: Path, kind: str):
                 assert_equal(weights_of(found), weights_of(expected))
 
 
+@torch.no_grad()
+def test_fused_files_fill_panels(tmp_path: Path):
+    """Queries, keys and values one after the other, and head by head; without gates too."""
+    fused = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+    by_head = {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "rotary_pct": 0.25}
+    for keys, first in ((fused, "mlp.gate_up_proj"), (by_head, "mlp.up_proj")):
+        folder = write_stored(tmp_path / first, "gptq", **keys)
+        for layout in (ONE, TWO):
+            formats = find_stored_panels(config_of(folder), layout).formats
+            assert [*formats[0]] == [*ATTENTION, first, "mlp.down_proj"]
+            for rank in range(layout.tensor_parallel_size):
+                found, expected = (loaded(folder, layout, rank, is_stored=each) for each in (True, False))
+                assert len(held_as_stored(found)) == 2 * len(formats[0])
+                assert_equal(weights_of(found), weights_of(expected))
+                name = next(name for name in found.weights.shapes if "query_key_value" in name or "qkv_proj" in name)
+                with pytest.raises(CheckpointError, match="dequantize_weights"):
+                    found.load_weights([(name, torch.zeros(found.weights.shapes[name]))])
+
+
 @pytest.mark.control("Weights that stay as stored are the dequantised ones")
 @torch.no_grad()
 def test_comparison_sees_one_changed_nibble(tmp_path: Path):
