@@ -187,7 +187,7 @@ class Bits:
             found, (stored,) = self.answers(llm), llm.collective_rpc(_expert_bytes)
             alone = [self.answers(llm, [row])[0] for row in self.alone[:3]]
             self.same(f"{kind}: alone", alone, [found[row] for row in self.alone[:3]])
-        with self.open(dequantize_experts=True) as llm:
+        with self.open(dequantize_weights=True) as llm:
             expected, (plain,) = self.answers(llm), llm.collective_rpc(_expert_bytes)
         self.same(f"{kind}: beside dequantised experts", found, expected)
         self.findings.must(f"{kind}: experts take fewer bytes", stored < 0.6 * plain or self.is_dry, True)

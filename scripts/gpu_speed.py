@@ -43,7 +43,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model_config.model_config import model_config_of
-from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ranks.communicator import single_group
@@ -640,7 +640,8 @@ def _stored_layer(config: dict[str, Any], stored: StoredFormat, plain: Any) -> S
     """A layer with the experts of a file in this format, and the router of `plain`."""
     model_config, device = model_config_of(config, Path("config.json")), plain.gate.weight.device
     dtype = plain.experts["0"].down_proj.weight.dtype
-    context = LayerContext(*(single_group(), TritonKernels(), SdpaBackend(), dtype, device), stored_experts={0: stored})
+    formats = {0: {EXPERTS: stored}}
+    context = LayerContext(*(single_group(), TritonKernels(), SdpaBackend(), dtype, device), stored=formats)
     layer = SparseFeedForward(context, model_config.layers[0], model_config.hidden_size)
     for (name, parameter), given in zip(layer.named_parameters(), plain.parameters(), strict=True):
         if parameter.dtype == torch.uint8:

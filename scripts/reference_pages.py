@@ -89,12 +89,33 @@ factors for all of its tokens if prompt and `max_tokens` together exceed the ori
 QUANTISED_NOTE = f"""## Quantised checkpoints
 
 Weights quantised by {", ".join(f"`{name}`" for name in READ_METHODS)}
-(`quantization_config` of `config.json`) are dequantised at load to the run's dtype (`model.dtype`), so they take that
-dtype's memory. Scales of activations and of the KV cache are not used. Modules that the checkpoint excludes are read as
-they are. Other methods (bitsandbytes, GGUF, NVFP4, torchao and others) are rejected with the way out.
+(`quantization_config` of `config.json`) give the bits of their dequantised weights in the run's dtype (`model.dtype`).
+Some stay in memory [as the file has them](#weights-as-files-store-them), the others are dequantised at load and take
+that dtype's memory. Scales of activations and of the KV cache are not used. Modules that the checkpoint excludes are
+read as they are. Other methods (bitsandbytes, GGUF, NVFP4, torchao and others) are rejected with the way out.
 
 `model.quantization=int8` quantises the weights of any checkpoint at load, on the CPU: see
 [Memory](../guides/memory.md).
+
+### Weights as files store them
+
+On CPUs with the compiled kernels, in bfloat16, weights of 4 bits stay so, and products expand them as they read them:
+an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../guides/gpus.md) stay.
+
+| file | weights that stay on CPUs |
+| --- | --- |
+| GPTQ, AWQ, compressed-tensors' W4A16 (pack-quantized), without act-order | attention, feed-forward, experts |
+| MXFP4 | routed experts |
+
+* `model.dtype=bfloat16` must be given where config.json says float16, which CPUs compute in float32.
+* The log and `plan=true` say so with the first reason if a weight is dequantised: groups of inputs are no multiple of
+  32; a rank's outputs are no multiple of 16 (gates and ups together: 32); its inputs do not begin and end where groups
+  do; matrices that are multiplied together, such as queries, keys and values, have several formats;
+  `model.allow_nonfinite`; `model.lora_merge`, which adds to weights.
+* Latent attention and other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are
+  dequantised.
+* Such weights are replaced by files alone (`reload_weights`): `update_weights`, changes in `apply_model` and saves are
+  refused. `model.dequantize_weights=true` dequantises them when they are loaded, for trainers. LoRA adapters work.
 """
 
 VLLM_HEAD = f"""# Names of vLLM

@@ -98,7 +98,7 @@ class LLMKeywords(_Others, total=False):
     quantization: str | None
     logprobs_mode: str | None
     head_dtype: str | None
-    dequantize_experts: bool | None
+    dequantize_weights: bool | None
     allow_nonfinite: bool | None
     runner: str | None
     pooling_type: str | None

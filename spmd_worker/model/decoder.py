@@ -21,7 +21,7 @@ from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.attention import Attention
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, is_as_built
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
@@ -48,9 +48,11 @@ from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.stored_format import EXPERTS
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ranks.stored_weights import stored_tensors
 from spmd_worker.ranks.topology import Stage
 
 _JOINABLE: Final = (
@@ -348,6 +350,14 @@ def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> 
     layer: DecoderLayer = layer_class(
         replace(context, layer=index), model_config.layers[index], model_config.hidden_size, defers=defers
     )
+    # Experts hold theirs themselves.
+    stored = {name: each for name, each in context.stored.get(index, {}).items() if name != EXPERTS}
+    panels = context.kernels.stored_panels(context.dtype) if stored else None
+    for name, each in stored.items():
+        linear = layer.get_submodule(name)
+        assert isinstance(linear, PackedLayer), name
+        assert panels is not None, "only kernels with panels take such weights"
+        linear.hold_as_stored(each, panels)
     return layer
 
 
@@ -384,7 +394,8 @@ class DecoderForCausalLM(nn.Module):
             context.dtype,
             partial(_stage_slices, context, model_config),
             allows_nonfinite=allows_nonfinite,
-            stored_experts=context.stored_experts,
+            stored_tensors=stored_tensors(model_config, context.stored),
+            stored_experts={index: each[EXPERTS] for index, each in context.stored.items() if EXPERTS in each},
         )
         self._is_on_cpu = context.device.type == "cpu"
         self._is_held = False

@@ -11,6 +11,7 @@ On CPUs e2m1 and int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 
 which `native/nibbles.h` has the layout.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -45,12 +46,13 @@ class StoredFormat:
     def words(self) -> str:
         """The format as messages call it."""
         if self.number == "int4":
-            return f"4-bit integers in groups of {self.group_inputs}"
+            groups = f"in groups of {self.group_inputs}" if self.group_inputs else "with one scale a row"
+            return f"4-bit integers {groups}"
         return "MXFP4" if self.is_mxfp4 else "FP8"
 
     def numbers_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
         """Shape of the bytes of a matrix's numbers."""
-        return num_outputs, num_inputs // 2 if self.is_mxfp4 else num_inputs
+        return num_outputs, num_inputs if self.number == "e4m3" else num_inputs // 2
 
     def scales_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         """Shape of a matrix's scales."""
@@ -62,8 +64,10 @@ class StoredFormat:
         """Scales of a row of this many inputs."""
         return -(-num_inputs // self.group_inputs) if self.group_inputs else 1
 
-    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+    def num_bytes(self, num_outputs: int, num_inputs: int, *, is_in_panels: bool = False) -> int:
         """Bytes of a matrix."""
+        if is_in_panels:
+            return num_outputs // _PANEL * self.panel_bytes(num_inputs)
         scale_bytes = 1 if self.is_mxfp4 else 4
         shapes = self.numbers_shape(num_outputs, num_inputs), self.scales_shape(num_outputs, num_inputs)
         return prod(shapes[0]) + scale_bytes * prod(shapes[1])
@@ -75,3 +79,10 @@ class StoredFormat:
 
 
 MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)
+
+EXPERTS: Final = "mlp.experts"
+"""Name, among `LayerFormats`, of all matrices of a layer's routed experts."""
+LayerFormats = Mapping[int, Mapping[str, StoredFormat]]
+"""Weights that stay in memory as they are stored: format by index of the layer, and by our name of a linear layer in
+it, or `EXPERTS`.
+"""

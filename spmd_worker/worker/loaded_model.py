@@ -22,10 +22,11 @@ from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.model.weights.store import LoadReport
 from spmd_worker.ops.attention.backend import block_shapes, draft_block_shapes
 from spmd_worker.ops.sampling.sampler import Sampler
-from spmd_worker.ranks.stored_experts import NO_STORED_EXPERTS
+from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.step_masks import GrammarMasks
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.file_formats import fill_from_files
@@ -42,7 +43,7 @@ from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
 from spmd_worker.worker.runner.step_graphs import StepGraphs
 from spmd_worker.worker.runner.stream_keeper import StreamKeeper
-from spmd_worker.worker.stored_experts import stored_experts_of
+from spmd_worker.worker.stored_weights import stored_experts_of, stored_panels_of
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,14 @@ def load_model(opened: OpenedDevice) -> LoadedModel | None:
     return loaded
 
 
+def _stored_weights(resolved: ResolvedRun, operations: Operations) -> StoredWeights:
+    """The weights that stay as the checkpoint has them, with these kernels."""
+    if operations.decodes_experts:
+        return stored_experts_of(resolved)
+    # None in any dtype without compiled kernels.
+    return NOTHING_STORED if operations.kernels.stored_panels(torch.bfloat16) is None else stored_panels_of(resolved)
+
+
 def _filled_model(opened: OpenedDevice) -> LoadedModel:
     """The model with the checkpoint's weights or with dummy weights, not packed yet."""
     resolved, environment, device = opened.resolved, opened.environment, opened.device
@@ -162,10 +171,11 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
     if device.type == "cuda":
         num_local_ranks, total = 1, torch.cuda.mem_get_info(device)[1]
     operations, options = opened.backend.operations(), resolved.config.model
-    stored = stored_experts_of(resolved) if operations.decodes_experts else NO_STORED_EXPERTS
-    check_memory(resolved, environment.rank, num_local_ranks, total, stored.formats)
+    stored = _stored_weights(resolved, operations)
+    check_memory(resolved, environment.rank, num_local_ranks, total, stored)
     if stored.reason:
-        logger.info("experts are dequantised: %s", stored.reason, extra=SAME_ON_EVERY_RANK)
+        some = f"some {stored.words}" if stored.formats else stored.words
+        logger.info("%s are dequantised: %s", some, stored.reason, extra=SAME_ON_EVERY_RANK)
     context = LayerContext(
         tensor_group=opened.groups.tensor,
         kernels=operations.kernels,
@@ -174,7 +184,7 @@ def _filled_model(opened: OpenedDevice) -> LoadedModel:
         device=device,
         expert_layout=resolved.layout.experts,
         quantised=operations.quantised,
-        stored_experts=stored.formats,
+        stored=stored.formats,
         num_leaves=resolved.layout.num_leaves,
         has_float32_head=options.head_dtype == "float32",
     )

@@ -134,8 +134,8 @@ class ModelSaver:
         stored = [each.stored for each in self._model.modules() if isinstance(each, PackedLayer) and each.stored]
         if stored:
             raise SaveError(
-                f"experts are held in {stored[0].words}, as their files have them, and cannot be saved: copy those "
-                f"files, or set model.dequantize_experts=true"
+                f"weights are held in {stored[0].words}, as their files have them, and cannot be saved: copy those "
+                f"files, or set model.dequantize_weights=true"
             )
 
     @contextmanager

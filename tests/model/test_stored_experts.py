@@ -20,11 +20,11 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.expert_layout import ExpertLayout
-from spmd_worker.ranks.stored_experts import find_stored_experts
+from spmd_worker.ranks.stored_weights import find_stored_experts
 from spmd_worker.ranks.topology import RankLayout, complete_model
 from spmd_worker.worker.memory.estimate import expert_bytes, weights_bytes
 
@@ -50,7 +50,7 @@ def loaded(
     group = GroupHandle(tuple(range(layout.tensor_parallel_size)), rank, None)
     formats = find_stored_experts(config, layout).formats if is_stored else {}
     context = LayerContext(
-        *(group, StackingKernels(), SdpaBackend(), dtype, torch.device("cpu"), layout.experts), stored_experts=formats
+        *(group, StackingKernels(), SdpaBackend(), dtype, torch.device("cpu"), layout.experts), stored=formats
     )
     model = build_model(context, config, complete_model(config))
     with model.weights.open(folder, config.quantization) as source:
@@ -82,7 +82,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_stored_experts_read_as_dequantised_ones(tmp_path: Path, kind: str):
     folder = write_stored(tmp_path / kind, kind)
     for layout in (ONE, TWO, APART):
-        assert find_stored_experts(config_of(folder), layout).formats == dict.fromkeys((0, 1), FORMATS[kind])
+        assert find_stored_experts(config_of(folder), layout).formats == {
+            each: {EXPERTS: FORMATS[kind]} for each in (0, 1)
+        }
         for rank in range(layout.tensor_parallel_size):
             for dtype in (torch.bfloat16,) if layout == ONE else (torch.float32,):
                 found, expected = (loaded(folder, layout, rank, is_stored=each, dtype=dtype) for each in (True, False))
@@ -120,20 +122,20 @@ def test_memory_of_stored_experts_is_planned_exactly(tmp_path: Path, kind: str):
     folder = write_stored(tmp_path / kind, kind)
     config = config_of(folder)
     for layout in (ONE, TWO, APART):
-        formats = find_stored_experts(config, layout).formats
+        stored = find_stored_experts(config, layout)
         for rank in range(layout.tensor_parallel_size):
             model = loaded(folder, layout, rank, dtype=torch.bfloat16)
             # Counts of tokens are no weights.
             held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-            assert held == weights_bytes(config, layout, rank, "bfloat16", "cuda", stored=formats), (layout, rank)
+            assert held == weights_bytes(config, layout, rank, "bfloat16", "cuda", stored=stored), (layout, rank)
             of_experts = [each for layer in model.sparse_layers.values() for each in layer.experts.modules()]
             tensors = [
                 x for each in of_experts for x in (*each.parameters(recurse=False), *each.buffers(recurse=False))
             ]
-            assert sum(x.nbytes for x in tensors) == expert_bytes(config, layout, rank, "bfloat16", formats)
+            assert sum(x.nbytes for x in tensors) == expert_bytes(config, layout, rank, "bfloat16", stored)
     # 4.25 and 8 bits a weight, scales padded to steps of 128 inputs, and biases.
     plain = expert_bytes(config, ONE, 0, "bfloat16")
-    share = expert_bytes(config, ONE, 0, "bfloat16", find_stored_experts(config, ONE).formats) / plain
+    share = expert_bytes(config, ONE, 0, "bfloat16", find_stored_experts(config, ONE)) / plain
     assert 0.25 < share < (0.31 if kind == "mxfp4" else 0.52)
 
 
@@ -192,7 +194,7 @@ def test_only_files_replace_stored_experts(tmp_path: Path):
         before, addresses = experts_of(model), [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
         name = next(iter(before))
         full = torch.zeros(model.weights.shapes[name])
-        with pytest.raises(CheckpointError, match=r"is held in (MXFP4|FP8).*dequantize_experts=true"):
+        with pytest.raises(CheckpointError, match=r"is held in (MXFP4|FP8).*dequantize_weights=true"):
             model.load_weights([(name, full)])
         assert_equal(experts_of(model), before)
         with pytest.raises(CheckpointError, match="replaced by reload_weights"):
@@ -200,7 +202,7 @@ def test_only_files_replace_stored_experts(tmp_path: Path):
         # What is read may be written back, and not changed.
         with model.as_checkpoint() as view:
             assert torch.equal(view.get_parameter(name), before[name])
-        with pytest.raises(CheckpointError, match="dequantize_experts"), model.as_checkpoint() as view:
+        with pytest.raises(CheckpointError, match="dequantize_weights"), model.as_checkpoint() as view:
             view.get_parameter(name).data.mul_(2)
         assert_equal(experts_of(model), before)
         with model.weights.open(second, config_of(second).quantization) as source:
@@ -219,7 +221,7 @@ def test_files_that_are_stored_otherwise_are_refused(tmp_path: Path):
     model, before = loaded(folder), experts_of(loaded(folder))
     with (
         model.weights.open(other, config_of(other).quantization) as source,
-        pytest.raises(CheckpointError, match=r"is not stored in FP8.*dequantize_experts=true"),
+        pytest.raises(CheckpointError, match=r"is not stored in FP8.*dequantize_weights=true"),
     ):
         model.weights.reload(source)
     assert_equal(experts_of(model), before)

@@ -1,17 +1,18 @@
 """Tiny checkpoints with experts in MXFP4, as GPT-OSS's, and in FP8, as Qwen3's with blocks of 128 x 128 and those of
-compressed-tensors with a scale a row; and with FP8 linear layers beside plain stacks of experts, which are no linear
-layers (`fp8_linear`). Needs no transformers.
+compressed-tensors with a scale a row; with FP8 linear layers beside plain stacks of experts, which are no linear
+layers (`fp8_linear`); and with all matrices in 4 bits. Needs no transformers.
 """
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import quantised_files
 import torch
-from quantised_files import FORMATS, Format, fp8_block, fp8_row, fp8_tensor
+from quantised_files import FORMATS, Format, awq, compressed, fp8_block, fp8_row, fp8_tensor, gptq, packed_int
 from safetensors.torch import save_file
 
 from spmd_worker.model.layers.context import LayerContext
@@ -31,6 +32,14 @@ _QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 192, "moe_int
 _QWEN3 |= {"num_experts": 4, "intermediate_size": 48, "norm_topk_prob": True}
 _GRANITE = {"architectures": ["GraniteMoeForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
 _GRANITE |= {"num_local_experts": 4, "tie_word_embeddings": False}
+_DENSE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+_DENSE |= {"head_dim": 32, "tie_word_embeddings": False}
+_SHARED = {**_DENSE, "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 64, "num_experts": 4}
+_SHARED |= {"shared_expert_intermediate_size": 128, "mlp_only_layers": [1]}
+_NIBBLES = 32
+"""Inputs of a group of 4 bits."""
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": _NIBBLES, "desc_act": False, "sym": False}
+_AWQ = {**FORMATS["awq"].config, "group_size": _NIBBLES}
 _BLOCKS = Format({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, fp8_block)
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
@@ -39,6 +48,18 @@ KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
     "fp8_row": (_QWEN3, Format(FORMATS["float_row"].config, fp8_row)),
     "fp8_linear": (_GRANITE, Format(FORMATS["float_row"].config, fp8_row)),
     "fp8_tensor": (_QWEN3, Format(FORMATS["fp8_tensor"].config, fp8_tensor)),
+    "gptq": (
+        {**_DENSE, "architectures": ["LlamaForCausalLM"]},
+        Format(_GPTQ, partial(gptq, bits=4, is_symmetric=False, has_order=False, is_second=False, size=_NIBBLES)),
+    ),
+    "awq": (_SHARED, Format(_AWQ, awq)),
+    "w4a16": (
+        {**_DENSE, "architectures": ["Qwen2ForCausalLM"]},
+        Format(
+            compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+            partial(packed_int, bits=4, size=-1, is_symmetric=True),
+        ),
+    ),
 }
 
 
@@ -57,7 +78,7 @@ def write_stored(folder: Path, kind: str, seed: int = 0, **keys: Any) -> Path:
         if kind == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors |= _mxfp4(name, shape, seed)
         elif kind != "mxfp4" and ".layers." in name and weight.dim() == 2 and not name.endswith("gate.weight"):
-            with mock.patch.object(quantised_files, "BLOCK", (128, 128)):
+            with mock.patch.multiple(quantised_files, BLOCK=(128, 128), GROUP=_NIBBLES):
                 parts, _ = format_.pack(weight)
             tensors |= {name.removesuffix(".weight") + ending: part.contiguous() for ending, part in parts.items()}
         else:

@@ -113,10 +113,10 @@ class ModelOptions:
         "head compute them; null: rounded to the model's dtype. Greedy rows get slower",
         choices=("float32",),
     )
-    dequantize_experts: bool = option(
+    dequantize_weights: bool = option(
         False,
-        "dequantise experts when they are loaded, as weight updates need; false: MXFP4 and FP8 experts stay in memory "
-        "as their files have them where kernels decode them (GPUs), with the same bits",
+        "dequantise quantised files when they are loaded, as weight updates need; false: 4-bit weights on CPUs (in "
+        "bfloat16) and MXFP4 and FP8 experts on GPUs stay in memory as their files have them, with the same bits",
     )
     allow_nonfinite: bool = option(
         False,

@@ -13,7 +13,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, replicated
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.kernels import stored_weights
-from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredScaleKernels
+from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredPanels, StoredScaleKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
 
@@ -71,13 +71,17 @@ def is_as_built(module: nn.Module, classes: Container[type]) -> bool:
 class PackedLayer(CheckpointLayer):
     """`weight` [outputs, inputs] is prepacked by `pack_weights`; from then on its regions are ranges of rows.
 
-    After `hold_as_stored` it is held as its file has it: bytes of numbers, and the buffer `weight_scales`. It is read
-    dequantised, and replaced from such files alone.
+    After `hold_as_stored` it is held as its file has it: in panels that the kernels' products take, or as bytes of
+    numbers, and the buffer `weight_scales`. It is read dequantised, and replaced from such files alone.
     """
 
     weight: nn.Parameter
     weight_scales: Tensor
     stored: StoredFormat | None = None
+    pairs_gates = False
+    """Whether rows are gates and ups that the kernels have in pairs of panels."""
+    _panels: StoredPanels | None = None
+    """Of a weight that is held as stored in panels."""
     _plain: tuple[tuple[int, ...], torch.dtype]
     """Shape and dtype of the weight before it was packed, or of the dequantised one if it is held as stored."""
     is_packed = False
@@ -87,22 +91,37 @@ class PackedLayer(CheckpointLayer):
     _scales: dict[tuple[int, int], Tensor]
     """A checkpoint's scales of rows of the weight, by their range, before it is packed."""
 
-    def hold_as_stored(self, stored: StoredFormat) -> None:
-        """Replace the plain weight, on the meta device, by one in this format, on the meta device too."""
-        assert self.weight.is_meta, "no plain weight is filled before"
+    def hold_as_stored(self, stored: StoredFormat, panels: StoredPanels | None = None) -> None:
+        """Replace the plain weight, which is not filled yet, by one in this format: in `panels`, or as bytes and
+        scales, both on the meta device.
+        """
         (num_outputs, num_inputs), dtype = self.weight.shape, self.weight.dtype
-        self.stored, self._plain = stored, ((num_outputs, num_inputs), dtype)
+        self.stored, self._panels, self._plain = stored, panels, ((num_outputs, num_inputs), dtype)
+        if panels is not None:
+            sizes, device = (num_outputs, num_inputs), self.weight.device
+            packed = panels.empty(stored, sizes, device, is_gated=self.pairs_gates)
+            self.weight = nn.Parameter(packed, requires_grad=False)
+            return
+        assert self.weight.is_meta, "no plain weight has memory before"
         numbers, scales = stored_weights.empty_tensors(stored, (num_outputs, num_inputs), self.weight.device)
         self.weight = nn.Parameter(numbers, requires_grad=False)
         self.register_buffer("weight_scales", scales)
+
+    @property
+    def is_multiplied_as_held(self) -> bool:
+        """Whether the kernels' products take the weight; otherwise they take `plain_weight`."""
+        return self.stored is None or self._panels is not None
 
     def plain_weight(self) -> Tensor:
         """A dequantised copy of a weight that is held as stored."""
         return self.read_region("weight", ((0, self._plain[0][0]), (0, self._plain[0][1])))
 
     def write_stored(self, start: int, numbers: Tensor, scales: Tensor) -> None:
-        """Replace rows from `start` on by a file's: see `stored_weights.write_rows`."""
+        """Replace rows from `start` on by a file's: see `stored_weights.write_rows`, `StoredPanels.write_rows`."""
         assert self.stored is not None, type(self).__name__
+        if self._panels is not None:
+            self._panels.write_rows(self.weight.data, self.stored, start, numbers, scales)
+            return
         stored_weights.write_rows(self.stored, self.weight.data, self.weight_scales, start, numbers, scales)
 
     def pack_weights(self) -> None:
@@ -168,7 +187,7 @@ class PackedLayer(CheckpointLayer):
         return self._kernels.pack(self.weight)
 
     def _empty_packed(self) -> Tensor | None:
-        return self._kernels.empty_packed(self.weight, is_gated=False)
+        return self._kernels.empty_packed(self.weight, is_gated=self.pairs_gates)
 
     def shape_of(self, parameter: str) -> tuple[int, ...]:
         is_plain = parameter != "weight" or (self.stored is None and not self.is_packed)
@@ -177,7 +196,10 @@ class PackedLayer(CheckpointLayer):
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         if self.stored is not None and parameter == "weight":
             rows, columns = region
-            found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
+            if self._panels is not None:
+                found = self._panels.read_values(self.weight.data, self.stored, rows)
+            else:
+                found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
             return found[:, slice(*columns)].to(self._plain[1]).contiguous()
         if parameter != "weight" or not self.is_packed:
             return super().read_region(parameter, region)
@@ -238,5 +260,5 @@ def stored_weight_error(stored: StoredFormat) -> str:
     """Reason and way out for a weight that is held as stored and would be changed."""
     return (
         f"is held in {stored.words}, as in its file, and cannot be changed but by reload_weights: set "
-        f"model.dequantize_experts=true, which dequantises experts when they are loaded"
+        f"model.dequantize_weights=true, which dequantises weights when they are loaded"
     )

@@ -1,12 +1,11 @@
 """Constructor argument of every layer: rank group, kernels, attention backend, dtype and device of parameters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.stored_format import LayerFormats
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.kernels.api import IntegerKernels, Kernels, QuantisedKernels
 from spmd_worker.ranks.communicator import GroupHandle, single_group
@@ -17,9 +16,10 @@ from spmd_worker.ranks.leaves import column_range
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """`layer` is the index, in the full model, of the layer being built. `expert_layout` None: tensor parallelism
-    within each expert. `quantised` is `kernels`, if they are quantised. `stored_experts` are formats of layers, by
-    index, whose experts are held as the checkpoint stores them, by kernels that compute all at once. `num_leaves` is
-    that of row-parallel layers (`ranks/leaves.py`). `has_float32_head`: logits are float32 sums, not rounded.
+    within each expert. `quantised` is `kernels`, if they are quantised. `stored` are formats of weights that are held
+    as the checkpoint stores them, for `Kernels.expert_kernels` that decode experts, or in `Kernels.stored_panels`.
+    `num_leaves` is that of row-parallel layers (`ranks/leaves.py`). `has_float32_head`: logits are float32 sums, not
+    rounded.
     """
 
     tensor_group: GroupHandle
@@ -30,7 +30,7 @@ class LayerContext:
     expert_layout: ExpertLayout | None = None
     layer: int = 0
     quantised: QuantisedKernels | None = None
-    stored_experts: Mapping[int, StoredFormat] = field(default_factory=dict)
+    stored: LayerFormats = field(default_factory=dict)
     num_leaves: int = 1
     has_float32_head: bool = False
 

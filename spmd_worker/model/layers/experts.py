@@ -37,9 +37,9 @@ from spmd_worker.model.layers.linear import (
 )
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
-from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts, StoredPanels
 from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.communicator import single_group
 
@@ -234,9 +234,9 @@ class Expert(nn.Module):
         self.down_proj = _Down(context, context.columns(size), size, hidden_size, has_bias)
 
     def forward(self, x: Tensor, *, is_fused: bool) -> Tensor:
-        """One expert by itself: weights that are held as stored are dequantised for it."""
+        """One expert by itself: weights that products do not take as they are stored are dequantised for it."""
         output: Tensor
-        if self.gate_up_proj.stored is None:
+        if self.gate_up_proj.is_multiplied_as_held:
             output = self.down_proj(self.gate_up_proj(x, is_fused=is_fused))
         else:
             gates, down = ({"weight": each.plain_weight()} for each in (self.gate_up_proj, self.down_proj))
@@ -258,12 +258,12 @@ def _is_plain(expert: nn.Module) -> TypeGuard[Expert]:
     return type(expert) is Expert and is_as_built(expert, _JOINABLE)
 
 
-def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat) -> None:
+def _hold_as_stored(experts: Iterable[nn.Module], stored: StoredFormat, panels: StoredPanels | None) -> None:
     """`PackedLayer.hold_as_stored` of all matrices."""
     for expert in experts:
         assert isinstance(expert, Expert), type(expert)
-        expert.gate_up_proj.hold_as_stored(stored)
-        expert.down_proj.hold_as_stored(stored)
+        expert.gate_up_proj.hold_as_stored(stored, panels)
+        expert.down_proj.hold_as_stored(stored, panels)
 
 
 class _RemoteExperts(CheckpointLayer):
@@ -323,12 +323,13 @@ class SparseFeedForward(nn.Module):
         self._has_joined = False
         self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
         self._stacked: StackedExperts | None = None
+        modules, stored = [*self.experts.values()], context.stored.get(context.layer, {}).get(EXPERTS)
+        if stored is not None:
+            panels = None if self._expert_kernels is not None else context.kernels.stored_panels(context.dtype)
+            assert panels is not None or self._expert_kernels is not None, "no kernels take such weights"
+            _hold_as_stored(modules, stored, panels)
         if self._expert_kernels is not None:
-            modules, size = [*self.experts.values()], experts.num_experts
-            stored = context.stored_experts.get(context.layer)
-            if stored is not None:
-                _hold_as_stored(modules, stored)
-            bounds, is_gated = (experts.limit, experts.bound), experts.is_gated
+            size, bounds, is_gated = experts.num_experts, (experts.limit, experts.bound), experts.is_gated
             self._stacked = StackedExperts(
                 modules, own, size, layer.activation, *bounds, context.device, stored, is_gated=is_gated
             )

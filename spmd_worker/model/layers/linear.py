@@ -109,14 +109,14 @@ class GatedLinear(ColumnParallelLinear):
     ) -> None:
         super().__init__(context, input_size, parts, has_bias)
         self._activation, self._bound, self._gate_multiplier = activation, bound, gate_multiplier
-        self._is_plain = activation == "silu" and not bound
+        self.pairs_gates = activation == "silu" and not bound
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         """If not `is_fused`, or if adapters add to them, the GEMM's outputs are stored before the activation is
         applied, with the same bits.
         """
         is_scaled = self._gate_multiplier != 1.0
-        if is_fused and self._is_plain and not is_scaled and not self.is_adapted(adapters):
+        if is_fused and self.pairs_gates and not is_scaled and not self.is_adapted(adapters):
             return self._kernels.gated_linear(x, self.weight, self.bias)
         columns = super().forward(x, adapters)
         if is_scaled:
@@ -126,15 +126,12 @@ class GatedLinear(ColumnParallelLinear):
             return bounded_gates(columns, self._activation, self._bound, self._kernels.activate)
         return (
             self._kernels.silu_and_mul(columns)
-            if self._is_plain
+            if self.pairs_gates
             else self._kernels.activate_and_mul(columns, self._activation)
         )
 
     def _packed(self) -> Tensor:
-        return self._kernels.pack_gated(self.weight) if self._is_plain else super()._packed()
-
-    def _empty_packed(self) -> Tensor | None:
-        return self._kernels.empty_packed(self.weight, is_gated=self._is_plain)
+        return self._kernels.pack_gated(self.weight) if self.pairs_gates else super()._packed()
 
 
 class RowParallelLinear(AdaptableLayer):

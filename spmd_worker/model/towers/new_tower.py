@@ -58,5 +58,5 @@ def _own_context(context: LayerContext, head_size: int) -> LayerContext:
         attention=context.attention.of_sequences(head_size, BLOCK_SIZE),
         num_leaves=1,
         expert_layout=None,
-        stored_experts={},
+        stored={},
     )

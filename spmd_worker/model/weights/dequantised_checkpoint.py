@@ -144,17 +144,15 @@ class DequantisedCheckpoint:
     def check_stored(self, name: str, stored: StoredFormat) -> None:
         """Raise CheckpointError unless a weight is stored in this format."""
         weight = self.weights.get(name)
-        if not isinstance(weight, ScaledWeight | Mxfp4Weight) or not weight.is_stored_as(stored):
+        if weight is None or not weight.is_stored_as(stored):
             raise CheckpointError(
                 f"{self.folder}: {name} is not stored in {stored.words} with the scales that quantization_config of "
-                f"config.json says: set model.dequantize_experts=true"
+                f"config.json says: set model.dequantize_weights=true"
             )
 
     def read_stored(self, name: str, region: Rectangle, stored: StoredFormat) -> tuple[torch.Tensor, torch.Tensor]:
-        """`ScaledWeight.read_stored` of a weight that `check_stored` has found in this format."""
-        weight = self.weights[name]
-        assert isinstance(weight, ScaledWeight | Mxfp4Weight), name
-        return weight.read_stored(region, stored)
+        """`QuantisedWeight.read_stored` of a weight that `check_stored` has found in this format."""
+        return self.weights[name].read_stored(region, stored)
 
     def is_unused(self, name: str) -> bool:
         """`WeightSource.is_unused`: older writers of GPTQ give layers without a bias one of zeros."""

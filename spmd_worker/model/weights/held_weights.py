@@ -111,7 +111,7 @@ class HeldPiece:
         """Float32 values of what a file has of a block of `stored_blocks`, with the checkpoint's dimensions."""
         stored = self.stored
         assert stored is not None, self.piece
-        if not stored.is_mxfp4:
+        if stored.number == "e4m3":
             scales = scales.repeat_interleave(stored.group_rows, dim=0)[: len(numbers)]
         found = stored_weights.values(stored, numbers, scales)
         return (found.t() if self.piece.is_transposed else found).reshape(extents(block))

@@ -25,6 +25,8 @@ _BLOCK_ELEMENTS = 1 << 20
 """Elements dequantised at once, with temporary tensors of about 20 bytes per element."""
 _SCALED_GROUP = 128
 """Inputs of a scale that kernels can use as it is, beside all inputs."""
+_WORD, _MIDDLE = 8, 8
+"""Numbers of 4 bits in an int32, and the zero point of symmetric ones."""
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e8m0fnu)
 
 Range = tuple[int, int]
@@ -68,6 +70,16 @@ class QuantisedWeight(ABC):
         return result
 
     @abstractmethod
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        """Whether `read_stored` reads numbers and scales of this format."""
+
+    @abstractmethod
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        """Bytes of numbers and scales of a region of a matrix, which begins and ends where scales do, as
+        `stored_weights.write_rows` and `StoredPanels.write_rows` take them, outputs first. Only if `is_stored_as`.
+        """
+
+    @abstractmethod
     def _check(self) -> tuple[int, ...]:
         """The weight's shape. Raises MisfitError if the parts do not match."""
 
@@ -103,6 +115,31 @@ class LinearWeight(QuantisedWeight):
         scales = self._scales(row_range, column_range)
         zeros = self._zeros(row_range, column_range) if self.format.has_zeros else None
         return apply_scales(self._numbers(rows, columns), scales, zeros, row_groups, column_groups)
+
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        num_inputs = self.shape[1]
+        if stored.number != "int4" or (self.format.number, self.format.bits) != ("int", 4):
+            return False
+        if self._block_size != (1, stored.group_inputs or num_inputs) or self.format.has_order:
+            return False
+        # Files may have an order where config.json says that there is none.
+        columns = 0, num_inputs
+        ascending = torch.arange(num_inputs) // self._block_size[1]
+        return "order" not in self.parts or torch.equal(self._groups_of_inputs(columns).cpu(), ascending)
+
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        rows, (start, stop) = region
+        assert stored.number == "int4", stored
+        assert start % _WORD == stop % _WORD == 0, region
+        size = self._block_size[1]
+        groups = start // size, -(-stop // size)
+        scales = self._scales(rows, groups).to(torch.float32)
+        zeros = self._zeros(rows, groups) if self.format.has_zeros else torch.full_like(scales, _MIDDLE)
+        return self._nibbles(rows, (start // _WORD, stop // _WORD)), torch.stack((scales, zeros.to(scales)), dim=-1)
+
+    def _nibbles(self, rows: Range, words: Range) -> Tensor:
+        """Unsigned numbers of 4 bits, two a byte, uint8 [outputs, inputs / 2], of words of eight inputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no numbers of 4 bits")
 
     @abstractmethod
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
@@ -192,19 +229,19 @@ class ScaledWeight(LinearWeight):
         return scales.index_select(0, row_groups.to(scales.device))
 
     def is_stored_as(self, stored: StoredFormat) -> bool:
-        """Whether `read_stored` reads numbers and scales of this format."""
+        if stored.number != "e4m3":
+            return super().is_stored_as(stored)
         rows, columns = self._block_size
         is_plain = self.format.number == "e4m3" and not self.format.has_zeros and "order" not in self.parts
-        if stored.is_mxfp4 or type(self) is not ScaledWeight or not is_plain:
+        if not is_plain:
             return False
         if not stored.group_inputs:
             return columns >= self.shape[1] and rows in (1, self.shape[0])
         return (rows, columns) == (stored.group_rows, stored.group_inputs)
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
-        """Bytes of numbers and scales of a region of a matrix, which begins and ends where scales do, as
-        `stored_weights.write_rows` takes them, outputs first. Only if `is_stored_as`.
-        """
+        if stored.number != "e4m3":
+            return super().read_stored(region, stored)
         rows, columns = region
         numbers = self._read_part("numbers", rows, columns).view(torch.uint8)
         of_rows, of_columns = (
@@ -261,6 +298,9 @@ class PackedWeight(ScaledWeight):
         # Zero points have the same offset.
         return (numbers - (0 if self.format.has_zeros else 1 << (self.format.bits - 1))).to(torch.float32)
 
+    def _nibbles(self, rows: Range, words: Range) -> Tensor:
+        return self._read_part("numbers", rows, words).contiguous().view(torch.uint8)
+
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
         wide, inner = _full_words(rows, 32 // self.format.bits)
         return unpack(self._read_part("zeros", wide, columns), self.format.bits, 0)[inner]
@@ -296,6 +336,10 @@ class GptqWeight(LinearWeight):
         wide, inner = _full_words(columns, 32 // self.format.bits)
         return unpack(self._read_part("numbers", wide, rows), self.format.bits, 0)[inner].T.to(torch.float32)
 
+    def _nibbles(self, rows: Range, words: Range) -> Tensor:
+        # The bytes of a word have its inputs in their order.
+        return self._read_part("numbers", words, rows).T.contiguous().view(torch.uint8)
+
     def _scales(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("scales", columns, rows).T
 
@@ -327,6 +371,13 @@ class AwqWeight(GptqWeight):
         wide, inner = _full_words(rows, 8)
         return unpack(self._read_part("numbers", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T.to(torch.float32)
 
+    def _nibbles(self, rows: Range, words: Range) -> Tensor:
+        wide, inner = _full_words(rows, _WORD)
+        packed = self._read_part("numbers", (words[0] * _WORD, words[1] * _WORD), wide).contiguous().view(torch.uint8)
+        numbers = torch.stack((packed & 15, packed >> 4), dim=-1).view(len(packed), -1, _WORD)
+        found = numbers[:, :, list(AWQ_ORDER)].flatten(1)[:, inner]
+        return (found[::2] | found[1::2] << 4).T.contiguous()
+
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
         wide, inner = _full_words(rows, 8)
         return unpack(self._read_part("zeros", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T
@@ -348,11 +399,10 @@ class Mxfp4Weight(QuantisedWeight):
         return found[0], found[2] * MX_GROUP, found[1]
 
     def is_stored_as(self, stored: StoredFormat) -> bool:
-        """`ScaledWeight.is_stored_as`."""
         return stored.is_mxfp4
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
-        """`ScaledWeight.read_stored` of one expert."""
+        """`QuantisedWeight.read_stored` of one expert."""
         experts, (start, stop), rows = region
         groups = start // MX_GROUP, stop // MX_GROUP
         numbers = self._read_part("numbers", experts, rows, groups, (0, MX_GROUP // 2))

@@ -16,7 +16,7 @@ loading after a sleep update packed parameters. The same rules hold for all of t
   all ranks come to the same result.
 * Errors. Wrong weights raise CheckpointError, which is a ValueError; anything but a name and a tensor TypeError; calls
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
-* Experts that are held as files store them (`LayerContext.stored_experts`) are replaced by such files alone: `fill` and
+* Weights that are held as files store them (`LayerContext.stored`) are replaced by such files alone: `fill` and
   `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
   when all are filled; on the CPU they are quantised meanwhile where a rank has complete rows, of which a block then has
@@ -75,6 +75,7 @@ from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.model_config.weight_format import Quantization
 from spmd_worker.native.threads import use_single_threaded_torch
 from spmd_worker.ops.default_device import host_by_default
+from spmd_worker.ops.kernels.stored_weights import are_surely_finite
 from spmd_worker.ranks.topology import Stage
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
@@ -83,6 +84,10 @@ _LARGE_BLOCKS = threading.Lock()
 """Held for a block of many rows that files have in pieces: threads would have one each."""
 _STORED_BLOCK_BYTES = 2 * 2**20
 """Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
+_INTEGER_BLOCK_BYTES = 8 * 2**20
+"""Of integers, whose scales alone are checked, and of which files in the order of inputs are read through for each
+block of outputs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,13 @@ class WeightStore:
         stage_slices: Callable[[Stage], list[WeightSlice]],
         *,
         allows_nonfinite: bool = False,
+        stored_tensors: Mapping[str, StoredFormat] | None = None,
         stored_experts: Mapping[int, StoredFormat] | None = None,
     ) -> None:
-        self._stored_experts = stored_experts or {}
+        """`stored_tensors`, by name, are held as files store them on the ranks that have them, and so are all experts
+        of the layers `stored_experts`.
+        """
+        self._stored_tensors, self._stored_experts = stored_tensors or {}, stored_experts or {}
         self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self.allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
@@ -208,7 +217,7 @@ class WeightStore:
         for name, held in pieces:
             _check_tied(source, self.names.tied, name, held.piece.source)
             if held.stored is not None:
-                jobs += [(held, block) for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
+                jobs += [(held, block) for block in _stored_blocks(held)]
                 continue
             blocks = [*source.blocks(name, held.piece.source, block_bytes or _BLOCK_BYTES)]
             if is_on_host and held.is_quantised_when_filled and not all(map(held.is_complete, blocks)):
@@ -343,7 +352,7 @@ class WeightStore:
             check_finite(subject, self.to_check(name, tensor.detach()), self.dtype_of(name))
         own = self.held.get(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
-        jobs = [(held, block) for held in stored_pieces for block in held.stored_blocks(_STORED_BLOCK_BYTES)]
+        jobs = [(held, block) for held in stored_pieces for block in _stored_blocks(held)]
         for held, block in jobs:
             # Factors of kernels may be infinite where the values are not.
             assert source is not None, name
@@ -380,7 +389,8 @@ class WeightStore:
             if self.names.is_derived(name) and not is_head:
                 continue
             if name not in self.tensors and not is_head:
-                words = "; parts of experts as stored are replaced by reload_weights" if self._stored_experts else ""
+                has_stored = self._stored_tensors or self._stored_experts
+                words = "; parts of weights as stored are replaced by reload_weights" if has_stored else ""
                 # Names of the checkpoint behind a wrapper's prefix (`module.`) are near too.
                 near = hint(given_name.removeprefix("_"), self.tensors)
                 raise CheckpointError(
@@ -391,7 +401,7 @@ class WeightStore:
     def _stored_format(self, name: str) -> StoredFormat | None:
         """Format in which a weight of any rank is held as files store it; None if it is not."""
         layer = self.names.layer_of_expert(name) if self._stored_experts else None
-        return None if layer is None else self._stored_experts.get(layer)
+        return self._stored_tensors.get(name) if layer is None else self._stored_experts.get(layer)
 
     def _check_tensor(self, name: str, tensor: Tensor, *, is_from_trainer: bool = True) -> None:
         """Raise CheckpointError for a shape or dtype the weight cannot have; a tied head is checked at the commit."""
@@ -439,18 +449,25 @@ class WeightStore:
         name, flag = held.piece.checkpoint_name, None
         alone = _LARGE_BLOCKS if volume(block) > _BLOCK_BYTES else nullcontext()
         with torch.inference_mode(is_inference), source.staging.thread(), alone:
-            parts = None if held.stored is None else read_stored(source, held, block)
-            values = source.read(name, block) if parts is None else held.stored_values(block, *parts)
-            if not self.allows_nonfinite:
-                if source.staging.device.type == "cpu":
-                    self._check_block(source, name, block, values)
-                else:
-                    flag = finite_flag(self.to_check(name, values), self.dtype_of(name))
-            if parts is None:
+            if held.stored is None:
+                values = source.read(name, block)
+                flag = self._finite_flag(source, name, block, values)
                 held.fill_block(block, values)
             else:
+                parts = read_stored(source, held, block)
+                if not are_surely_finite(held.stored, parts[1], self.dtype_of(name)):
+                    flag = self._finite_flag(source, name, block, held.stored_values(block, *parts))
                 held.write_stored(block, *parts)
         return flag
+
+    def _finite_flag(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> Tensor | None:
+        """The flag of `_write_block`; None if nothing is left to check."""
+        if self.allows_nonfinite:
+            return None
+        if source.staging.device.type == "cpu":
+            self._check_block(source, name, block, values)
+            return None
+        return finite_flag(self.to_check(name, values), self.dtype_of(name))
 
     def _check_block(self, source: WeightSource, name: str, block: Rectangle, values: Tensor) -> None:
         starts = [start for start, _ in block]
@@ -506,13 +523,19 @@ def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]
     return dict(found.values())
 
 
+def _stored_blocks(held: HeldPiece) -> Iterator[Rectangle]:
+    """Blocks in which a slice of a weight that is held as stored is read."""
+    is_integer = held.stored is not None and held.stored.number == "int4"
+    return held.stored_blocks(_INTEGER_BLOCK_BYTES if is_integer else _STORED_BLOCK_BYTES)
+
+
 def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
     """A source of a weight as it is stored. Raises CheckpointError."""
     source = source_of(source, name)
     if not isinstance(source, DequantisedCheckpoint):
         raise CheckpointError(
-            f"{source.folder}: has no quantised weights, and experts are held as files store them: set "
-            f"model.dequantize_experts=true"
+            f"{source.folder}: has no quantised weights, and weights are held as files store them: set "
+            f"model.dequantize_weights=true"
         )
     return source
 

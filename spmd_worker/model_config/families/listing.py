@@ -26,7 +26,7 @@ def describe_families() -> str:
             *_table(("not run", "because"), unsupported),
             "",
             "Any other architecture is rejected by name. Weights that are quantised by "
-            f"{', '.join(READ_METHODS)} (quantization_config) are dequantised when they are loaded.",
+            f"{', '.join(READ_METHODS)} (quantization_config) run, as if dequantised.",
             "Code in a model folder is never run: auto_map of an architecture that runs is ignored.",
         ]
     )

@@ -1,8 +1,8 @@
-"""Matrices of experts as their checkpoint stores them, in plain torch: memory, what a file's parts become, values.
+"""Matrices as their checkpoint stores them, in plain torch: memory, what a file's parts become, values.
 
 `values` is the definition of what kernels decode: number times scale in float32, with powers of two taken from the one
-to the other, exactly. It equals dequantising wherever it is finite. Layouts:
-`model_config/stored_format.py`.
+to the other, exactly. It equals dequantising wherever it is finite. Layouts: `model_config/stored_format.py`. Numbers
+and scales in memory are those of experts on GPUs; panels of CPUs are `kernels.api.StoredPanels`.
 
 O: outputs, I: inputs of a matrix; n: some of its rows; G: groups of inputs.
 """
@@ -17,6 +17,8 @@ from spmd_worker.model_config.stored_format import MX_GROUP, StoredFormat
 _MX_SHIFT: Final = 14
 _FP8_FACTOR: Final = 256.0
 _MANTISSA_BITS: Final = 23
+_MOST_STEPS: Final = 32.0
+"""Above any number less its zero point."""
 _MAX_EXPONENT: Final = 254
 """Largest biased exponent of a finite float32."""
 
@@ -56,8 +58,12 @@ def read_values(stored: StoredFormat, numbers: Tensor, scales: Tensor, rows: tup
 
 def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     """Bytes and scales of each row, exponents [n, I / 32] or float32 [n, G] -> float32 [n, I]. Not finite where a
-    kernel's factor would not be.
+    kernel's factor would not be. Of "int4" scales are float32 [n, G, 2], scale and zero point.
     """
+    if stored.number == "int4":
+        whole = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1).to(torch.float32)
+        factors, zeros = scales.unsqueeze(2).unbind(-1)
+        return whole.view(len(numbers), scales.shape[1], -1).sub_(zeros).mul_(factors).flatten(1)
     wide = numbers.to(torch.int32)
     if stored.is_mxfp4:
         low, high = ((wide & 0x7) << 9) | ((wide & 0x8) << 12), ((wide & 0x70) << 5) | ((wide & 0x80) << 8)
@@ -71,6 +77,13 @@ def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     num_inputs = numbers.shape[1]
     size = stored.group_inputs or num_inputs
     return halves.mul_(factors.repeat_interleave(size, dim=1)[:, :num_inputs])
+
+
+def are_surely_finite(stored: StoredFormat, scales: Tensor, dtype: torch.dtype) -> bool:
+    """Whether scales of "int4" are so far from infinity that `values` are finite in `dtype`; False of other formats."""
+    if stored.number != "int4":
+        return False
+    return bool((scales[..., 0].abs() * _MOST_STEPS).amax() < torch.finfo(dtype).max)
 
 
 def _halves(bits: Tensor) -> Tensor:

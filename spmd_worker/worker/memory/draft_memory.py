@@ -7,6 +7,7 @@ from spmd_worker.ranks.topology import stage_of, vocabulary_rows
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.resolved_draft import EAGLE3, DraftRun
 from spmd_worker.worker.memory.estimate import activation_bytes, block_layer, rank_layers, weights_bytes
+from spmd_worker.worker.stored_weights import planned_stored_weights
 
 
 def draft_layers(resolved: ResolvedRun, rank: int) -> tuple[BlockLayer, ...]:
@@ -25,7 +26,8 @@ def draft_weights_bytes(resolved: ResolvedRun, rank: int) -> int:
         return 0
     if not draft.is_head:
         kind = (resolved.device_type, resolved.config.model.quantization)
-        return weights_bytes(draft.model_config, draft.layout, rank, resolved.dtype, *kind)
+        stored = planned_stored_weights(resolved.of_draft)
+        return weights_bytes(draft.model_config, draft.layout, rank, resolved.dtype, *kind, stored)
     config, hidden = draft.model_config, draft.model_config.hidden_size
     ((layer, share),) = rank_layers(config, draft.layout, rank)
     size = draft.layout.tensor_parallel_size

@@ -5,7 +5,6 @@ runtime's forward pass, rounded up.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
@@ -16,9 +15,10 @@ from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
-from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS
 from spmd_worker.model_config.tower_elements import encoder_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
+from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights, stored_linears
 from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
 from spmd_worker.worker.memory.tower_memory import tower_activations
 
@@ -32,9 +32,6 @@ _RANK_STEP: Final = 16
 
 Shapes = Counter[tuple[int, int, bool]]
 """Numbers of weights by (outputs, inputs, whether the rows are gate and up projections)."""
-
-StoredFormats = Mapping[int, StoredFormat]
-NOT_STORED: Final[StoredFormats] = {}
 
 
 def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> list[tuple[LayerConfig, LayerShare]]:
@@ -56,10 +53,10 @@ def weights_bytes(
     dtype: str,
     device: str,
     quantization: str | None = None,
-    stored: StoredFormats = NOT_STORED,
+    stored: StoredWeights = NOTHING_STORED,
 ) -> int:
-    """Bytes of one rank's weights, quantised weights as packed; `device` is `cpu` or `cuda`. `stored` are formats of
-    layers, by index, whose experts stay as they are stored.
+    """Bytes of one rank's weights, quantised weights as packed; `device` is `cpu` or `cuda`. `stored` are those
+    that stay as the checkpoint has them.
 
     On the CPU weights are packed for its GEMMs, a tied head as a copy of the embedding, which is looked up by row.
     oneDNN's packing (without AMX) pads incomplete tiles beyond this. If nothing packs (no compiler, and a CPU on which
@@ -101,7 +98,7 @@ def weights_bytes(
         tower += vocabulary_rows(part.stack.vocab_size, 1) * part.stack.embedding_size
     tower *= stage.is_first
     num_bytes = (tables + layers + norm + head_bias + tower) * DTYPE_BYTES[dtype] + float32_bytes
-    num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored)
+    num_bytes -= _bytes_saved(model_config, layout, rank, dtype, stored, only_experts=False)
     if quantization is not None:
         shapes = quantised_shapes(model_config, layout, rank, has_head=quantization == "int8")
         num_bytes -= _quantised_bytes_saved(shapes, dtype, device)
@@ -232,20 +229,18 @@ def _routed_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -
     return shapes
 
 
-def _bytes_saved(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredFormats) -> int:
-    """Bytes that a rank's experts of layers that stay as they are stored take less than in this dtype."""
-    stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
-    for index in range(stage.start, stage.stop):
-        share = expert_share(layout, model_config.layers[index], index, layout.tensor_rank(rank))
-        if share is None or index not in stored:
-            continue
-        experts = model_config.layers[index].experts
-        inputs = hidden if experts is None else experts.latent_size or hidden
-        num_gates = 1 if experts is None or not experts.is_gated else 2
-        shapes = (num_gates * share.num_columns, inputs), (inputs, share.num_columns)
-        for outputs, inputs in shapes:
-            saved = outputs * inputs * DTYPE_BYTES[dtype] - stored[index].num_bytes(outputs, inputs)
-            total += share.num_experts * saved
+def _bytes_saved(
+    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, stored: StoredWeights, *, only_experts: bool
+) -> int:
+    """Bytes that a rank's weights, or its experts', that stay as they are stored take less than in this dtype."""
+    total, tensor_rank = 0, layout.tensor_rank(rank)
+    for index in stage_of(layout, model_config, rank).indices:
+        formats = stored.formats.get(index, {})
+        for each in stored_linears(model_config, layout, index, tensor_rank) if formats else ():
+            if each.name in formats and (each.name == EXPERTS or not only_experts):
+                shape = each.num_outputs, each.num_inputs
+                held = formats[each.name].num_bytes(*shape, is_in_panels=stored.are_panels)
+                total += each.count * (shape[0] * shape[1] * DTYPE_BYTES[dtype] - held)
     return total
 
 
@@ -254,7 +249,7 @@ def expert_bytes(
     layout: RankLayout,
     rank: int,
     dtype: str,
-    stored: StoredFormats = NOT_STORED,
+    stored: StoredWeights = NOTHING_STORED,
     quantization: str | None = None,
 ) -> int:
     """Bytes of a rank's routed experts, on CPUs if they are quantised."""
@@ -265,7 +260,7 @@ def expert_bytes(
         if layer.experts is not None and share is not None:
             total += layer.experts.routed_elements(hidden, share)
             shapes += Shapes() if quantization is None else _routed_shapes(layer, hidden, share)
-    saved = _bytes_saved(model_config, layout, rank, dtype, stored)
+    saved = _bytes_saved(model_config, layout, rank, dtype, stored, only_experts=True)
     saved += _quantised_bytes_saved(shapes, dtype, "cpu")
     return total * DTYPE_BYTES[dtype] - saved
 

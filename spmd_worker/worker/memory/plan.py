@@ -16,12 +16,11 @@ from kv_cache.cache_sizing import (
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.state_sizing import StateNeed, size_states
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights
 from spmd_worker.ranks.topology import stage_of
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.draft_memory import draft_layers, draft_weights_bytes
 from spmd_worker.worker.memory.estimate import (
-    NOT_STORED,
-    StoredFormats,
     adapter_bytes,
     cache_spec,
     unquantised_part_bytes,
@@ -77,7 +76,7 @@ def quantises_while_loading(resolved: ResolvedRun) -> bool:
     return options.quantization is not None and is_on_cpu and options.load_format != "sharded_state"
 
 
-def loading_bytes(resolved: ResolvedRun, rank: int, stored: StoredFormats = NOT_STORED) -> int:
+def loading_bytes(resolved: ResolvedRun, rank: int, stored: StoredWeights = NOTHING_STORED) -> int:
     """Bytes of a rank's weights while they are loaded, at most."""
     model_config, layout, dtype = resolved.model_config, resolved.layout, resolved.dtype
     quantization = resolved.config.model.quantization if quantises_while_loading(resolved) else None
@@ -86,7 +85,7 @@ def loading_bytes(resolved: ResolvedRun, rank: int, stored: StoredFormats = NOT_
 
 
 def check_memory(
-    resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int, stored: StoredFormats = NOT_STORED
+    resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int, stored: StoredWeights = NOTHING_STORED
 ) -> None:
     """Raise ConfigError, before anything is allocated, if `total_bytes` of memory are too few for the weights, or for
     the cache of `cache.num_blocks`, of the ranks that share it, all about as large as this one. `stored`: see

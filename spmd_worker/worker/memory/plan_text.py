@@ -18,6 +18,7 @@ from spmd_worker.compat.image_reading import image_costs
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.ranks.row_sums import describe_row_sums
+from spmd_worker.ranks.stored_weights import NOTHING_STORED
 from spmd_worker.ranks.topology import RankLayout, stage_of
 from spmd_worker.replica.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.resolved import ResolvedRun
@@ -47,7 +48,7 @@ from spmd_worker.worker.memory.plan import (
 )
 from spmd_worker.worker.memory.plan_states import describe_states, fewest_states
 from spmd_worker.worker.memory.window_groups import describe_windows, grouping_of
-from spmd_worker.worker.stored_experts import planned_stored_experts
+from spmd_worker.worker.stored_weights import planned_stored_weights
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """Approximate memory of a process apart from its tensors: torch, and on a GPU CUDA's context and libraries."""
@@ -127,7 +128,7 @@ class MemoryPlan:
         """
         resolved, num_blocks = self.resolved, self.num_blocks
         num_ranks, given = resolved.layout.world_size, _given_bytes(resolved)
-        stored = planned_stored_experts(resolved).formats
+        stored = planned_stored_weights(resolved)
         try:
             if resolved.device_type == "cpu":
                 check_memory(resolved, 0, num_ranks, host.total_bytes() if given is None else given, stored)
@@ -212,7 +213,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
     num_tokens, num_rows = scheduler.max_num_batched_tokens, resolved.max_num_seqs
     quantization = resolved.config.model.quantization
-    stored = planned_stored_experts(resolved).formats
+    stored = planned_stored_weights(resolved)
     weights = weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization, stored)
     weights += draft_weights_bytes(resolved, rank)
     weights += _argmax_bytes(resolved, rank) + adapters_bytes_of(resolved, rank) + media_rows_bytes_of(resolved, rank)
@@ -275,18 +276,22 @@ def _quantised(plan: MemoryPlan) -> list[str]:
             f"files      quantised, {model_config.quantization.words}: FP8 numbers that have a scale a tensor, a row "
             "or 128 inputs are computed with as they are, others are dequantised when they are loaded"
         ]
-    stored = planned_stored_experts(plan.resolved)
+    stored = planned_stored_weights(plan.resolved)
     if stored.formats:
-        kinds = " and ".join(dict.fromkeys(each.words for each in stored.formats.values()))
+        formats = [each for of_layer in stored.formats.values() for each in of_layer.values()]
+        kinds, others = " and ".join(dict.fromkeys(each.words for each in formats)), ""
+        if stored.are_panels and stored.reason:
+            others = f" ({stored.reason})"
         return [
-            f"files      quantised, {model_config.quantization.words}: experts stay in {kinds} in "
-            f"{len(stored.formats)} layers, other weights are dequantised to {dtype} when they are loaded"
+            f"files      quantised, {model_config.quantization.words}: {stored.words} stay in {kinds} in "
+            f"{len(stored.formats)} layers, other weights are dequantised to {dtype} when they are loaded{others}"
         ]
     files = f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded"
     if plan.resolved.config.model.quantization is not None:
         return [files]
     num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
-    return [f"{files}, the weights take {num_bytes}, like unquantised ones"]
+    reason = f" ({stored.reason})" if stored.are_panels and stored.reason else ""
+    return [f"{files}, the weights take {num_bytes}, like unquantised ones{reason}"]
 
 
 def _int8(plan: MemoryPlan) -> list[str]:
@@ -343,11 +348,13 @@ def _experts(plan: MemoryPlan) -> list[str]:
         return []
     size, quantization = DTYPE_BYTES[resolved.dtype], resolved.config.model.quantization
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    kind = (resolved.dtype, planned_stored_experts(resolved).formats, quantization)
+    kind = (resolved.dtype, planned_stored_weights(resolved), quantization)
     max_bytes = max(expert_bytes(model_config, layout, rank, *kind) for rank in ranks)
     whole = RankLayout(1)
     saved = expert_bytes(model_config, whole, 0, resolved.dtype) - expert_bytes(model_config, whole, 0, *kind)
-    total = model_config.num_parameters * size - saved
+    kinds = (resolved.dtype, resolved.device_type, None)
+    plain, held = (weights_bytes(model_config, whole, 0, *kinds, each) for each in (NOTHING_STORED, kind[1]))
+    total = model_config.num_parameters * size - (plain - held)
     if quantization is not None:
         total = weights_bytes(model_config, whole, 0, resolved.dtype, resolved.device_type, quantization)
     part = "complete ones" if layout.experts is not None else "columns of each"

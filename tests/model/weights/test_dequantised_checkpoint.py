@@ -16,6 +16,8 @@ from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.identity import tensor_digests
 from spmd_worker.model_config.quantization import read_quantization
+from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels import stored_weights
 
 ROWS, COLUMNS = 72, 96
 """Rows are whole int32 of numbers, and no whole number of blocks; columns are groups."""
@@ -71,6 +73,39 @@ def test_weight_equals_its_format_bit_for_bit(made: Made, name: str):
     assert torch.equal(checkpoint.read(NAME, WHOLE), meant)
     # Negative control: it is not the float matrix, and near it.
     assert 0 < (meant - matrix()).abs().max() < 1.0
+
+
+def test_stored_nibbles_mean_dequantised_values(made: Made, tmp_path: Path):
+    """Whole, and shares that begin and end at groups, of rows in the middle of a word of AWQ."""
+    borrowing = Format(
+        {**FORMATS["gptq"].config, "sym": False},
+        lambda weight: gptq(weight, bits=4, is_symmetric=False, has_order=False, is_second=False),
+    )
+    # Zero points of 0, which borrow, and of 15.
+    parts, meant = borrowing.pack(torch.cat((matrix(ROWS // 2).abs(), -matrix(ROWS // 2).abs())))
+    cases = {name: made[name] for name in ("gptq", "gptq_rows", "awq", "w4a16", "w4a16_zeros")}
+    cases["borrowing"] = opened(tmp_path, borrowing, named(parts)), meant
+    for name, (checkpoint, values) in cases.items():
+        stored = StoredFormat("int4", 1, 0 if name == "gptq_rows" else GROUP)
+        checkpoint.check_stored(NAME, stored)
+        for rows, columns in (WHOLE, ((3, 41), (GROUP, 5 * GROUP))):
+            numbers, scales = checkpoint.read_stored(NAME, (rows, columns), stored)
+            assert numbers.shape == (rows[1] - rows[0], (columns[1] - columns[0]) // 2)
+            found = stored_weights.values(stored, numbers, scales)
+            assert torch.equal(found, values[slice(*rows), slice(*columns)]), name
+        with pytest.raises(CheckpointError, match=r"not stored in 4-bit integers in groups of 32.*dequantize_weights"):
+            checkpoint.check_stored(NAME, StoredFormat("int4", 1, 32))
+    _, scales = cases["borrowing"][0].read_stored(NAME, WHOLE, StoredFormat("int4", 1, GROUP))
+    assert {0.0, 15.0} <= set(scales[..., 1].unique().tolist())
+
+
+@pytest.mark.parametrize("name", ["gptq_order", "w4a16_order", "gptq_v2_8bits"])
+def test_files_in_other_orders_are_not_nibbles(made: Made, tmp_path: Path, name: str):
+    """Also if config.json does not say that they are."""
+    parts, _ = FORMATS[name].pack(matrix())
+    for checkpoint in (made[name][0], opened(tmp_path, FORMATS[name], named(parts), desc_act=False)):
+        with pytest.raises(CheckpointError, match="is not stored in 4-bit integers"):
+            checkpoint.check_stored(NAME, StoredFormat("int4", 1, GROUP))
 
 
 @pytest.mark.parametrize("name", EACH)

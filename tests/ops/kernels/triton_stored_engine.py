@@ -56,13 +56,13 @@ def says(llm: LLM, call: str, *words: str) -> bool:
 
 def check_changes(folder: Path, other: Path, found: dict[str, bool]) -> None:
     """MXFP4: updates, sleep and other files."""
-    with open_llm(other, dequantize_experts=True) as llm:
+    with open_llm(other, dequantize_weights=True) as llm:
         of_other = answers(llm)
     with open_llm(folder, GRAPHS, enable_sleep_mode=True) as llm:
         expected, _, num_replayed = counted(lambda: answers(llm))
         found["replayed"] = num_replayed > 4
-        found["an update is refused"] = says(llm, "update", "MXFP4", "dequantize_experts")
-        found["a change is refused"] = says(llm, "change", "MXFP4", "dequantize_experts")
+        found["an update is refused"] = says(llm, "update", "MXFP4", "dequantize_weights")
+        found["a change is refused"] = says(llm, "change", "MXFP4", "dequantize_weights")
         llm.collective_rpc("reload_weights")
         found["same bits after a reload"] = answers(llm) == expected
         llm.sleep(level=1)
@@ -73,7 +73,7 @@ def check_changes(folder: Path, other: Path, found: dict[str, bool]) -> None:
         llm.collective_rpc("reload_weights", args=(str(other),))
         found["bits of another file after deep sleep"] = answers(llm) == of_other
         found["control: it has other bits"] = of_other != expected
-    with open_llm(folder, dequantize_experts=True) as llm:
+    with open_llm(folder, dequantize_weights=True) as llm:
         dequantised = answers(llm)
         llm.apply_model(double_experts)
         found["replayed steps have the bits of dequantised experts"] = expected == dequantised
@@ -89,7 +89,7 @@ def main() -> None:
             folder = write_stored(Path(name, kind), kind, **keys)
             with open_llm(folder) as llm:
                 stored, (num_bytes,) = answers(llm), llm.collective_rpc(expert_bytes)
-            with open_llm(folder, dequantize_experts=True) as llm:
+            with open_llm(folder, dequantize_weights=True) as llm:
                 dequantised, (num_plain,) = answers(llm), llm.collective_rpc(expert_bytes)
             found[f"{kind}: tokens and log-probabilities are those of dequantised experts"] = stored == dequantised
             share = num_bytes / num_plain

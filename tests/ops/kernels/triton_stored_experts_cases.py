@@ -24,7 +24,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.weights.dequantise import mxfp4
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
-from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.triton import expert_kernels, experts, matmul, router_kernels, stored_kernels
@@ -57,8 +57,8 @@ def new_layer(
 ) -> SparseFeedForward:
     layer = LayerConfig(4, 2, 16, 64, 0.25, NormConfig(), experts=config, activation=name)
     device = torch.device(torch.get_default_device())
-    formats = {} if stored is None else {0: stored}
-    context = LayerContext(group, TritonKernels(), SdpaBackend(), dtype, device, stored_experts=formats)
+    formats = {} if stored is None else {0: {EXPERTS: stored}}
+    context = LayerContext(group, TritonKernels(), SdpaBackend(), dtype, device, stored=formats)
     found = SparseFeedForward(context, layer, hidden)
     for name, parameter in found.named_parameters():
         if parameter.is_floating_point():

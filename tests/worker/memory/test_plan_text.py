@@ -142,14 +142,26 @@ def test_plan_text_of_8b_model(model_config: ModelConfig):
 
 
 def test_plan_text_of_quantised_files(model_config: ModelConfig, tmp_path: Path):
+    """Where they are dequantised nothing else differs from unquantised ones."""
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": awq}))
-    lines = text_of(read_model_files(tmp_path).model_config, 2)
-    assert lines.pop(1) == (
-        "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, "
-        "the weights take 15.0 GiB, like unquantised ones"
+    quantised, files = read_model_files(tmp_path).model_config, "files      quantised, 4-bit integers in groups of 128"
+    nonfinite = " (model.allow_nonfinite=true, and kernels decode finite weights)"
+    for options, reason in (({"dequantize_weights": True}, ""), ({"allow_nonfinite": True}, nonfinite)):
+        model = ModelOptions(path="", **options)
+        lines = text_of(quantised, 2, model=model)
+        assert lines.pop(1) == (
+            f"{files} (awq): dequantised to bfloat16 when they are loaded, the weights take 15.0 GiB, like unquantised "
+            f"ones{reason}"
+        )
+        assert lines == text_of(model_config, 2, model=model)
+    found = text_of(quantised, 2), text_of(model_config, 2)
+    assert found[0][1] == (
+        f"{files} (awq): weights stay in 4-bit integers in groups of 128 in 32 layers, other weights are dequantised "
+        f"to bfloat16 when they are loaded"
     )
-    assert lines == text_of(model_config, 2)
+    rows = [next(line for line in lines if line.startswith("0-1 ")) for lines in found]
+    assert [" 3.0 GiB " in rows[0], " 7.7 GiB " in rows[1]] == [True, True], rows
 
 
 def test_plan_text_of_fp8_files_computed_as_stored(model_config: ModelConfig, tmp_path: Path):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from row_panels import PanelKernels
 from stored_checkpoints import StackingKernels
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,7 +37,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.stored_format import LayerFormats
 from spmd_worker.ops.attention.backend import block_shapes
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ranks.communicator import GroupHandle
@@ -46,7 +47,7 @@ from spmd_worker.worker.memory import estimate
 from spmd_worker.worker.memory.media_memory import media_rows_bytes_of
 from spmd_worker.worker.memory.plan import cache_spec_of
 from spmd_worker.worker.memory.plan_text import MemoryPlan, make_plan
-from spmd_worker.worker.stored_experts import planned_stored_experts
+from spmd_worker.worker.stored_weights import planned_stored_weights
 
 META = torch.device("meta")
 
@@ -94,23 +95,22 @@ def tensor_bytes(module: nn.Module) -> int:
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
-def built(
-    run: ResolvedRun, rank: int, config: ModelConfig, stage: Stage, stored: dict[int, StoredFormat]
-) -> DecoderForCausalLM:
-    """A stage without memory, on a GPU's kernels, which stack experts."""
+def built(run: ResolvedRun, rank: int, config: ModelConfig, stage: Stage, stored: LayerFormats) -> DecoderForCausalLM:
+    """A stage without memory, on a GPU's kernels, which stack experts, or on kernels that take 4 bits as stored."""
     size, tensor_rank = run.layout.tensor_parallel_size, run.layout.tensor_rank(rank)
     group = GroupHandle(tuple(range(size)), tensor_rank, None)
-    backends = StackingKernels(), SdpaBackend()
-    context = LayerContext(group, *backends, torch.bfloat16, META, run.layout.experts, stored_experts=stored)
+    backends = StackingKernels() if run.device_type == "cuda" else PanelKernels(), SdpaBackend()
+    context = LayerContext(group, *backends, torch.bfloat16, META, run.layout.experts, stored=stored)
+    context = replace(context, num_leaves=run.layout.num_leaves)
     return build_model(context, config, stage)
 
 
 def bytes_of_distinct_layers(run: ResolvedRun, rank: int) -> int:
     """Tensors of a rank's stage; of equal layers, which are dozens of thousands of experts, one is built."""
-    stage, formats = stage_of(run.layout, run.model_config, rank), planned_stored_experts(run).formats
-    counts = Counter((run.model_config.layers[index], formats.get(index)) for index in stage.indices)
+    stage, formats = stage_of(run.layout, run.model_config, rank), planned_stored_weights(run).formats
+    counts = Counter((run.model_config.layers[index], tuple(formats.get(index, {}).items())) for index in stage.indices)
     config = replace(run.model_config, layers=tuple(layer for layer, _ in counts))
-    stored = {index: each for index, (_, each) in enumerate(counts) if each is not None}
+    stored = {index: dict(each) for index, (_, each) in enumerate(counts)}
     model = built(run, rank, config, replace(stage, start=0, stop=len(counts)), stored)
     repeated = zip(model.model.layers, counts.values(), strict=True)
     return tensor_bytes(model) + sum((count - 1) * tensor_bytes(layer) for layer, count in repeated)
@@ -123,7 +123,7 @@ def weight_bytes(run: ResolvedRun, rank: int) -> int:
 
 def bytes_of_all_layers(run: ResolvedRun, rank: int) -> int:
     stage = stage_of(run.layout, run.model_config, rank)
-    return tensor_bytes(built(run, rank, run.model_config, stage, dict(planned_stored_experts(run).formats)))
+    return tensor_bytes(built(run, rank, run.model_config, stage, planned_stored_weights(run).formats))
 
 
 def cache_bytes(run: ResolvedRun, rank: int) -> tuple[int, int]:

@@ -1,0 +1,138 @@
+"""Answers of models whose weights stay in 4 bits are those of dequantised ones, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from adapter_folders import write_adapter
+from safetensors.torch import save_file
+from stored_checkpoints import write_stored
+
+from spmd_worker import LLM, LoRARequest, SamplingParams
+from spmd_worker.base.errors import CheckpointError, SaveError
+
+LIMIT_S = 120.0
+KINDS = ("gptq", "awq", "w4a16", "mxfp4")
+PROMPTS = [[7 * token % 61 + 3 for token in range(length)] for length in (3, 17, 40)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "num_blocks": 64, "max_model_len": 64}
+
+ON_EACH_RANK = """
+    import json, os, sys
+    from pathlib import Path
+    from test_weights_in_4_bits import SETTINGS, answers, num_held
+    from spmd_worker import LLM
+
+    folder, *models = sys.argv[1:]
+    found = []
+    for model in models:
+        for dequantises in (False, True):
+            options = {"tensor_parallel_size": 2, "dequantize_weights": dequantises, "max_num_seqs": 4}
+            with LLM(model, **SETTINGS, **options) as llm:
+                found.append([num_held(llm), answers(llm)])
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+
+def answers(llm: LLM, **options: Any) -> list[Any]:
+    """Ids of each row, and the logprobs of each of its tokens."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, **options)
+    found = [output.outputs[0] for output in outputs]
+    return [
+        [list(each.token_ids), [[[key, one.logprob] for key, one in of.items()] for of in each.logprobs or ()]]
+        for each in found
+    ]
+
+
+def num_held(llm: LLM) -> int:
+    """Weights of this rank that are held as stored."""
+    model = llm.llm_engine.executor.driver_worker.model_runner.model
+    return sum(each.dtype == torch.uint8 for each in model.parameters())
+
+
+@pytest.mark.guarantee("Weights that stay as stored give the answers of dequantised ones")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_4_bits_answer_as_dequantised(tmp_path: Path, kind: str):
+    folder = write_stored(tmp_path / kind, kind)
+    with LLM(folder, **SETTINGS) as llm:
+        # Two matrices of each expert, and four of a dense layer.
+        assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
+        found = answers(llm)
+    with LLM(folder, **SETTINGS, dequantize_weights=True) as llm:
+        assert num_held(llm) == 0
+        assert answers(llm) == found
+
+
+@pytest.mark.control("Weights that stay as stored give the answers of dequantised ones")
+def test_comparison_sees_one_zero_point(tmp_path: Path):
+    """Negative control: a zero point of a held weight changes logprobs."""
+    folder = write_stored(tmp_path / "gptq", "gptq")
+    with LLM(folder, **SETTINGS) as llm:
+        before, model = answers(llm), llm.llm_engine.executor.driver_worker.model_runner.model
+        packed = model.model.layers[0].mlp.down_proj.weight.data
+        # Behind the head, the numbers, and the first group's 16 scales.
+        packed[0, 0, 64 + 192 * 8 + 64] ^= 7
+        assert answers(llm) != before
+
+
+@pytest.mark.matrix
+def test_two_ranks_with_4_bits_answer_as_dequantised(tmp_path: Path):
+    folders = [write_stored(tmp_path / kind, kind) for kind in KINDS]
+    done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, [tmp_path, *folders])
+    assert done.returncode == 0, done.output
+    of_ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for found in of_ranks:
+        for kind, (held, held_answers), (dequantised, expected) in zip(KINDS, found[::2], found[1::2], strict=True):
+            assert held > dequantised == 0, kind
+            assert held_answers == expected == of_ranks[0][2 * KINDS.index(kind)][1], kind
+
+
+@pytest.mark.matrix
+def test_adapters_and_drafts_take_weights_in_4_bits(tmp_path: Path):
+    folder = write_stored(tmp_path / "gptq", "gptq")
+    # Adapters are written for plain files, by names and shapes.
+    names = [(f"model.layers.{index}.{name}.weight", shape) for index in (0, 1) for name, shape in ADAPTED.items()]
+    save_file({name: torch.zeros(shape) for name, shape in names}, tmp_path / "plain.safetensors")
+    targets = [name.rpartition(".")[2] for name in ADAPTED]
+    adapter = str(write_adapter(tmp_path / "adapter", tmp_path, 1, targets))
+    draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    found = []
+    for dequantises in (False, True):
+        options = {**SETTINGS, "dequantize_weights": dequantises}
+        with LLM(folder, **options, adapters={"a": adapter}) as llm:
+            assert (num_held(llm) > 0) is not dequantises
+            adapted = answers(llm, lora_request=LoRARequest("a", 1, adapter))
+            plain = answers(llm)
+            assert adapted != plain
+        with LLM(folder, **options, lora_merge=adapter) as llm:
+            # A weight that is added to is no file's.
+            assert num_held(llm) == 0
+            merged = answers(llm)
+            assert merged != plain
+        with LLM(folder, **options, speculative_config=draft) as llm:
+            found.append((adapted, merged, answers(llm)))
+            assert found[-1][2] == plain
+    assert found[0] == found[1]
+
+
+def test_runs_in_4_bits_refuse_other_weights(tmp_path: Path):
+    """Files alone replace them, after a deep sleep too; nothing is saved."""
+    folder = write_stored(tmp_path / "gptq", "gptq")
+    with LLM(folder, **SETTINGS) as llm:
+        before, name = answers(llm), "model.layers.1.self_attn.o_proj.weight"
+        with pytest.raises(CheckpointError, match=r"held in 4-bit integers in groups of 32.*dequantize_weights=True"):
+            llm.update_weights([(name, torch.zeros(128, 128))])
+        with pytest.raises(SaveError, match="weights are held in 4-bit integers"):
+            llm.save_checkpoint(tmp_path / "saved")
+        llm.reset_prefix_cache()
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.collective_rpc("reload_weights")
+        assert answers(llm) == before
+
+
+ADAPTED = {"self_attn.q_proj": (128, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 192)}
+"""Outputs and inputs of modules."""

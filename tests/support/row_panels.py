@@ -1,0 +1,82 @@
+"""Kernels of plain torch whose products take weights of 4 bits as files store them: the reference of compiled ones.
+
+Held rows are one after the other, each of as many bytes as a sixteenth of a panel: its format, numbers, scales.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels import stored_weights
+from spmd_worker.ops.kernels.api import StoredPanels
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.worker.backends.backend import DeviceBackend, Operations
+
+_HEAD, _UNIT = 4, 32
+
+
+class RowPanels:
+    """Implements `kernels.api.StoredPanels`."""
+
+    def empty(self, stored: StoredFormat, shape: tuple[int, int], device: torch.device, *, is_gated: bool) -> Tensor:
+        assert shape[0] % (16 * (1 + is_gated)) == shape[1] % _UNIT == 0, shape
+        return torch.empty((shape[0], stored.panel_bytes(shape[1]) // 16), dtype=torch.uint8, device=device)
+
+    def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
+        rows, end = packed[start : start + len(numbers)], _HEAD + numbers.shape[1]
+        rows[:, 0], rows[:, 1] = int(stored.is_mxfp4), stored.group_inputs // _UNIT
+        rows[:, _HEAD:end].copy_(numbers)
+        if stored.is_mxfp4:
+            rows[:, end : end + scales.shape[1]].copy_(scales)
+            return
+        num_groups = scales.shape[1]
+        rows[:, end : end + 4 * num_groups].view(torch.float32).copy_(scales[..., 0])
+        rows[:, end + 4 * num_groups : end + 5 * num_groups].copy_(scales[..., 1])
+
+    def read_values(self, packed: Tensor, stored: StoredFormat, rows: tuple[int, int]) -> Tensor:
+        sizes = range(_UNIT, 2 * packed.shape[1], _UNIT)
+        num_inputs = next(size for size in sizes if stored.panel_bytes(size) // 16 == packed.shape[1])
+        held, end, num_groups = packed[slice(*rows)], _HEAD + num_inputs // 2, stored.num_groups(num_inputs)
+        numbers = held[:, _HEAD:end]
+        if stored.is_mxfp4:
+            return stored_weights.values(stored, numbers, held[:, end : end + num_groups])
+        scales = held[:, end : end + 4 * num_groups].view(torch.float32)
+        zeros = held[:, end + 4 * num_groups : end + 5 * num_groups].float()
+        return stored_weights.values(stored, numbers, torch.stack((scales, zeros), dim=-1))
+
+
+class PanelKernels(ReferenceKernels):
+    """Products dequantise such weights first."""
+
+    num_products = 0
+    """Of weights that are held so."""
+
+    def stored_panels(self, dtype: torch.dtype) -> StoredPanels | None:
+        return RowPanels() if dtype == torch.bfloat16 else None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return super().linear(x, self._expanded(weight, x.dtype), bias, out)
+
+    def linear_of_leaves(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Sequence[int], dtype: torch.dtype, *out: Any
+    ) -> Tensor:
+        return super().linear_of_leaves(x, self._expanded(weight, x.dtype), bias, ends, dtype, *out)
+
+    def _expanded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if weight.dtype != torch.uint8:
+            return weight
+        type(self).num_products += 1
+        kind, units = weight[0, :2].tolist()
+        stored = MXFP4 if kind else StoredFormat("int4", 1, units * _UNIT)
+        return RowPanels().read_values(weight, stored, (0, len(weight))).to(dtype)
+
+
+class PanelDevice(DeviceBackend):
+    """A CPU with these kernels."""
+
+    def operations(self) -> Operations:
+        return Operations(PanelKernels(), SdpaBackend())
