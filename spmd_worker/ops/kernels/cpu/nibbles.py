@@ -71,7 +71,12 @@ def nibbles_fit(weight: Tensor, num_outputs: int, num_inputs: int) -> bool:
     """Whether panels of 4 bits may have these sizes: groups have 32 inputs or more."""
     least, most = (_HEAD_BYTES + num_inputs * PANEL // 2 + size for size in (0, 5 * PANEL * num_inputs // STEP + 63))
     num_panels = weight.shape[0] * weight.shape[1]
-    return num_panels * PANEL == num_outputs and least < weight.shape[2] <= most and weight.is_contiguous() and weight.is_cpu
+    return (
+        num_panels * PANEL == num_outputs
+        and least < weight.shape[2] <= most
+        and weight.is_contiguous()
+        and weight.is_cpu
+    )
 
 
 def checked_nibble_input(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
@@ -85,7 +90,7 @@ def checked_nibble_input(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
 
 def _num_inputs(packed: Tensor, stored: StoredFormat) -> int:
     """Inputs of panels of this size."""
-    num_inputs = (packed.shape[-1] - _HEAD_BYTES) * 2 // PANEL
+    num_inputs = (packed.shape[-1] - _HEAD_BYTES) * 2 // PANEL // STEP * STEP
     while stored.panel_bytes(num_inputs) > packed.shape[-1]:
         num_inputs -= STEP
     return num_inputs

@@ -1,0 +1,150 @@
+"""Weights of 4 bits a number: products have the bits of those with the dequantised weight, on every instruction set.
+
+The model is the definition, (number - zero) * scale in float32 rounded once, and the compiled product with that weight.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from native_libraries import NATIVE, each_library, library_for
+from torch import Tensor
+
+from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
+from spmd_worker.ops.kernels.cpu.experts import NativeExperts
+from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.cpu.nibbles import NibblePanels
+
+BFLOAT16 = torch.bfloat16
+LEVELS = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+# Around the ends of blocks of rows, and more than a group of them.
+ROWS = (1, 2, 3, 6, 7, 14, 15, 16, 17, 31, 33, 65, 140)
+# Outputs, of which a last panel is alone, inputs and inputs of a group: parts of 256 inputs begin inside groups, and groups
+# inside parts; 0: one group.
+SHAPES = ((48, 64, 32), (80, 1376, 32), (64, 4864, 128), (96, 768, 0), (32, 96, 96), (16, 1024, 512))
+
+
+@dataclass
+class Stored:
+    """A random weight: a file's parts, and its definition."""
+
+    stored: StoredFormat
+    numbers: Tensor
+    scales: Tensor
+    values: Tensor
+
+    def packed(self, *, is_gated: bool = False, cut: int = 7) -> Tensor:
+        """In panels, written in two calls; nothing of the memory's is left."""
+        panels, shape = NibblePanels(), (self.values.shape[0], self.values.shape[1])
+        packed = panels.empty(self.stored, shape, torch.device("cpu"), is_gated=is_gated).fill_(0xAB)
+        for rows in (slice(cut, None), slice(0, cut)):
+            panels.write_rows(packed, self.stored, rows.start, self.numbers[rows], self.scales[rows])
+        return packed
+
+
+def weight_of(num_outputs: int, num_inputs: int, group: int, *, is_mxfp4: bool = False, seed: int = 0) -> Stored:
+    generator = torch.Generator().manual_seed(seed + num_outputs + num_inputs)
+    q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
+    numbers = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
+    if is_mxfp4:
+        exponents = torch.randint(118, 130, (num_outputs, num_inputs // 32), generator=generator)
+        factors = torch.exp2(exponents.double() - 127).float().repeat_interleave(32, 1)
+        return Stored(MXFP4, numbers, exponents.to(torch.uint8), LEVELS[q] * factors)
+    size = group or num_inputs
+    # Of 24 bits, so that products are rounded in float32 too.
+    scales = torch.rand(num_outputs, num_inputs // size, generator=generator) * 0.02
+    zeros = torch.randint(0, 17, scales.shape, generator=generator).float()
+    values = (q.float() - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+    return Stored(StoredFormat("int4", 1, group), numbers, torch.stack((scales, zeros), dim=-1), values)
+
+
+def numbers_of(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(BFLOAT16)
+
+
+def kernels_of(instruction_set: str) -> CpuKernels:
+    kernels = CpuKernels(library_for(instruction_set))
+    if not kernels.has_gemm(BFLOAT16):
+        assert kernels.stored_panels(BFLOAT16) is None
+        pytest.skip("oneDNN multiplies")
+    assert kernels.stored_panels(torch.float32) is None
+    return kernels
+
+
+@each_library
+@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
+def test_products_are_those_of_dequantised_weights(instruction_set: str, is_mxfp4: bool):
+    kernels = kernels_of(instruction_set)
+    for shape in SHAPES:
+        weight = weight_of(*shape, is_mxfp4=is_mxfp4)
+        plain, packed, bias = weight.values.to(BFLOAT16), weight.packed(), numbers_of(shape[0])
+        dequantised, x = kernels.pack(plain), numbers_of(ROWS[-1], shape[1])
+        for num_rows in ROWS:
+            some = x[:num_rows]
+            assert torch.equal(kernels.linear(some, packed, bias), kernels.linear(some, dequantised, bias)), num_rows
+        # The control: another zero point or exponent is another product.
+        weight.scales.view(-1)[-1] += 1
+        assert not torch.equal(kernels.linear(x, weight.packed(), None), kernels.linear(x, dequantised, None)), shape
+
+
+@each_library
+def test_gated_products_and_leaves_follow_too(instruction_set: str):
+    kernels = kernels_of(instruction_set)
+    weight, num_inputs = weight_of(64, 1376, 32), 1376
+    plain, x, bias = weight.values.to(BFLOAT16), numbers_of(ROWS[-1], num_inputs), numbers_of(64)
+    gated, dequantised = weight.packed(is_gated=True, cut=45), kernels.pack_gated(plain)
+    packed, leaves = weight.packed(), kernels.pack_leaves(plain)
+    for num_rows in ROWS:
+        some = x[:num_rows]
+        found, wanted = (kernels.gated_linear(some, each, bias) for each in (gated, dequantised))
+        assert torch.equal(found, wanted), num_rows
+        assert torch.equal(kernels.linear(some, gated, bias), kernels.linear(some, dequantised, bias)), num_rows
+        for ends in ((num_inputs,), (32, num_inputs), (352, 704, 1056, num_inputs)):
+            for dtype in (torch.float32, BFLOAT16):
+                parts = (kernels.linear_of_leaves(some, each, bias, ends, dtype) for each in (packed, leaves))
+                assert torch.equal(*parts), (num_rows, ends, dtype)
+
+
+@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_joined_experts_have_the_same_bits(is_mxfp4: bool, activation: str):
+    kernels, hidden, size = kernels_of(NATIVE), 128, 96
+    experts: list[tuple[ExpertWeights, ExpertWeights]] = []
+    for seed in range(3):
+        gates = weight_of(2 * size, hidden, 64, is_mxfp4=is_mxfp4, seed=seed)
+        down = weight_of(hidden, size, 32, is_mxfp4=is_mxfp4, seed=seed + 7)
+        is_gated = activation == "silu"
+        pack = kernels.pack_gated if is_gated else kernels.pack
+        plain = ExpertWeights(pack(gates.values.to(BFLOAT16)), None, kernels.pack(down.values.to(BFLOAT16)), None)
+        experts.append((ExpertWeights(gates.packed(is_gated=is_gated), None, down.packed(), None), plain))
+    for leaf_ends in ((), (32, size)):
+        sizes = ExpertSizes(
+            num_experts=3,
+            hidden_size=hidden,
+            intermediate_size=size,
+            activation=activation,
+            limit=0.0,
+            bound=0.0,
+            is_gated=True,
+            dtype=BFLOAT16,
+            part_dtype=torch.float32 if leaf_ends else BFLOAT16,
+            leaf_ends=leaf_ends,
+        )
+        x = numbers_of(70, hidden)
+        ids = torch.arange(140).view(70, 2) % 3
+        found = []
+        for which in range(2):
+            joined = kernels.join_experts({index: pair[which] for index, pair in enumerate(experts)}, sizes)
+            assert isinstance(joined, NativeExperts), which
+            found.append(joined.outputs(x, ids, torch.zeros(3, dtype=torch.int64)))
+        assert torch.equal(*found), leaf_ends
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
+def test_rows_are_read_as_written(is_mxfp4: bool, is_gated: bool):
+    weight = weight_of(96, 160, 32, is_mxfp4=is_mxfp4)
+    packed, panels = weight.packed(is_gated=is_gated, cut=50), NibblePanels()
+    for start, stop in ((0, 96), (45, 53), (95, 96), (20, 20)):
+        assert torch.equal(panels.read_values(packed, weight.stored, (start, stop)), weight.values[start:stop])
