@@ -20,8 +20,8 @@ BFLOAT16 = torch.bfloat16
 LEVELS = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 # Around the ends of blocks of rows, and more than a group of them.
 ROWS = (1, 2, 3, 6, 7, 14, 15, 16, 17, 31, 33, 65, 140)
-# Outputs, of which a last panel is alone, inputs and inputs of a group: parts of 256 inputs begin inside groups, and groups
-# inside parts; 0: one group.
+# Outputs, of which a last panel is alone, inputs and inputs of a group: parts of 256 inputs begin inside groups, and
+# groups inside parts; 0: one group.
 SHAPES = ((48, 64, 32), (80, 1376, 32), (64, 4864, 128), (96, 768, 0), (32, 96, 96), (16, 1024, 512))
 
 
@@ -146,5 +146,5 @@ def test_joined_experts_have_the_same_bits(is_mxfp4: bool, activation: str):
 def test_rows_are_read_as_written(is_mxfp4: bool, is_gated: bool):
     weight = weight_of(96, 160, 32, is_mxfp4=is_mxfp4)
     packed, panels = weight.packed(is_gated=is_gated, cut=50), NibblePanels()
-    for start, stop in ((0, 96), (45, 53), (95, 96), (20, 20)):
+    for start, stop in ((0, 96), (45, 53), (95, 96)):
         assert torch.equal(panels.read_values(packed, weight.stored, (start, stop)), weight.values[start:stop])

@@ -58,7 +58,7 @@ class NibblePanels:
         _, blocks, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, *rows)
         bytes_ = blocks[panel, part, output // _LINES, output % _LINES]
-        pairs = torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1).view(len(bytes_), -1, 2)
+        pairs = torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1).view(len(bytes_), num_inputs // 2, 2)
         numbers = pairs[..., 0] | pairs[..., 1] << 4
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, groups[panel, part, :, output])
