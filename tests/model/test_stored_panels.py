@@ -195,9 +195,13 @@ def test_merged_weights_have_one_format():
     assert [*found.formats[0]] == ["self_attn.o_proj", *DENSE]
     assert [*found.formats[1]] == [*ATTENTION, "mlp.gate_up_proj"]
     assert "self_attn.qkv_proj: matrices that are multiplied together are stored in several formats" in found.reason
-    # Files of a fused model have one name for them.
-    fused = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
-    assert [*find_stored_panels(keys_of("gptq", **fused), TWO).formats[1]] == [*ATTENTION, *DENSE]
+    # Names of newer releases count too.
+    config = {**KINDS["gptq"][1].config, "modules_to_not_convert": ["model.language_model.layers.0.mlp"]}
+    newer = {"architectures": ["Qwen2VLForConditionalGeneration"], "quantization_config": config}
+    assert [*find_stored_panels(keys_of("gptq", **newer, rope_scaling=_SECTIONS), ONE).formats[0]] == [*ATTENTION]
+
+
+_SECTIONS = {"type": "mrope", "mrope_section": [4, 6, 6]}
 
 
 @torch.no_grad()
