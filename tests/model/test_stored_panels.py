@@ -178,6 +178,10 @@ def test_weights_that_are_no_panels_are_dequantised():
     found = find_stored_panels(keys_of("gptq", quantization_config=groups), TWO)
     assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
     assert "mlp.down_proj: inputs 0 to 96, a rank's share, do not begin and end at 4-bit integers" in found.reason
+    # The first two ranks' columns would fit, the others' do not.
+    found = find_stored_panels(keys_of("gptq", quantization_config=groups, head_dim=64), RankLayout(4, num_leaves=4))
+    assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
+    assert "mlp.down_proj: inputs 128 to 160, a rank's share" in found.reason
     for changes, words in (
         ({"desc_act": True}, "act-order"),
         ({"group_size": 16}, "a multiple of 32 inputs, not 4-bit integers in groups of 16"),
