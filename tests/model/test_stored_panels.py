@@ -23,10 +23,10 @@ from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
-from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, find_stored_panels
-from spmd_worker.ranks.topology import RankLayout, complete_model
+from spmd_worker.ranks.topology import RankLayout, Stage, complete_model
 from spmd_worker.worker.memory.estimate import expert_bytes, weights_bytes
 
 GROUPS, ROWS = StoredFormat("int4", 1, 32), StoredFormat("int4", 1, 0)
@@ -44,6 +44,7 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
 }
 """By kind of checkpoint, index of the layer and name in it."""
 ONE, TWO = RankLayout(1), RankLayout(2)
+CPU = single_group(), PanelKernels(), SdpaBackend(), torch.bfloat16, torch.device("cpu")
 APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
 
 
@@ -202,10 +203,8 @@ def test_merged_weights_have_one_format():
     # Names of newer releases count too.
     config = {**KINDS["gptq"][1].config, "modules_to_not_convert": ["model.language_model.layers.0.mlp"]}
     newer = {"architectures": ["Qwen2VLForConditionalGeneration"], "quantization_config": config}
-    assert [*find_stored_panels(keys_of("gptq", **newer, rope_scaling=_SECTIONS), ONE).formats[0]] == [*ATTENTION]
-
-
-_SECTIONS = {"type": "mrope", "mrope_section": [4, 6, 6]}
+    newer |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+    assert [*find_stored_panels(keys_of("gptq", **newer), ONE).formats[0]] == [*ATTENTION]
 
 
 @torch.no_grad()
@@ -233,6 +232,12 @@ def test_only_files_replace_weights_as_stored(tmp_path: Path):
         assert [each.data_ptr() for each in model.parameters()] == addresses
         norm = "model.norm.weight"
         assert model.load_weights([(norm, torch.ones(model.weights.shapes[norm]))]) == {norm}
+        # Ranks of other stages refuse them too: all come to the same result.
+        context = LayerContext(*CPU, stored=find_stored_panels(config_of(first), APART).formats)
+        stage = build_model(context, config_of(first), Stage(1, 2, is_first=False, is_last=True))
+        for name in names:
+            with pytest.raises(CheckpointError, match="dequantize_weights"):
+                stage.load_weights([(name, torch.zeros(model.weights.shapes[name]))])
 
 
 @torch.no_grad()
