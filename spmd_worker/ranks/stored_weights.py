@@ -33,6 +33,7 @@ from spmd_worker.ranks.topology import RankLayout, layer_share
 
 _MATRICES: Final = ("gate_proj", "up_proj", "down_proj")
 _PANEL_BITS: Final = 4
+_WHOLE_EXPERTS: Final = ": parallel.enable_expert_parallel=true keeps experts complete"
 
 
 class UnfitError(Exception):
@@ -98,7 +99,7 @@ def find_stored_panels(model_config: ModelConfig, layout: RankLayout) -> StoredW
     """The matrices of 4 bits that can stay as they are stored, on every rank, on CPUs."""
     formats: dict[int, dict[str, StoredFormat]] = {}
     of_kind: dict[LayerConfig, dict[str, list[StoredLinear]]] = {}
-    reason = ""
+    cuts_experts, reason = layout.experts is None and layout.tensor_parallel_size > 1, ""
     for index, layer in enumerate(model_config.layers):
         if layer not in of_kind:
             of_kind[layer] = _of_all_ranks(model_config, layout, index)
@@ -108,7 +109,8 @@ def find_stored_panels(model_config: ModelConfig, layout: RankLayout) -> StoredW
                 if found is not None:
                     formats.setdefault(index, {})[name] = found
             except UnfitError as error:
-                reason = reason or f"layer {model_config.layer_numbers[index]}, {name}: {error}"
+                hint = _WHOLE_EXPERTS if name == EXPERTS and cuts_experts else ""
+                reason = reason or f"layer {model_config.layer_numbers[index]}, {name}: {error}{hint}"
     return StoredWeights(formats, reason, are_panels=True)
 
 
@@ -300,5 +302,5 @@ def _check_shares(stored: StoredFormat, experts: ExpertsConfig, hidden_size: int
                 f"columns {start} to {stop} of an expert's {total}, a rank's share with "
                 f"parallel.tensor_parallel_size={layout.tensor_parallel_size}, do not begin and end at {stored.words} "
                 f"scales of {max(stored.group_inputs, stored.group_rows)}"
-                f"{': parallel.enable_expert_parallel=true keeps experts complete' if size > 1 else ''}"
+                f"{_WHOLE_EXPERTS if size > 1 else ''}"
             )

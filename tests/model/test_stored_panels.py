@@ -23,10 +23,10 @@ from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
-from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, find_stored_panels
-from spmd_worker.ranks.topology import RankLayout, complete_model
+from spmd_worker.ranks.topology import RankLayout, Stage, complete_model
 from spmd_worker.worker.memory.estimate import expert_bytes, weights_bytes
 
 GROUPS, ROWS = StoredFormat("int4", 1, 32), StoredFormat("int4", 1, 0)
@@ -44,6 +44,7 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
 }
 """By kind of checkpoint, index of the layer and name in it."""
 ONE, TWO = RankLayout(1), RankLayout(2)
+CPU = single_group(), PanelKernels(), SdpaBackend(), torch.bfloat16, torch.device("cpu")
 APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
 
 
@@ -178,6 +179,10 @@ def test_weights_that_are_no_panels_are_dequantised():
     found = find_stored_panels(keys_of("gptq", quantization_config=groups), TWO)
     assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
     assert "mlp.down_proj: inputs 0 to 96, a rank's share, do not begin and end at 4-bit integers" in found.reason
+    # The first two ranks' columns would fit, the others' do not.
+    found = find_stored_panels(keys_of("gptq", quantization_config=groups, head_dim=64), RankLayout(4, num_leaves=4))
+    assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
+    assert "mlp.down_proj: inputs 128 to 160, a rank's share" in found.reason
     for changes, words in (
         ({"desc_act": True}, "act-order"),
         ({"group_size": 16}, "a multiple of 32 inputs, not 4-bit integers in groups of 16"),
@@ -195,9 +200,11 @@ def test_merged_weights_have_one_format():
     assert [*found.formats[0]] == ["self_attn.o_proj", *DENSE]
     assert [*found.formats[1]] == [*ATTENTION, "mlp.gate_up_proj"]
     assert "self_attn.qkv_proj: matrices that are multiplied together are stored in several formats" in found.reason
-    # Files of a fused model have one name for them.
-    fused = {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
-    assert [*find_stored_panels(keys_of("gptq", **fused), TWO).formats[1]] == [*ATTENTION, *DENSE]
+    # Names of newer releases count too.
+    config = {**KINDS["gptq"][1].config, "modules_to_not_convert": ["model.language_model.layers.0.mlp"]}
+    newer = {"architectures": ["Qwen2VLForConditionalGeneration"], "quantization_config": config}
+    newer |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+    assert [*find_stored_panels(keys_of("gptq", **newer), ONE).formats[0]] == [*ATTENTION]
 
 
 @torch.no_grad()
@@ -225,6 +232,12 @@ def test_only_files_replace_weights_as_stored(tmp_path: Path):
         assert [each.data_ptr() for each in model.parameters()] == addresses
         norm = "model.norm.weight"
         assert model.load_weights([(norm, torch.ones(model.weights.shapes[norm]))]) == {norm}
+        # Ranks of other stages refuse them too: all come to the same result.
+        context = LayerContext(*CPU, stored=find_stored_panels(config_of(first), APART).formats)
+        stage = build_model(context, config_of(first), Stage(1, 2, is_first=False, is_last=True))
+        for name in names:
+            with pytest.raises(CheckpointError, match="dequantize_weights"):
+                stage.load_weights([(name, torch.zeros(model.weights.shapes[name]))])
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ import pytest
 from stored_checkpoints import StackingKernels, write_stored
 
 from spmd_worker import LLM
+from spmd_worker.base.config.compose import compose_run
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.stored_format import EXPERTS, MXFP4
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.resolved import ResolvedRun, resolve_run
@@ -116,6 +118,13 @@ def test_experts_that_are_dequantised_are_said_once(folder: Path, caplog: pytest
     # Who asks for it knows, and other devices never had another way.
     assert said(folder, "Device", caplog, dequantize_weights=True) == ([], "torch.float32")
     assert said(folder, "OtherDevice", caplog, allow_nonfinite=True) == ([], "torch.float32")
+
+
+def test_old_name_of_the_option_names_the_new(folder: Path):
+    with pytest.raises(TypeError, match="no keyword dequantize_experts: did you mean dequantize_weights"):
+        LLM(folder, dequantize_experts=True)
+    with pytest.raises(ConfigError, match=r"no key model.dequantize_experts; did you mean model.dequantize_weights"):
+        compose_run(Path("conf"), ["model.dequantize_experts=true"])
 
 
 def test_weights_that_are_dequantised_are_said_once(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -93,6 +93,9 @@ def test_stored_nibbles_mean_dequantised_values(made: Made, tmp_path: Path):
             assert numbers.shape == (rows[1] - rows[0], (columns[1] - columns[0]) // 2)
             found = stored_weights.values(stored, numbers, scales)
             assert torch.equal(found, values[slice(*rows), slice(*columns)]), name
+            assert stored_weights.are_surely_finite(stored, scales, torch.bfloat16)
+            # Some of their multiples are not.
+            assert not stored_weights.are_surely_finite(stored, torch.full_like(scales, 3e37), torch.bfloat16)
         with pytest.raises(CheckpointError, match=r"not stored in 4-bit integers in groups of 32.*dequantize_weights"):
             checkpoint.check_stored(NAME, StoredFormat("int4", 1, 32))
     _, scales = cases["borrowing"][0].read_stored(NAME, WHOLE, StoredFormat("int4", 1, GROUP))

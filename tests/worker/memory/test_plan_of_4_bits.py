@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from test_plan_text import LLAMA_8B
-from test_real_configs import bytes_of_distinct_layers, distinct_ranks
+from test_real_configs import distinct_ranks, folder_of, weight_bytes
 
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConfig
@@ -41,12 +41,16 @@ GPT_OSS = {
     "vocab_size": 201088,
 }
 """gpt-oss-20b, of fewer layers."""
+STAYS = "weights stay in 4-bit integers in groups of 128 in"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "gptq": ({**LLAMA_8B, "num_hidden_layers": 2}, GPTQ, 2, "weights stay in 4-bit integers in groups of 128 in 2"),
-    "gptq of 8": (LLAMA_8B, GPTQ, 8, "weights stay in 4-bit integers in groups of 128 in 32"),
-    "awq": (QWEN, AWQ, 2, "weights stay in 4-bit integers in groups of 128 in 4 layers"),
+    "gptq": ({**LLAMA_8B, "num_hidden_layers": 2}, GPTQ, 2, f"{STAYS} 2 layers"),
+    "gptq of 8": (LLAMA_8B, GPTQ, 8, f"{STAYS} 32 layers"),
+    "awq": (QWEN, AWQ, 2, f"{STAYS} 4 layers"),
     # 192 columns are no groups of 128: experts are dequantised, attention is not.
-    "awq of 4": (QWEN, AWQ, 4, "mlp.experts: inputs 0 to 192, a rank's share, do not begin and end at 4-bit"),
+    "awq of 4": (QWEN, AWQ, 4, "mlp.experts: inputs 0 to 192, a rank's share, do not"),
+    # Delta nets and a shared expert; experts without gates, of a latent size, and Mamba.
+    "Qwen3.6-35B-A3B": ({}, GPTQ, 2, f"{STAYS} 40 layers"),
+    "Nemotron-3-Super-120B-A12B": ({}, GPTQ, 2, f"{STAYS} 48 layers"),
     "mxfp4": (GPT_OSS, {"quant_method": "mxfp4"}, 2, "experts stay in MXFP4 in 4 layers"),
 }
 
@@ -55,11 +59,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_plan_of_4_bits_equals_tensors(name: str, tmp_path: Path):
     keys, quantization, size, words = CASES[name]
+    keys = keys or json.loads((folder_of(name, tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**keys, "quantization_config": quantization}))
     options = ModelOptions(path=str(tmp_path), dtype="bfloat16")
     parts = {"plan": True, "device": "cpu", "executor": ExecutorConfig(argmax_screen=False)}
     run = resolve_run(RunConfig(options, ParallelConfig(size), **parts), "cpu")
     plan = make_plan(run)
-    assert words in describe_plan(plan)
+    text = describe_plan(plan)
+    assert words in text
+    assert ("groups of 128: parallel.enable_expert_parallel=true keeps" in text) is (size == 4)
     for rank in distinct_ranks(plan):
-        assert plan.shares[rank].weights_bytes == bytes_of_distinct_layers(run, rank)
+        assert plan.shares[rank].weights_bytes == weight_bytes(run, rank)
