@@ -75,7 +75,7 @@ class StoredFormat:
     def panel_bytes(self, num_inputs: int) -> int:
         """Bytes of a panel of 16 outputs."""
         scales = self.num_groups(num_inputs) * _PANEL * (1 if self.is_mxfp4 else _INTEGER_SCALE_BYTES)
-        return _LINE + num_inputs * _PANEL // 2 + -(-scales // _LINE) * _LINE
+        return _LINE + -(-num_inputs // STEP) * STEP * _PANEL // 2 + -(-scales // _LINE) * _LINE
 
 
 MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)

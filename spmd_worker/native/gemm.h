@@ -46,8 +46,6 @@ struct Gemm {
 };
 
 
-class Expansion;  // nibbles.h
-
 // One call of a micro-kernel: some rows by a pair of panels, or by the last panel alone, over a part of the inputs.
 template <class Element>
 struct Block {
@@ -60,7 +58,7 @@ struct Block {
   float* kept = nullptr;             // sums of the chains between two parts, for micro-kernels that take them there
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
-  Expansion* expansion = nullptr;  // to continue meanwhile, for micro-kernels that do
+  void* expansion = nullptr;   // a `Micro::Expansion` to continue meanwhile, for micro-kernels that do
 
   // Micro-kernels in vector registers prefetch the panels during the first blocks, a share in each: memory takes longer than
   // one block. Their pointer starts here and advances by `share_of(elements of a step)` in each step.

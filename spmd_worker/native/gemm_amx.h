@@ -63,7 +63,8 @@ class ByTiles {
   explicit ByTiles(Epilogue& epilogue) : pending_{&epilogue, nullptr, 0, 0, 0, 0, 0} {}
 
   void multiply(const Block<Element>& block) {
-    if (num_rows_ != block.num_rows) amx::set_up_for(num_rows_ = block.num_rows);
+    const int num_rows = Micro::kTransposes ? kAmxRows : block.num_rows;
+    if (num_rows_ != num_rows) amx::set_up_for(num_rows_ = num_rows);
     if (block.num_rows > 16)
       block.num_panels == 2 ? multiply_tiles<true, true>(block) : multiply_tiles<true, false>(block);
     else
@@ -101,11 +102,15 @@ class ByTiles {
     return block.is_last_part;
   }
 
-  // Blocks of nibbles to expand in each step, so that the last is expanded during the last block by the pair; 0: none.
+  static typename Micro::Expansion& expansion_of(const Block<Element>& block) {
+    return *static_cast<typename Micro::Expansion*>(block.expansion);
+  }
+
+  // Pieces of nibbles to expand in each step, so that the last is expanded during the last block by the pair; 0: none.
   static int64_t steps_each(const Block<Element>& block, int64_t num_steps) {
     if (block.expansion == nullptr) return 0;
     const int64_t num_blocks_left = block.num_blocks - block.number;
-    return (block.expansion->num_left() + num_blocks_left * num_steps - 1) / (num_blocks_left * num_steps);
+    return (expansion_of(block).num_left() + num_blocks_left * num_steps - 1) / (num_blocks_left * num_steps);
   }
 
   template <bool kTwoTiles, bool kTwoPanels>
@@ -125,10 +130,11 @@ class ByTiles {
     int64_t num_each = 0;
     if constexpr (Micro::kExpandsAhead) num_each = steps_each(block, num_steps);
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
-      if (num_each > 0)
-        block.expansion->take(num_each);
-      else
+      if constexpr (Micro::kExpandsAhead) {
+        if (num_each > 0) expansion_of(block).take(num_each);
+      } else {
         prefetch.step();
+      }
       for (const int64_t end = std::min(expected + num_taken, end_row); expected < end; ++expected)
         pending.epilogue->expect(expected, block.pair);
       pending.take(num_taken);
@@ -138,6 +144,7 @@ class ByTiles {
     amx::store_sums<kTwoTiles, kTwoPanels>(to);
     if (!block.is_last_part) return;
     pending_.take(kAmxRows);
+    if constexpr (Micro::kTransposes) Micro::template transpose_sums<kTwoTiles, kTwoPanels>(to);
     if constexpr (kHasLeaves<Epilogue>) {
       const bool has_tree = pending_.epilogue->gemm.leaves.count > 1;
       pending_.epilogue->begin(block.leaf, block.row, has_tree ? kept_levels(block.index) : to, kAmxRows * 32);
@@ -161,7 +168,9 @@ struct OfTiles {
   static constexpr bool kWidens = false, kSpreads = false, kSplits = false;
   static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;
   static constexpr int64_t kMaxProducts = 1 << 29;
-  static constexpr bool kLeavesAreParts = true, kExpandsAhead = sizeof(ElementOf) == 2;
+  static constexpr bool kLeavesAreParts = true, kExpandsAhead = false, kTransposes = false;
+  static constexpr int64_t kCutInputs = Micro::kStep;
+  using Expansion = PairExpansion;
   template <class Epilogue>
   using Kernel = ByTiles<Micro, Epilogue>;
   template <class Epilogue>

@@ -24,7 +24,8 @@
 //
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
-//   kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item
+//   kCutInputs (where parts may begin), kTransposes (rows of a block are in the order of the tiles that they are the second
+//   factor of), Expansion and kExpandsAhead (of nibbles), kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item
 //   that keeps no sums: half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks,
 //   kWidens (rows of a block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the
 //   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()`
@@ -78,9 +79,9 @@ class Tiling {
     } else if (gemm.leaves.count > 0 && Micro::kSplits) {
       join_leaves(gemm);
     } else {
-      const int64_t num_steps = (gemm.num_inputs + Micro::kStep - 1) / Micro::kStep;
-      first_inputs_ = shares(num_steps, num_parts_of(gemm, num_steps));
-      for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kStep);
+      const int64_t num_cuts = (gemm.num_inputs + Micro::kCutInputs - 1) / Micro::kCutInputs;
+      first_inputs_ = shares(num_cuts, num_parts_of(gemm, num_cuts));
+      for (int64_t& each : first_inputs_) each = std::min(gemm.num_inputs, each * Micro::kCutInputs);
     }
     const int64_t num_blocks = (gemm.num_rows + Micro::kRows - 1) / Micro::kRows;
     first_rows_ = shares(Micro::kIsEven ? gemm.num_rows : num_blocks * Micro::kRows, num_blocks);
@@ -134,11 +135,11 @@ class Tiling {
   }
 
  private:
-  static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_steps) {
-    const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_steps);
-    constexpr int64_t kMaxSteps = kExpandedInputs / Micro::kStep;
-    const bool is_cut = gemm.nibbles != nullptr && (Micro::kSplits || Micro::kLeavesAreParts);
-    return is_cut ? std::max(num_parts, (num_steps + kMaxSteps - 1) / kMaxSteps) : num_parts;
+  static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_cuts) {
+    const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_cuts);
+    constexpr int64_t kMost = kExpandedInputs / Micro::kCutInputs;
+    const bool is_cut = gemm.nibbles != nullptr && Micro::kSplits;
+    return is_cut ? std::max(num_parts, (num_cuts + kMost - 1) / kMost) : num_parts;
   }
 
   // Starts of `count` shares of equal size, and the end of the last.
@@ -152,7 +153,8 @@ class Tiling {
     first_inputs_ = {0};
     for (int64_t leaf = 0; leaf < gemm.leaves.count; ++leaf) {
       const int64_t first = gemm.leaves.first_input(leaf), num_steps = (gemm.leaves.ends[leaf] - first) / Micro::kStep;
-      const std::vector<int64_t> steps = shares(num_steps, num_parts_of(gemm, num_steps));
+      const int64_t num_cuts = (num_steps * Micro::kStep + Micro::kCutInputs - 1) / Micro::kCutInputs;
+      const std::vector<int64_t> steps = shares(num_steps, num_parts_of(gemm, num_cuts));
       for (size_t part = 1; part < steps.size(); ++part)
         first_inputs_.push_back(first + steps[part] * Micro::kStep), leaves_.push_back(leaf);
     }
@@ -180,6 +182,11 @@ class Tiling {
   std::vector<int64_t> starts_;                                    // of the items, in tiles, and the end of the last
 };
 
+template <class Number>
+struct alignas(64) AlignedLine {
+  Number numbers[64 / sizeof(Number)];
+};
+
 // The rows of one group in memory of the thread, [block][kRows][stride], each block's from when it is asked for the first
 // time: as floats if `Micro` widens them, else as they are.
 template <class Micro>
@@ -194,7 +201,7 @@ class OwnRows {
   static bool is_used(const Gemm<Element>& gemm, int64_t num_threads) {
     // They fit; of a thread, for which the copy takes longer than it saves.
     constexpr int64_t kFewRows = 6, kFewPairs = 4;
-    return Micro::kWidens || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs * num_threads &&
+    return Micro::kWidens || Micro::kTransposes || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs * num_threads &&
                               gemm.x_stride * int64_t(sizeof(Element)) % kSharedSets == 0);
   }
 
@@ -214,6 +221,10 @@ class OwnRows {
     Number* const block = rows_ + number * block_size;
     if (is_here_[size_t(number)]) return block;
     is_here_[size_t(number)] = true;
+    if constexpr (Micro::kTransposes) {
+      Micro::transpose_rows(gemm.x + row * gemm.x_stride, gemm.x_stride, gemm.num_inputs, num_rows, block);
+      return block;
+    }
     for (int each = 0; each < num_rows; ++each) {
       const Element* const from = gemm.x + (row + each) * gemm.x_stride;
       Number* const to = block + each * distance;
@@ -228,9 +239,10 @@ class OwnRows {
 
  private:
   static Number* memory(int64_t count) {
-    static thread_local std::vector<Number> kept;
-    if (int64_t(kept.size()) < count) kept.resize(size_t(count));
-    return kept.data();
+    static thread_local std::vector<AlignedLine<Number>> kept;
+    const size_t num_lines = size_t(count * int64_t(sizeof(Number)) + 63) / 64;
+    if (kept.size() < num_lines) kept.resize(num_lines);
+    return kept[0].numbers;
   }
 
   int64_t group_ = -1;
@@ -249,8 +261,9 @@ class GemmThread {
   using Kernel = typename std::conditional_t<
       kHasLeaves<Epilogue>, typename Micro::template LeafKernel<Epilogue>, typename Micro::template Kernel<Epilogue>>;
 
-  // Widened rows count as twice as many elements.
-  static constexpr int64_t kElementsEach = sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
+  // Elements of an input's place in rows: widened rows count as twice as many, transposed ones are side by side.
+  static constexpr int64_t kElementsEach =
+      Micro::kTransposes ? Micro::kRows : sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
 
   GemmThread(
       const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items, int64_t num_threads)
@@ -339,16 +352,13 @@ class GemmThread {
 
   // Two buffers for parts of pairs of nibbles.
   struct Expanded {
-    struct alignas(64) Line {
-      Element elements[64 / sizeof(Element)];
-    };
     Place places[2] = {{-1, 0}, {-1, 0}};
     int current = 0;
-    std::vector<Line>& lines() const {
-      static thread_local std::vector<Line> kept[2];
+    std::vector<AlignedLine<Element>>& lines() const {
+      static thread_local std::vector<AlignedLine<Element>> kept[2];
       return kept[current];
     }
-    Expansion expansion;
+    typename Micro::Expansion expansion;
   };
 
   // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
@@ -357,7 +367,7 @@ class GemmThread {
     expanded.expansion.take(expanded.expansion.num_left());
     if (expanded.places[expanded.current].pair != place.pair || expanded.places[expanded.current].part != place.part)
       begin_expansion(place), expanded.expansion.take(expanded.expansion.num_left());
-    block_.panels = block_.ahead = expanded.lines()[0].elements;
+    block_.panels = block_.ahead = expanded.lines()[0].numbers;
     block_.panel_size = stride_of(place);
     block_.expansion = nullptr;
     expanded.current = 1 - expanded.current;
@@ -381,7 +391,7 @@ class GemmThread {
       expanded_.places[expanded_.current] = place;
       expanded_.expansion.begin(
           gemm_.nibbles + place.pair * 2 * gemm_.nibbles_size, gemm_.nibbles_size, gemm_.num_panels_of(place.pair),
-          gemm_.num_inputs, tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].elements, stride);
+          gemm_.num_inputs, tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].numbers, stride);
     }
   }
 

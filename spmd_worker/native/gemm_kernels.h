@@ -4,7 +4,7 @@
 
 #include "gemm_driver.h"
 #include "gemm_epilogues.h"
-#include "gemm_amx.h"
+#include "gemm_amx_nibbles.h"
 #include "gemm_avx2.h"
 #include "gemm_avx512.h"
 
@@ -38,6 +38,15 @@ void multiply(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_
 #else
   (void)gemm, (void)epilogue, (void)num_threads;  // `spmd_packs_bfloat16` says so
 #endif
+}
+
+// A weight of 4 bits, in the order of `spmd_nibbles_are_rows`.
+template <class Epilogue>
+void multiply_nibbles(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_threads) {
+#if defined(SPMD_HAS_AMX)
+  if (amx::is_granted()) return run_gemm<AmxNibbles>(gemm, epilogue, num_threads);
+#endif
+  multiply(gemm, epilogue, num_threads);
 }
 
 template <class Epilogue>

@@ -18,13 +18,13 @@ void multiply_leaves(const Gemm<Element>& gemm, const Element* bias, void* to, b
   const int64_t num_rows = gemm.num_rows, num_outputs = gemm.num_outputs;
   Element* const rounded = is_part ? nullptr : static_cast<Element*>(to);
   float* const part = is_part ? static_cast<float*>(to) : nullptr;
-  multiply(
-      gemm,
-      AddLeaves<Element>{
-          gemm, bias,
-          {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},
-          {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}},
-      num_threads);
+  const AddLeaves<Element> epilogue{
+      gemm, bias,
+      {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},
+      {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}};
+  if constexpr (sizeof(Element) == 2)
+    if (gemm.nibbles != nullptr) return multiply_nibbles(gemm, epilogue, num_threads);
+  multiply(gemm, epilogue, num_threads);
 }
 
 }  // namespace
@@ -68,7 +68,7 @@ SPMD_GEMM_LEAVES(bfloat16, uint16_t)
 extern "C" void spmd_nibble_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
-  multiply(
+  multiply_nibbles(
       Gemm<uint16_t>{
           x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {}, packed, nibble_panel_bytes(packed, num_inputs)},
       Store<uint16_t, Unscaled>{
@@ -139,3 +139,6 @@ extern "C" int64_t spmd_packs_bfloat16() {
   return amx::is_granted();
 #endif
 }
+
+// Whether weights of 4 bits are packed in rows, or else in pairs (nibbles.h).
+extern "C" int64_t spmd_nibbles_are_rows() { return amx::is_granted(); }

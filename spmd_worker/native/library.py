@@ -72,6 +72,7 @@ _SUM_AND_NORM = f"{_GROUP} pp ii pf p"
 # Functions that return a number or an address, which may be null; those of shared memory exist on Linux alone.
 _RETURNING: Final = {
     "has_argmax_prefilter": "",
+    "nibbles_are_rows": "",
     "filtered_argmax_bfloat16": f"{_GEMM} i ppppp i",
     "run_layers_float32": _LAYERS,
     "run_layers_bfloat16": _LAYERS,

@@ -3,15 +3,19 @@
 // The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float. So the
 // product has the bits of one with the dequantised weight, and reads a quarter of its bytes.
 //
-// Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; a block of 256 bytes for
-// every 32 inputs; the scales of its groups of inputs; and zeros up to a multiple of 64 bytes. A block is four lines, of
-// which line i has outputs i, 4 + i, 8 + i and 12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in
-// its high ones. A group of integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points; a
-// group of FP4 (MXFP4) has 16 exponents.
+// Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; its numbers, for inputs
+// filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group of
+// integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points; a group of FP4 (MXFP4) has 16
+// exponents. Numbers are in one of two orders, that of the library (`spmd_nibbles_are_rows`):
 //
-// Expanding. In a group an output has 16 values. They are computed once, as a table of low and one of high bytes, and numbers
-// are looked up 16 at a time by a shuffle of bytes; three steps of interleaving then put pairs of inputs of 16 outputs side by
-// side. Line i of a block has the outputs that the interleaving takes from its vector i.
+//   pairs  a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and 12 + i, 16
+//          bytes each: byte b has input b in its low bits, and input 16 + b in its high ones
+//   rows   for every 128 inputs a line of each output: half b of 32 has input b in its lowest bits, then 32 + b, 64 + b, 96 + b
+//
+// Expanding. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector instructions take
+// panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an output at a time, and
+// three steps of interleaving put pairs side by side. Line i of a block has the outputs that the interleaving takes from its
+// vector i. Tiles take outputs as rows, too: `RowExpansion` looks up 32 numbers of an output, which is all.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +25,7 @@
 #include "gemm.h"
 #include "vector.h"
 
-constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32;
+constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32, kLineInputs = 128;
 constexpr int64_t kAheadBytes = 1024;  // of a panel, to be fetched
 
 enum NibbleKind : int32_t { kIntegers, kFp4 };
@@ -39,10 +43,12 @@ SPMD_INLINE NibbleHead nibble_head(const uint8_t* panel) {
   return head;
 }
 
+inline int64_t nibble_bytes(int64_t num_inputs) { return (num_inputs + kLineInputs - 1) / kLineInputs * 1024; }
+
 inline int64_t nibble_panel_bytes(const uint8_t* panel, int64_t num_inputs) {
   const NibbleHead head = nibble_head(panel);
   const int64_t scales = num_inputs / head.group_inputs * head.group_bytes();
-  return kNibbleLine + num_inputs * kPanel / 2 + (scales + kNibbleLine - 1) / kNibbleLine * kNibbleLine;
+  return kNibbleLine + nibble_bytes(num_inputs) + (scales + kNibbleLine - 1) / kNibbleLine * kNibbleLine;
 }
 
 // Values of a group's numbers, as bfloat16: line i has those of the outputs of line i of a block.
@@ -207,39 +213,54 @@ inline void expand_blocks(const uint8_t* blocks, int64_t count, const NibbleTabl
 
 #endif
 
-// The expansion of some inputs of one or two panels, in pieces: where tiles multiply, between their steps.
+// The expansion of some inputs of one or two panels, in pieces.
 class Expansion {
  public:
-  // Inputs `first` to `end`, multiples of 32, to [panel][(end - first) / 2][16][2] with `stride` elements of a panel.
+  // Inputs `first` to `end`, multiples of 32, of panels of `num_inputs`, with `stride` elements of each from `to` on.
   void begin(
       const uint8_t* panels, int64_t panel_bytes, int num_panels, int64_t num_inputs, int64_t first, int64_t end,
       uint16_t* to, int64_t stride) {
     head_ = nibble_head(panels), panel_ = panels, panel_bytes_ = panel_bytes, num_panels_ = num_panels;
     num_inputs_ = num_inputs, first_ = input_ = first, end_ = end, to_ = to, stride_ = stride;
   }
+  // Blocks of 32 inputs of a panel.
   int64_t num_left() const {
     return num_panels_ == 0 ? 0 : (end_ - input_ + (num_panels_ - 1) * (end_ - first_)) / kNibbleInputs;
   }
-  // `count` blocks more, or all that are left.
-  void take(int64_t count) {
-    while (count > 0 && num_panels_ > 0) {
-      const int64_t group = input_ / head_.group_inputs, end_of_group = (group + 1) * head_.group_inputs;
-      const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
-      if (input_ == first_ || input_ % head_.group_inputs == 0)
-        fill_tables(
-            panel_ + kNibbleLine + num_inputs_ * kPanel / 2 + group * head_.group_bytes(), head_.kind, tables_);
-      const int64_t num_blocks = (end - input_) / kNibbleInputs;
-      expand_blocks(panel_ + kNibbleLine + input_ * kPanel / 2, num_blocks, tables_, to_ + (input_ - first_) * kPanel);
-      input_ = end, count -= num_blocks;
-      if (input_ == end_) input_ = first_, panel_ += panel_bytes_, to_ += stride_, --num_panels_;
-    }
+
+ protected:
+  const uint8_t* group_at(int64_t input) const {
+    return panel_ + kNibbleLine + nibble_bytes(num_inputs_) + input / head_.group_inputs * head_.group_bytes();
+  }
+  // Inputs of the panel before `end` are done.
+  void advance(int64_t end) {
+    input_ = end;
+    if (input_ == end_) input_ = first_, panel_ += panel_bytes_, to_ += stride_, --num_panels_;
   }
 
- private:
   NibbleHead head_ = {32, kIntegers};
   const uint8_t* panel_ = nullptr;
   int64_t panel_bytes_ = 0, num_inputs_ = 0, first_ = 0, input_ = 0, end_ = 0, stride_ = 0;
   int num_panels_ = 0;
   uint16_t* to_ = nullptr;
+};
+
+// To [panel][inputs / 2][16][2].
+class PairExpansion : public Expansion {
+ public:
+  // `count` blocks more, or all that are left.
+  void take(int64_t count) {
+    while (count > 0 && num_panels_ > 0) {
+      const int64_t end_of_group = (input_ / head_.group_inputs + 1) * head_.group_inputs;
+      const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
+      if (input_ == first_ || input_ % head_.group_inputs == 0) fill_tables(group_at(input_), head_.kind, tables_);
+      const int64_t num_blocks = (end - input_) / kNibbleInputs;
+      expand_blocks(panel_ + kNibbleLine + input_ * kPanel / 2, num_blocks, tables_, to_ + (input_ - first_) * kPanel);
+      count -= num_blocks;
+      advance(end);
+    }
+  }
+
+ private:
   NibbleTables tables_;
 };

@@ -37,7 +37,7 @@ class RowPanels:
         rows[:, end : end + 4 * num_groups].view(torch.float32).copy_(scales[..., 0])
         rows[:, end + 4 * num_groups : end + 5 * num_groups].copy_(scales[..., 1])
 
-    def read_values(self, packed: Tensor, stored: StoredFormat, rows: tuple[int, int]) -> Tensor:
+    def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
         sizes = range(_UNIT, 2 * packed.shape[1], _UNIT)
         num_inputs = next(size for size in sizes if stored.panel_bytes(size) // 16 == packed.shape[1])
         held, end, num_groups = packed[slice(*rows)], _HEAD + num_inputs // 2, stored.num_groups(num_inputs)

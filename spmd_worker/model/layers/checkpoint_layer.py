@@ -197,7 +197,7 @@ class PackedLayer(CheckpointLayer):
         if self.stored is not None and parameter == "weight":
             rows, columns = region
             if self._panels is not None:
-                found = self._panels.read_values(self.weight.data, self.stored, rows)
+                found = self._panels.read_values(self.weight.data, self.stored, self._plain[0][1], rows)
             else:
                 found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
             return found[:, slice(*columns)].to(self._plain[1]).contiguous()

@@ -228,8 +228,8 @@ class StoredPanels(Protocol):
         scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "e2m1" exponents, uint8 [n, G].
         """
 
-    def read_values(self, packed: Tensor, stored: StoredFormat, rows: tuple[int, int]) -> Tensor:
-        """Float32 values of some rows [n, I], not rounded."""
+    def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
+        """Float32 values of some rows [n, I] of a weight of I inputs, not rounded."""
 
 
 @dataclass(frozen=True, slots=True)

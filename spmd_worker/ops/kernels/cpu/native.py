@@ -146,7 +146,8 @@ class CpuKernels(PackedKernels):
         return is_supported and fits_panels(weight, is_gated=is_gated)
 
     def stored_panels(self, dtype: torch.dtype) -> NibblePanels | None:
-        return NibblePanels() if dtype == torch.bfloat16 and self.has_gemm(dtype) else None
+        takes = dtype == torch.bfloat16 and self.has_gemm(dtype)
+        return NibblePanels(bool(self._library.functions["nibbles_are_rows"]())) if takes else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         has_nibbles = are_nibble_panels(weight)

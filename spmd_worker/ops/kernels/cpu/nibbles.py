@@ -6,9 +6,11 @@ projection interleaved.
 O: outputs, I: inputs of a weight; n: rows; G: groups of inputs.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_worker.model_config.int8_format import PANEL, STEP
@@ -20,12 +22,16 @@ _HEAD_BYTES: Final = 64
 _INTEGERS, _FP4 = range(2)
 """Kinds of scales, numbered as in `nibbles.h`."""
 _HALF: Final = STEP // 2
+_LINE_INPUTS: Final = 4 * STEP
 _LINES: Final = 4
 """Lines of a block, and outputs of a line."""
 
 
+@dataclass(frozen=True, slots=True)
 class NibblePanels:
-    """Implements `kernels.api.StoredPanels`."""
+    """Implements `kernels.api.StoredPanels`. `are_rows`: the order of numbers is the one that tiles read."""
+
+    are_rows: bool
 
     def empty(self, stored: StoredFormat, shape: tuple[int, int], device: torch.device, *, is_gated: bool) -> Tensor:
         num_outputs, num_inputs = shape
@@ -37,15 +43,11 @@ class NibblePanels:
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
         num_inputs = numbers.shape[1] * 2
-        heads, blocks, groups = _parts_of(packed.detach(), stored, num_inputs)
+        heads, numbers_of, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, start, start + len(numbers))
-        index = panel, part, output // _LINES, output % _LINES
         kind = _FP4 if stored.is_mxfp4 else _INTEGERS
         heads[panel, part] = torch.tensor([stored.group_inputs or num_inputs, kind], dtype=torch.int32)
-        wide = numbers.view(len(numbers), num_inputs // STEP, _HALF)
-        # Inputs in their order, of which a byte has the one and that half a block after it.
-        pairs = torch.stack((wide & 15, wide >> 4), dim=-1).flatten(-2)
-        blocks[index] = pairs[..., :_HALF] | pairs[..., _HALF:] << 4
+        self._write_numbers(numbers_of, (panel, part, output), numbers)
         if stored.is_mxfp4:
             groups[panel, part, :, output] = scales
             return
@@ -53,23 +55,49 @@ class NibblePanels:
         groups[..., : 4 * PANEL].view(torch.float32)[panel, part, :, output] = found
         groups[..., 4 * PANEL :][panel, part, :, output] = zeros.to(torch.uint8)
 
-    def read_values(self, packed: Tensor, stored: StoredFormat, rows: tuple[int, int]) -> Tensor:
-        num_inputs = _num_inputs(packed, stored)
-        _, blocks, groups = _parts_of(packed.detach(), stored, num_inputs)
+    def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
+        _, numbers_of, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, *rows)
-        bytes_ = blocks[panel, part, output // _LINES, output % _LINES]
-        pairs = torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1).view(len(bytes_), num_inputs // 2, 2)
-        numbers = pairs[..., 0] | pairs[..., 1] << 4
+        numbers = self._read_numbers(numbers_of, (panel, part, output))[:, : num_inputs // 2]
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, groups[panel, part, :, output])
         found = groups[..., : 4 * PANEL].view(torch.float32)[panel, part, :, output]
         zeros = groups[..., 4 * PANEL :][panel, part, :, output]
         return stored_weights.values(stored, numbers, torch.stack((found, zeros.float()), dim=-1))
 
+    def _write_numbers(self, to: Tensor, index: "tuple[Tensor, Tensor, Tensor]", numbers: Tensor) -> None:
+        """Numbers uint8 [n, I / 2] to rows `index` of panels [..., bytes]."""
+        panel, part, output = index
+        wide = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+        padded = -(-wide.shape[1] // _LINE_INPUTS) * _LINE_INPUTS
+        if self.are_rows:
+            wide = F.pad(wide, (0, padded - wide.shape[1])).view(len(wide), -1, 2, 2, STEP)
+            bytes_ = wide[:, :, :, 0] | wide[:, :, :, 1] << 4
+            lines = to.unflatten(-1, (-1, PANEL, 2 * STEP))
+            lines[panel, part, :, output] = bytes_.transpose(2, 3).flatten(2)
+            return
+        wide = wide.view(len(wide), -1, 2, _HALF)
+        blocks = to[..., : wide.shape[1] * PANEL * _HALF].unflatten(-1, (-1, _LINES, _LINES, _HALF))
+        blocks[panel, part, :, output % _LINES, output // _LINES] = wide[:, :, 0] | wide[:, :, 1] << 4
+
+    def _read_numbers(self, source: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
+        """What `_write_numbers` wrote, uint8 [n, a multiple of 64]."""
+        panel, part, output = index
+        if self.are_rows:
+            bytes_ = source.unflatten(-1, (-1, PANEL, 2 * STEP))[panel, part, :, output]
+            bytes_ = bytes_.unflatten(-1, (STEP, 2)).transpose(-1, -2)
+            wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
+        else:
+            bytes_ = source.unflatten(-1, (-1, _LINES, _LINES, _HALF))[panel, part, :, output % _LINES, output // _LINES]
+            wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
+        pairs = wide.flatten(1).unflatten(1, (-1, 2))
+        return pairs[..., 0] | pairs[..., 1] << 4
+
 
 def nibbles_fit(weight: Tensor, num_outputs: int, num_inputs: int) -> bool:
     """Whether panels of 4 bits may have these sizes: groups have 32 inputs or more."""
-    least, most = (_HEAD_BYTES + num_inputs * PANEL // 2 + size for size in (0, 5 * PANEL * num_inputs // STEP + 63))
+    num_bytes = _HEAD_BYTES + -(-num_inputs // _LINE_INPUTS) * _LINE_INPUTS * PANEL // 2
+    least, most = (num_bytes + size for size in (0, 5 * PANEL * num_inputs // STEP + 63))
     num_panels = weight.shape[0] * weight.shape[1]
     return (
         num_panels * PANEL == num_outputs
@@ -88,21 +116,9 @@ def checked_nibble_input(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
     return contiguous_rows(x)
 
 
-def _num_inputs(packed: Tensor, stored: StoredFormat) -> int:
-    """Inputs of panels of this size."""
-    num_inputs = (packed.shape[-1] - _HEAD_BYTES) * 2 // PANEL // STEP * STEP
-    while stored.panel_bytes(num_inputs) > packed.shape[-1]:
-        num_inputs -= STEP
-    return num_inputs
-
-
 def _parts_of(packed: Tensor, stored: StoredFormat, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of panels: heads int32 [..., 2]; blocks [..., 4, 4, I / 32, 16], the outputs of a line before lines; scales
-    [..., G, bytes of a group].
-    """
-    heads = packed[..., :8].view(torch.int32)
-    end = _HEAD_BYTES + num_inputs * PANEL // 2
-    blocks = packed[..., _HEAD_BYTES:end].unflatten(-1, (num_inputs // STEP, _LINES, _LINES, _HALF))
+    """Views of panels: heads int32 [..., 2]; numbers [..., bytes]; scales [..., G, bytes of a group]."""
+    end = _HEAD_BYTES + -(-num_inputs // _LINE_INPUTS) * _LINE_INPUTS * PANEL // 2
     num_groups, num_bytes = stored.num_groups(num_inputs), PANEL if stored.is_mxfp4 else 5 * PANEL
     groups = packed[..., end : end + num_groups * num_bytes].unflatten(-1, (num_groups, num_bytes))
-    return heads, blocks.permute(0, 1, 4, 3, 2, 5), groups
+    return packed[..., :8].view(torch.int32), packed[..., _HEAD_BYTES:end], groups

@@ -1,0 +1,152 @@
+// The micro-kernel of AMX for weights of 4 bits (nibbles.h): tiles of outputs by tiles of rows, so that outputs need no
+// interleaving. Sums are transposed at the end of their chain; a chain is that of `AmxBf16`, in which a product's two factors
+// have changed places.
+#pragma once
+
+#include "gemm_amx.h"
+#include "nibbles.h"
+
+#if defined(SPMD_HAS_AMX)
+
+namespace {
+
+// To [panel][inputs / 32][16][32]: tiles of 16 outputs.
+class RowExpansion : public Expansion {
+ public:
+  // `count` lines more, or all that are left.
+  void take(int64_t count) {
+    while (count > 0 && num_panels_ > 0) {
+      const int64_t line = input_ / kLineInputs, end = std::min(end_, (line + 1) * kLineInputs);
+      for (; output_ < kPanel && count > 0; ++output_, --count) expand_output(line, end);
+      if (output_ < kPanel) return;
+      output_ = 0;
+      advance(end);
+    }
+  }
+  // Lines.
+  int64_t num_left() const {
+    if (num_panels_ == 0) return 0;
+    const int64_t end = (end_ + kLineInputs - 1) / kLineInputs;
+    return (end - input_ / kLineInputs + (num_panels_ - 1) * (end - first_ / kLineInputs)) * kPanel - output_;
+  }
+
+ private:
+  SPMD_INLINE_MEMBER void expand_output(int64_t line, int64_t end) {
+    const uint8_t* const from = panel_ + kNibbleLine + (line * kPanel + output_) * kNibbleLine;
+    __builtin_prefetch(from + kAheadBytes, 0, 2);
+    __m512i numbers = _mm512_loadu_si512(from);
+    int64_t input = line * kLineInputs, end_of_group = -1;
+    for (; input < input_; input += kNibbleInputs) numbers = _mm512_srli_epi16(numbers, 4);
+    uint16_t* to = to_ + (input - first_) * kPanel + output_ * kNibbleInputs;
+    __m512i values = numbers;
+    for (; input < end; input += kNibbleInputs, to += kNibbleInputs * kPanel) {
+      if (input >= end_of_group) {
+        values = table(group_at(input));
+        end_of_group = (input / head_.group_inputs + 1) * head_.group_inputs;
+      }
+      // Its lowest five bits are taken: the table is there twice.
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(numbers, values));
+      numbers = _mm512_srli_epi16(numbers, 4);
+    }
+  }
+
+  // The 16 values of a group of the output, twice.
+  SPMD_INLINE_MEMBER __m512i table(const uint8_t* group) const {
+    float scale, zero = 0.0f;
+    if (head_.kind == kFp4) {
+      // 2^-127 is subnormal.
+      const uint32_t bits = group[output_] == 0 ? 1u << 22 : uint32_t(group[output_]) << 23;
+      std::memcpy(&scale, &bits, sizeof scale);
+    } else {
+      std::memcpy(&scale, group + output_ * 4, sizeof scale);
+      zero = float(group[kPanel * 4 + output_]);
+    }
+    const Floats values = (load<Floats>(kLevels[head_.kind]) - broadcast(zero)) * broadcast(scale);
+    return _mm512_broadcast_i64x4((__m256i)narrowed_vector(values));
+  }
+
+  int64_t output_ = 0;
+};
+
+// Transposes a matrix of 32-bit numbers.
+SPMD_INLINE void transpose_tile(__m512i (&rows)[16]) {
+  for (int first = 0; first < 16; first += 4) {
+    NibbleVector four[4] = {rows[first], rows[first + 1], rows[first + 2], rows[first + 3]};
+    transpose(four);
+#pragma GCC unroll 4
+    for (int row = 0; row < 4; ++row) rows[first + row] = four[row];
+  }
+  // Now lane l of row 4 i + j has columns 4 l + j of rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+  for (int row = 0; row < 4; ++row) {
+    const __m512i first = rows[row], second = rows[4 + row], third = rows[8 + row], fourth = rows[12 + row];
+    const __m512i even = _mm512_shuffle_i32x4(first, second, 0x88), odd = _mm512_shuffle_i32x4(first, second, 0xdd);
+    const __m512i later_even = _mm512_shuffle_i32x4(third, fourth, 0x88),
+                  later_odd = _mm512_shuffle_i32x4(third, fourth, 0xdd);
+    rows[row] = _mm512_shuffle_i32x4(even, later_even, 0x88);
+    rows[8 + row] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
+    rows[4 + row] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
+    rows[12 + row] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
+  }
+}
+
+struct AmxNibbles : OfTiles<AmxNibbles, uint16_t, float> {
+  using Expansion = RowExpansion;
+  static constexpr int kStep = 32, kCutInputs = kLineInputs;
+  static constexpr bool kPacks = false, kTransposes = true, kExpandsAhead = true;
+  static constexpr int64_t kKeptBlocks = 4, kKeptPairs = 8;
+  static constexpr int64_t kRowsBytes = 1 << 20, kFewProducts = 1 << 20;
+  // With few rows a part and the next one stay in the first-level cache; with many, sums are kept less often.
+  static constexpr int64_t num_parts(int64_t num_rows, int64_t num_cuts) {
+    const int64_t most = num_rows <= 2 * kAmxRows ? 2 : 4;
+    return (num_cuts + most - 1) / most;
+  }
+
+  // Up to 32 rows as [inputs / 32][2][16 pairs][16 rows][2], as tiles take them.
+  static void transpose_rows(const uint16_t* x, int64_t stride, int64_t num_inputs, int num_rows, uint16_t* to) {
+    for (int64_t input = 0; input < num_inputs; input += kStep)
+      for (int first = 0; first < num_rows; first += 16) {
+        __m512i rows[16];
+        for (int row = 0; row < 16; ++row)
+          rows[row] = first + row < num_rows ? _mm512_loadu_si512(x + (first + row) * stride + input) : __m512i{};
+        transpose_tile(rows);
+        for (int row = 0; row < 16; ++row) _mm512_store_si512(to + input * kAmxRows + first * kStep + row * 32, rows[row]);
+      }
+  }
+
+  // Sums [32 outputs][32 rows] of tiles -> [32 rows][32 outputs], a tile at a time.
+  template <bool kTwoTiles, bool kTwoPanels>
+  SPMD_INLINE void transpose_sums(float* sums) {
+    for (int tile = 0; tile < (kTwoTiles ? 4 : 2); tile += kTwoPanels ? 1 : 2) {
+      float* const from = sums + tile / 2 * 16 * 32 + tile % 2 * 16;
+      __m512i rows[16];
+      for (int row = 0; row < 16; ++row) rows[row] = _mm512_load_si512(from + row * 32);
+      transpose_tile(rows);
+      for (int row = 0; row < 16; ++row) _mm512_store_si512(from + row * 32, rows[row]);
+    }
+  }
+
+  template <bool kTwoTiles, bool kTwoPanels, class Meanwhile>
+  SPMD_INLINE void multiply(const Block<uint16_t>& block, int64_t num_steps, const Meanwhile& meanwhile) {
+    const uint16_t *x = block.x, *panel = block.panels, *second_panel = panel + block.panel_size;
+    for (int64_t step = 0; step < num_steps; ++step, x += 1024, panel += 512, second_panel += 512) {
+      amx::load<4>(panel, 64);
+      amx::load<6>(x, 64);
+      amx::multiply<0, 4, 6>();
+      if (kTwoPanels) {
+        amx::load<5>(second_panel, 64);
+        amx::multiply<1, 5, 6>();
+      }
+      if (kTwoTiles) {
+        amx::load<7>(x + 512, 64);
+        amx::multiply<2, 4, 7>();
+      }
+      if (kTwoTiles && kTwoPanels) amx::multiply<3, 5, 7>();
+      meanwhile();
+    }
+  }
+};
+
+}  // namespace
+
+#endif
