@@ -60,10 +60,11 @@ def test_weights_in_4_bits_answer_as_dequantised(tmp_path: Path, kind: str):
     with LLM(folder, **SETTINGS) as llm:
         # Two matrices of each expert, and four of a dense layer.
         assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
-        found = answers(llm)
+        llm.check_weights()
+        found = answers(llm), llm.weights_digest()
     with LLM(folder, **SETTINGS, dequantize_weights=True) as llm:
         assert num_held(llm) == 0
-        assert answers(llm) == found
+        assert (answers(llm), llm.weights_digest()) == found
 
 
 @pytest.mark.control("Weights that stay as stored give the answers of dequantised ones")
