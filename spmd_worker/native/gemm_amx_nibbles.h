@@ -17,7 +17,15 @@ class RowExpansion : public Expansion {
   void take(int64_t count) {
     while (count > 0 && num_panels_ > 0) {
       const int64_t line = input_ / kLineInputs, end = std::min(end_, (line + 1) * kLineInputs);
-      for (; output_ < kPanel && count > 0; ++output_, --count) expand_output(line, end);
+      if (output_ == 0) begin_line(end);
+      const uint8_t* const from = panel_ + kNibbleLine + line * kPanel * kNibbleLine;
+      uint16_t* const to = to_ + (input_ - first_) * kPanel;
+      const int64_t last = std::min(int64_t(kPanel), output_ + count);
+      count -= last - output_;
+      if (has_all_ && has_one_group_)
+        for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kNibbleInputs, to);
+      else
+        for (; output_ < last; ++output_) expand_output<false>(from, (end - input_) / kNibbleInputs, to);
       if (output_ < kPanel) return;
       output_ = 0;
       advance(end);
@@ -31,19 +39,30 @@ class RowExpansion : public Expansion {
   }
 
  private:
-  SPMD_INLINE_MEMBER void expand_output(int64_t line, int64_t end) {
-    const uint8_t* const from = panel_ + kNibbleLine + (line * kPanel + output_) * kNibbleLine;
+  // Scales and zero points of the outputs, of one group or of each 32 inputs.
+  void begin_line(int64_t end) {
+    has_all_ = end - input_ == kLineInputs, has_one_group_ = head_.group_inputs % kLineInputs == 0;
+    skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kNibbleInputs * 4);
+    levels_ = load<Floats>(kLevels[head_.kind]);
+    int64_t input = input_;
+    for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kNibbleInputs, ++block) {
+      Floats scales, zeros;
+      load_scales(group_at(input), head_.kind, 0, scales, zeros);
+      store(scales_[block], scales), store(zeros_[block], zeros);
+    }
+  }
+
+  template <bool kIsPlain>
+  SPMD_INLINE_MEMBER void expand_output(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
+    const uint8_t* const from = line + output_ * kNibbleLine;
     __builtin_prefetch(from + kAheadBytes, 0, 2);
-    __m512i numbers = _mm512_loadu_si512(from);
-    int64_t input = line * kLineInputs, end_of_group = -1;
-    for (; input < input_; input += kNibbleInputs) numbers = _mm512_srli_epi16(numbers, 4);
-    uint16_t* to = to_ + (input - first_) * kPanel + output_ * kNibbleInputs;
-    __m512i values = numbers;
-    for (; input < end; input += kNibbleInputs, to += kNibbleInputs * kPanel) {
-      if (input >= end_of_group) {
-        values = table(group_at(input));
-        end_of_group = (input / head_.group_inputs + 1) * head_.group_inputs;
-      }
+    __m512i numbers = _mm512_loadu_si512(from), values = table(0);
+    to += output_ * kNibbleInputs;
+    if constexpr (!kIsPlain) numbers = _mm512_srl_epi16(numbers, skipped_);
+#pragma GCC unroll 4
+    for (int64_t block = 0; block < (kIsPlain ? 4 : num_blocks); ++block, to += kNibbleInputs * kPanel) {
+      if constexpr (!kIsPlain)
+        if (block > 0 && !has_one_group_) values = table(block);
       // Its lowest five bits are taken: the table is there twice.
       _mm512_store_si512(to, _mm512_permutexvar_epi16(numbers, values));
       numbers = _mm512_srli_epi16(numbers, 4);
@@ -51,21 +70,16 @@ class RowExpansion : public Expansion {
   }
 
   // The 16 values of a group of the output, twice.
-  SPMD_INLINE_MEMBER __m512i table(const uint8_t* group) const {
-    float scale, zero = 0.0f;
-    if (head_.kind == kFp4) {
-      // 2^-127 is subnormal.
-      const uint32_t bits = group[output_] == 0 ? 1u << 22 : uint32_t(group[output_]) << 23;
-      std::memcpy(&scale, &bits, sizeof scale);
-    } else {
-      std::memcpy(&scale, group + output_ * 4, sizeof scale);
-      zero = float(group[kPanel * 4 + output_]);
-    }
-    const Floats values = (load<Floats>(kLevels[head_.kind]) - broadcast(zero)) * broadcast(scale);
+  SPMD_INLINE_MEMBER __m512i table(int64_t block) const {
+    const Floats values = (levels_ - broadcast(zeros_[block][output_])) * broadcast(scales_[block][output_]);
     return _mm512_broadcast_i64x4((__m256i)narrowed_vector(values));
   }
 
   int64_t output_ = 0;
+  bool has_all_ = false, has_one_group_ = false;
+  __m128i skipped_;
+  Floats levels_;
+  alignas(64) float scales_[4][kPanel], zeros_[4][kPanel];
 };
 
 // Transposes a matrix of 32-bit numbers.

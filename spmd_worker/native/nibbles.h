@@ -26,7 +26,7 @@
 #include "vector.h"
 
 constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32, kLineInputs = 128;
-constexpr int64_t kAheadBytes = 1024;  // of a panel, to be fetched
+constexpr int64_t kAheadBytes = 2048;  // of a panel, to be fetched
 
 enum NibbleKind : int32_t { kIntegers, kFp4 };
 

@@ -91,7 +91,9 @@ def test_products_are_those_of_dequantised_weights(instruction_set: str, is_mxfp
             assert torch.equal(kernels.linear(some, packed, bias), kernels.linear(some, dequantised, bias)), num_rows
         # The control: another zero point or exponent is another product.
         weight.scales.view(-1)[-1] += 1
-        assert not torch.equal(kernels.linear(x, weight.packed(kernels), None), kernels.linear(x, dequantised, None)), shape
+        assert not torch.equal(kernels.linear(x, weight.packed(kernels), None), kernels.linear(x, dequantised, None)), (
+            shape
+        )
 
 
 @each_library
@@ -123,7 +125,9 @@ def test_joined_experts_have_the_same_bits(is_mxfp4: bool, activation: str):
         is_gated = activation == "silu"
         pack = kernels.pack_gated if is_gated else kernels.pack
         plain = ExpertWeights(pack(gates.values.to(BFLOAT16)), None, kernels.pack(down.values.to(BFLOAT16)), None)
-        experts.append((ExpertWeights(gates.packed(kernels, is_gated=is_gated), None, down.packed(kernels), None), plain))
+        experts.append(
+            (ExpertWeights(gates.packed(kernels, is_gated=is_gated), None, down.packed(kernels), None), plain)
+        )
     for leaf_ends in ((), (32, size)):
         sizes = ExpertSizes(
             num_experts=3,

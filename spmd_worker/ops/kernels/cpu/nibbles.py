@@ -71,12 +71,12 @@ class NibblePanels:
         wide = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
         padded = -(-wide.shape[1] // _LINE_INPUTS) * _LINE_INPUTS
         if self.are_rows:
-            wide = F.pad(wide, (0, padded - wide.shape[1])).view(len(wide), -1, 2, 2, STEP)
+            wide = F.pad(wide, (0, padded - wide.shape[1])).view(len(wide), padded // _LINE_INPUTS, 2, 2, STEP)
             bytes_ = wide[:, :, :, 0] | wide[:, :, :, 1] << 4
             lines = to.unflatten(-1, (-1, PANEL, 2 * STEP))
             lines[panel, part, :, output] = bytes_.transpose(2, 3).flatten(2)
             return
-        wide = wide.view(len(wide), -1, 2, _HALF)
+        wide = wide.view(len(wide), wide.shape[1] // STEP, 2, _HALF)
         blocks = to[..., : wide.shape[1] * PANEL * _HALF].unflatten(-1, (-1, _LINES, _LINES, _HALF))
         blocks[panel, part, :, output % _LINES, output // _LINES] = wide[:, :, 0] | wide[:, :, 1] << 4
 
@@ -88,7 +88,9 @@ class NibblePanels:
             bytes_ = bytes_.unflatten(-1, (STEP, 2)).transpose(-1, -2)
             wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
         else:
-            bytes_ = source.unflatten(-1, (-1, _LINES, _LINES, _HALF))[panel, part, :, output % _LINES, output // _LINES]
+            bytes_ = source.unflatten(-1, (-1, _LINES, _LINES, _HALF))[
+                panel, part, :, output % _LINES, output // _LINES
+            ]
             wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
         pairs = wide.flatten(1).unflatten(1, (-1, 2))
         return pairs[..., 0] | pairs[..., 1] << 4
