@@ -38,8 +38,6 @@ class RowPanels:
         rows[:, end + 4 * num_groups : end + 5 * num_groups].copy_(scales[..., 1])
 
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
-        sizes = range(_UNIT, 2 * packed.shape[1], _UNIT)
-        num_inputs = next(size for size in sizes if stored.panel_bytes(size) // 16 == packed.shape[1])
         held, end, num_groups = packed[slice(*rows)], _HEAD + num_inputs // 2, stored.num_groups(num_inputs)
         numbers = held[:, _HEAD:end]
         if stored.is_mxfp4:
@@ -56,19 +54,19 @@ class PanelKernels(ReferenceKernels):
         return RowPanels() if dtype == torch.bfloat16 else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return super().linear(x, self._expanded(weight, x.dtype), bias, out)
+        return super().linear(x, self._expanded(weight, x), bias, out)
 
     def linear_of_leaves(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Sequence[int], dtype: torch.dtype, *out: Any
     ) -> Tensor:
-        return super().linear_of_leaves(x, self._expanded(weight, x.dtype), bias, ends, dtype, *out)
+        return super().linear_of_leaves(x, self._expanded(weight, x), bias, ends, dtype, *out)
 
-    def _expanded(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _expanded(self, weight: Tensor, x: Tensor) -> Tensor:
         if weight.dtype != torch.uint8:
             return weight
         kind, units = weight[0, :2].tolist()
         stored = MXFP4 if kind else StoredFormat("int4", 1, units * _UNIT)
-        return RowPanels().read_values(weight, stored, (0, len(weight))).to(dtype)
+        return RowPanels().read_values(weight, stored, x.shape[1], (0, len(weight))).to(x.dtype)
 
 
 class PanelDevice(DeviceBackend):
