@@ -350,7 +350,7 @@ class GemmThread {
     return gemm_.panel(place.pair * 2) + tiling_.first_input(place.part) * kPanel;
   }
 
-  // Two buffers for parts of pairs of nibbles.
+  // A part of a pair of nibbles as elements, and the next one, if it is expanded ahead.
   struct Expanded {
     Place places[2] = {{-1, 0}, {-1, 0}};
     int current = 0;
@@ -358,21 +358,21 @@ class GemmThread {
       static thread_local std::vector<AlignedLine<Element>> kept[2];
       return kept[current];
     }
+    bool has(const Place& place) const {
+      return places[current].pair == place.pair && places[current].part == place.part;
+    }
+    void complete() { expansion.take(expansion.num_left()); }
     typename Micro::Expansion expansion;
   };
 
   // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
   void expand(const Place& place, const Place& next) {
-    Expanded& expanded = expanded_;
-    expanded.expansion.take(expanded.expansion.num_left());
-    if (expanded.places[expanded.current].pair != place.pair || expanded.places[expanded.current].part != place.part)
-      begin_expansion(place), expanded.expansion.take(expanded.expansion.num_left());
-    block_.panels = block_.ahead = expanded.lines()[0].numbers;
-    block_.panel_size = stride_of(place);
-    block_.expansion = nullptr;
-    expanded.current = 1 - expanded.current;
+    expanded_.complete();
+    if (!expanded_.has(place)) begin_expansion(place), expanded_.complete();
+    block_.panels = block_.ahead = expanded_.lines()[0].numbers, block_.panel_size = stride_of(place);
     if constexpr (Micro::kExpandsAhead) {
-      if (next.pair >= 0) begin_expansion(next), block_.expansion = &expanded.expansion;
+      expanded_.current = 1 - expanded_.current, block_.expansion = nullptr;
+      if (next.pair >= 0) begin_expansion(next), block_.expansion = &expanded_.expansion;
     }
   }
 
