@@ -41,6 +41,10 @@ class CheckpointLayer(nn.Module):
         """Shape of the parameter that regions index."""
         return tuple(self.get_parameter(parameter).shape)
 
+    def dtype_of(self, parameter: str) -> torch.dtype:
+        """Dtype of what `read_region` returns."""
+        return self.get_parameter(parameter).dtype
+
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         """A region of the parameter of this name: a view if it is held in the checkpoint's order, else a copy."""
         tensor: Tensor = getattr(self, parameter)
@@ -106,6 +110,13 @@ class PackedLayer(CheckpointLayer):
         numbers, scales = stored_weights.empty_tensors(stored, (num_outputs, num_inputs), self.weight.device)
         self.weight = nn.Parameter(numbers, requires_grad=False)
         self.register_buffer("weight_scales", scales)
+
+    def hold_plain(self) -> None:
+        """Undo `hold_as_stored` in panels, before the weight is filled."""
+        assert self._panels is not None, "stacked weights have memory of their own"
+        shape, dtype = self._plain
+        self.stored = self._panels = None
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.weight.device), requires_grad=False)
 
     @property
     def is_multiplied_as_held(self) -> bool:
@@ -192,6 +203,10 @@ class PackedLayer(CheckpointLayer):
     def shape_of(self, parameter: str) -> tuple[int, ...]:
         is_plain = parameter != "weight" or (self.stored is None and not self.is_packed)
         return super().shape_of(parameter) if is_plain else self._plain[0]
+
+    def dtype_of(self, parameter: str) -> torch.dtype:
+        is_stored = parameter == "weight" and self.stored is not None
+        return self._plain[1] if is_stored else super().dtype_of(parameter)
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         if self.stored is not None and parameter == "weight":
