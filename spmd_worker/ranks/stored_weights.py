@@ -161,7 +161,7 @@ def stored_linears(
 
 
 def stored_tensors(model_config: ModelConfig, formats: LayerFormats) -> dict[tuple[str, ...], StoredFormat]:
-    """Formats of tensors of the checkpoint, but for those of routed experts, by the names of those of a linear layer."""
+    """Formats of tensors of the checkpoint but for those of routed experts, by the names of a linear layer's."""
     return {
         tuple(f"{module}.weight" for module in _modules(model_config, index, each.parts)): formats[index][each.name]
         for index in formats

@@ -254,11 +254,12 @@ def reload_from_state(
     """
     files = state.files[rank % len(state.files)]
     parameters = {each.name: each for each in held_parameters(model)}
-    for each in parameters.values():
-        if each.own == "weight" and isinstance(each.layer, PackedLayer) and each.layer.stored is not None:
+    for name, parameter in parameters.items():
+        stored = parameter.layer.stored if isinstance(parameter.layer, PackedLayer) else None
+        if stored is not None and parameter.own == "weight":
             raise CheckpointError(
-                f"{folder}: {each.name} is held in {each.layer.stored.words}, as in its file, and a sharded state has "
-                f"dequantised weights: set model.dequantize_weights=true"
+                f"{folder}: {name} is held in {stored.words}, as in its file, and a sharded state has dequantised "
+                f"weights: set model.dequantize_weights=true"
             )
     headers = _checked_headers(folder, files, parameters)
 

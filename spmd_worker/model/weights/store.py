@@ -479,9 +479,9 @@ class WeightStore:
         layers = {self.names.layer_of_expert(name) for name in others} - {None}
         for name, held in self.held.items():
             if name in lost or self.names.layer_of_expert(name) in layers:
-                for each in held.pieces:
-                    if isinstance(each.layer, PackedLayer) and each.layer.stored is not None:
-                        each.layer.hold_plain()
+                for piece in held.pieces:
+                    if isinstance(piece.layer, PackedLayer) and piece.layer.stored is not None:
+                        piece.layer.hold_plain()
         self._stored_tensors = {name: each for name, each in self._stored_tensors.items() if name not in lost}
         self._stored_experts = {index: each for index, each in self._stored_experts.items() if index not in layers}
 
