@@ -66,34 +66,34 @@ class NibblePanels:
         return stored_weights.values(stored, numbers, torch.stack((found, zeros.float()), dim=-1))
 
     def _write_numbers(self, to: Tensor, index: "tuple[Tensor, Tensor, Tensor]", numbers: Tensor) -> None:
-        """Numbers uint8 [n, I / 2] to rows `index` of panels [..., bytes]."""
+        """Write numbers uint8 [n, I / 2] as rows `index` of panels [..., bytes]."""
         panel, part, output = index
         wide = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
-        padded = -(-wide.shape[1] // _LINE_INPUTS) * _LINE_INPUTS
         if self.are_rows:
+            padded = -(-wide.shape[1] // _LINE_INPUTS) * _LINE_INPUTS
             wide = F.pad(wide, (0, padded - wide.shape[1])).view(len(wide), padded // _LINE_INPUTS, 2, 2, STEP)
             bytes_ = wide[:, :, :, 0] | wide[:, :, :, 1] << 4
-            lines = to.unflatten(-1, (-1, PANEL, 2 * STEP))
-            lines[panel, part, :, output] = bytes_.transpose(2, 3).flatten(2)
+            _parted(to, -1, PANEL, 2 * STEP)[panel, part, :, output] = bytes_.transpose(2, 3).flatten(2)
             return
         wide = wide.view(len(wide), wide.shape[1] // STEP, 2, _HALF)
-        blocks = to[..., : wide.shape[1] * PANEL * _HALF].unflatten(-1, (-1, _LINES, _LINES, _HALF))
+        blocks = _parted(to[..., : wide.shape[1] * PANEL * _HALF], -1, _LINES, _LINES, _HALF)
         blocks[panel, part, :, output % _LINES, output // _LINES] = wide[:, :, 0] | wide[:, :, 1] << 4
 
     def _read_numbers(self, source: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
-        """What `_write_numbers` wrote, uint8 [n, a multiple of 64]."""
+        """The numbers that `_write_numbers` wrote, uint8 [n, a multiple of 64]."""
         panel, part, output = index
         if self.are_rows:
-            bytes_ = source.unflatten(-1, (-1, PANEL, 2 * STEP))[panel, part, :, output]
-            bytes_ = bytes_.unflatten(-1, (STEP, 2)).transpose(-1, -2)
-            wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
+            bytes_ = _parted(source, -1, PANEL, 2 * STEP)[panel, part, :, output]
+            bytes_ = _parted(bytes_, STEP, 2).transpose(-1, -2)
         else:
-            bytes_ = source.unflatten(-1, (-1, _LINES, _LINES, _HALF))[
-                panel, part, :, output % _LINES, output // _LINES
-            ]
-            wide = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2)
-        pairs = wide.flatten(1).unflatten(1, (-1, 2))
+            bytes_ = _parted(source, -1, _LINES, _LINES, _HALF)[panel, part, :, output % _LINES, output // _LINES]
+        pairs = _parted(torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2).flatten(1), -1, 2)
         return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _parted(tensor: Tensor, *sizes: int) -> Tensor:
+    """A view with the last dimension, of part of a panel perhaps, as several."""
+    return torch.unflatten(tensor, -1, sizes)
 
 
 def nibbles_fit(weight: Tensor, num_outputs: int, num_inputs: int) -> bool:
@@ -122,5 +122,5 @@ def _parts_of(packed: Tensor, stored: StoredFormat, num_inputs: int) -> tuple[Te
     """Views of panels: heads int32 [..., 2]; numbers [..., bytes]; scales [..., G, bytes of a group]."""
     end = _HEAD_BYTES + -(-num_inputs // _LINE_INPUTS) * _LINE_INPUTS * PANEL // 2
     num_groups, num_bytes = stored.num_groups(num_inputs), PANEL if stored.is_mxfp4 else 5 * PANEL
-    groups = packed[..., end : end + num_groups * num_bytes].unflatten(-1, (num_groups, num_bytes))
+    groups = _parted(packed[..., end : end + num_groups * num_bytes], num_groups, num_bytes)
     return packed[..., :8].view(torch.int32), packed[..., _HEAD_BYTES:end], groups
