@@ -256,7 +256,7 @@ def test_weights_that_files_have_otherwise_are_dequantised(tmp_path: Path):
         if kind == "gptq":
             tensors[f"{other}.g_idx"] = tensors[f"{other}.g_idx"].flip(0)
         save_file(tensors, file, metadata={"format": "pt"})
-        for layout in (ONE, TWO):
+        for layout in (TWO, *([APART] if kind == "awq" else [])):
             for rank in range(layout.tensor_parallel_size):
                 found, expected = (loaded(folder, layout, rank, is_stored=each) for each in (True, False))
                 assert_equal(weights_of(found), weights_of(expected))
