@@ -16,6 +16,9 @@ from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredPanels, StoredScaleKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
+_READ_ELEMENTS = 1 << 22
+"""Elements of a weight that is held as stored dequantised at once, with temporary tensors of about 10 bytes each."""
+
 
 class CheckpointLayer(nn.Module):
     """A layer whose parameters a checkpoint fills."""
@@ -210,15 +213,24 @@ class PackedLayer(CheckpointLayer):
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         if self.stored is not None and parameter == "weight":
-            rows, columns = region
-            if self._panels is not None:
-                found = self._panels.read_values(self.weight.data, self.stored, self._plain[0][1], rows)
-            else:
-                found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
-            return found[:, slice(*columns)].to(self._plain[1]).contiguous()
+            (start, stop), columns = region
+            size = stop - start, columns[1] - columns[0]
+            values = torch.empty(size, dtype=self._plain[1], device=self.weight.device)
+            step = max(1, _READ_ELEMENTS // self._plain[0][1])
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                values[first - start : last - start] = self._stored_rows(first, last)[:, slice(*columns)]
+            return values
         if parameter != "weight" or not self.is_packed:
             return super().read_region(parameter, region)
         return self._kernels.unpack(self.weight, *region[0])
+
+    def _stored_rows(self, start: int, stop: int) -> Tensor:
+        """Values of rows of a weight that is held as stored, float32."""
+        assert self.stored is not None, type(self).__name__
+        if self._panels is not None:
+            return self._panels.read_values(self.weight.data, self.stored, self._plain[0][1], (start, stop))
+        return stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, (start, stop))
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.check_changes`: a weight that is held as stored keeps its values."""

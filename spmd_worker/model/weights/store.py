@@ -18,6 +18,7 @@ loading after a sleep update packed parameters. The same rules hold for all of t
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
 * Weights that are held as files store them (`LayerContext.stored`) are replaced by such files alone: `fill` and
   `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
+  On CPUs `fill` holds those plain that its files have otherwise than config.json says; `reload` refuses such files.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
   when all are filled; on the CPU they are quantised meanwhile where a rank has complete rows, of which a block then has
   all inputs. Later a tensor is written in place, and only this rank's slices of it are copied.
