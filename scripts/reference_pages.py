@@ -114,8 +114,12 @@ an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../gu
   `model.allow_nonfinite`; `model.lora_merge`, which adds to weights.
 * Latent attention and other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are
   dequantised.
-* Such weights are replaced by files alone (`reload_weights`): `update_weights`, changes in `apply_model` and saves are
-  refused. `model.dequantize_weights=true` dequantises them when they are loaded, for trainers. LoRA adapters work.
+* Weights that a file has otherwise than its config.json says, mostly plain ones that it does not list, are dequantised
+  too, with those they are multiplied with, or all experts of the layer; a plan, which reads config.json alone, counts
+  them in 4 bits.
+* Such weights are replaced by quantised files alone (`reload_weights`): `update_weights` and changes in `apply_model`
+  are refused. `model.dequantize_weights=true` dequantises them when they are loaded, for trainers. LoRA adapters work,
+  and saved models have the dequantised weights.
 """
 
 VLLM_HEAD = f"""# Names of vLLM

@@ -395,6 +395,7 @@ class DecoderForCausalLM(nn.Module):
             partial(_stage_slices, context, model_config),
             allows_nonfinite=allows_nonfinite,
             stored_tensors=stored_tensors(model_config, context.stored),
+            can_dequantise=context.kernels.stored_panels(context.dtype) is not None,
             stored_experts={index: each[EXPERTS] for index, each in context.stored.items() if EXPERTS in each},
         )
         self._is_on_cpu = context.device.type == "cpu"

@@ -13,7 +13,8 @@ wherever kernels can, unless `model.dequantize_weights` is set, as updates of we
   attention to an encoder's rows, towers, heads of drafts and the token head are dequantised.
 
 A rank's share must begin and end where scales do. All ranks decide alike, for all of them, so that memory is shared
-evenly. Nothing is read but config.json: files that do not match it are refused when they are loaded.
+evenly. Nothing is read but config.json. Files may have some weights otherwise than it says, plain ones most often:
+CPUs dequantise those when they are loaded (`WeightStore.fill`), GPUs refuse such files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,14 +160,13 @@ def stored_linears(
     yield StoredLinear(EXPERTS, (), size, columns, count=own.num_experts)
 
 
-def stored_tensors(model_config: ModelConfig, formats: LayerFormats) -> dict[str, StoredFormat]:
-    """Formats of tensors of the checkpoint, but for those of routed experts, by name."""
+def stored_tensors(model_config: ModelConfig, formats: LayerFormats) -> dict[tuple[str, ...], StoredFormat]:
+    """Formats of tensors of the checkpoint but for those of routed experts, by the names of a linear layer's."""
     return {
-        f"{module}.weight": formats[index][each.name]
+        tuple(f"{module}.weight" for module in _modules(model_config, index, each.parts)): formats[index][each.name]
         for index in formats
         for each in stored_linears(model_config, RankLayout(1), index, 0)
         if each.name in formats[index] and each.parts
-        for module in _modules(model_config, index, each.parts)
     }
 
 

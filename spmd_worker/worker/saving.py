@@ -116,8 +116,8 @@ class ModelSaver:
                 agreement.wait_until_all()
 
     def _check_saveable(self) -> None:
-        """Raise RuntimeError while weights sleep or are being changed, SaveError for weights that are held quantised or
-        as their files store them.
+        """Raise RuntimeError while weights sleep or are being changed, SaveError for weights that are held quantised
+        and for experts that GPUs hold as their files store them; those that CPUs do are saved dequantised.
         """
         update, options = self._model.weights.update, self._resolved.config.model
         update.check_awake("before they are saved")
@@ -131,10 +131,11 @@ class ModelSaver:
                 f"model.quantization={options.quantization} holds rounded weights, and those of the checkpoint are "
                 f"gone: save from a run without it"
             )
-        stored = [each.stored for each in self._model.modules() if isinstance(each, PackedLayer) and each.stored]
-        if stored:
+        layers = [each for each in self._model.modules() if isinstance(each, PackedLayer)]
+        stored = next((each.stored for each in layers if not each.is_multiplied_as_held), None)
+        if stored is not None:
             raise SaveError(
-                f"weights are held in {stored[0].words}, as their files have them, and cannot be saved: copy those "
+                f"experts are held in {stored.words}, as their files have them, and cannot be saved: copy those "
                 f"files, or set model.dequantize_weights=true"
             )
 

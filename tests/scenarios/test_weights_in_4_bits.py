@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from stored_checkpoints import write_stored
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
-from spmd_worker.base.errors import CheckpointError, SaveError
+from spmd_worker.base.errors import CheckpointError
 
 LIMIT_S = 120.0
 KINDS = ("gptq", "awq", "w4a16", "mxfp4")
@@ -120,19 +120,38 @@ def test_adapters_and_drafts_take_weights_in_4_bits(tmp_path: Path):
 
 
 def test_runs_in_4_bits_refuse_other_weights(tmp_path: Path):
-    """Files alone replace them, after a deep sleep too; nothing is saved."""
-    folder = write_stored(tmp_path / "gptq", "gptq")
+    """Files alone replace them, after a deep sleep too."""
+    folder, state = write_stored(tmp_path / "gptq", "gptq"), tmp_path / "state"
     with LLM(folder, **SETTINGS) as llm:
         before, name = answers(llm), "model.layers.1.self_attn.o_proj.weight"
         with pytest.raises(CheckpointError, match=r"held in 4-bit integers in groups of 32.*dequantize_weights=True"):
             llm.update_weights([(name, torch.zeros(128, 128))])
-        with pytest.raises(SaveError, match="weights are held in 4-bit integers"):
-            llm.save_checkpoint(tmp_path / "saved")
+        llm.save_sharded_state(state)
+        with pytest.raises(CheckpointError, match=r"sharded state has dequantised weights.*dequantize_weights=True"):
+            llm.collective_rpc("reload_weights", args=(str(state),))
         llm.reset_prefix_cache()
         llm.sleep(level=2)
         llm.wake_up()
         llm.collective_rpc("reload_weights")
         assert answers(llm) == before
+
+
+@pytest.mark.parametrize("kind", ["awq", "mxfp4"])
+def test_weights_in_4_bits_are_saved_dequantised(tmp_path: Path, kind: str):
+    """To the byte the files of a run that dequantises them; answers of saved models are those of the run."""
+    folder, files = write_stored(tmp_path / kind, kind), []
+    for dequantises in (False, True):
+        checkpoint, state = (tmp_path / f"{name}{dequantises}" for name in ("checkpoint", "state"))
+        with LLM(folder, **SETTINGS, dequantize_weights=dequantises) as llm:
+            assert (num_held(llm) > 0) is not dequantises
+            expected = answers(llm)
+            llm.save_checkpoint(checkpoint)
+            llm.save_sharded_state(state)
+        saved = sorted(path for each in (checkpoint, state) for path in each.iterdir())
+        files.append({path.name: path.read_bytes() for path in saved})
+    assert files[0] == files[1]
+    with LLM(checkpoint, **SETTINGS) as llm:
+        assert answers(llm) == expected
 
 
 ADAPTED = {"self_attn.q_proj": (128, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 192)}

@@ -16,6 +16,9 @@ from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.api import Kernels, QuantisedKernels, StoredPanels, StoredScaleKernels
 from spmd_worker.ops.kernels.int8 import row_maxima
 
+_READ_ELEMENTS = 1 << 22
+"""Elements of a weight that is held as stored dequantised at once, with temporary tensors of about 10 bytes each."""
+
 
 class CheckpointLayer(nn.Module):
     """A layer whose parameters a checkpoint fills."""
@@ -40,6 +43,10 @@ class CheckpointLayer(nn.Module):
     def shape_of(self, parameter: str) -> tuple[int, ...]:
         """Shape of the parameter that regions index."""
         return tuple(self.get_parameter(parameter).shape)
+
+    def dtype_of(self, parameter: str) -> torch.dtype:
+        """Dtype of what `read_region` returns."""
+        return self.get_parameter(parameter).dtype
 
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         """A region of the parameter of this name: a view if it is held in the checkpoint's order, else a copy."""
@@ -106,6 +113,13 @@ class PackedLayer(CheckpointLayer):
         numbers, scales = stored_weights.empty_tensors(stored, (num_outputs, num_inputs), self.weight.device)
         self.weight = nn.Parameter(numbers, requires_grad=False)
         self.register_buffer("weight_scales", scales)
+
+    def hold_plain(self) -> None:
+        """Undo `hold_as_stored` in panels, before the weight is filled."""
+        assert self._panels is not None, "stacked weights have memory of their own"
+        shape, dtype = self._plain
+        self.stored = self._panels = None
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.weight.device), requires_grad=False)
 
     @property
     def is_multiplied_as_held(self) -> bool:
@@ -193,17 +207,30 @@ class PackedLayer(CheckpointLayer):
         is_plain = parameter != "weight" or (self.stored is None and not self.is_packed)
         return super().shape_of(parameter) if is_plain else self._plain[0]
 
+    def dtype_of(self, parameter: str) -> torch.dtype:
+        is_stored = parameter == "weight" and self.stored is not None
+        return self._plain[1] if is_stored else super().dtype_of(parameter)
+
     def read_region(self, parameter: str, region: Rectangle) -> Tensor:
         if self.stored is not None and parameter == "weight":
-            rows, columns = region
-            if self._panels is not None:
-                found = self._panels.read_values(self.weight.data, self.stored, self._plain[0][1], rows)
-            else:
-                found = stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, rows)
-            return found[:, slice(*columns)].to(self._plain[1]).contiguous()
+            (start, stop), columns = region
+            size = stop - start, columns[1] - columns[0]
+            values = torch.empty(size, dtype=self._plain[1], device=self.weight.device)
+            step = max(1, _READ_ELEMENTS // self._plain[0][1])
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                values[first - start : last - start] = self._stored_rows(first, last)[:, slice(*columns)]
+            return values
         if parameter != "weight" or not self.is_packed:
             return super().read_region(parameter, region)
         return self._kernels.unpack(self.weight, *region[0])
+
+    def _stored_rows(self, start: int, stop: int) -> Tensor:
+        """Values of rows of a weight that is held as stored, float32."""
+        assert self.stored is not None, type(self).__name__
+        if self._panels is not None:
+            return self._panels.read_values(self.weight.data, self.stored, self._plain[0][1], (start, stop))
+        return stored_weights.read_values(self.stored, self.weight.data, self.weight_scales, (start, stop))
 
     def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
         """`CheckpointLayer.check_changes`: a weight that is held as stored keeps its values."""

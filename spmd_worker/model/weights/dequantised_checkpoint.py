@@ -141,10 +141,14 @@ class DequantisedCheckpoint:
         weight = self.weights.get(name)
         return weight.row_scales(region) if type(weight) is ScaledWeight else None
 
+    def is_stored_as(self, name: str, stored: StoredFormat) -> bool:
+        """Whether `read_stored` reads a weight in this format."""
+        weight = self.weights.get(name)
+        return weight is not None and weight.is_stored_as(stored)
+
     def check_stored(self, name: str, stored: StoredFormat) -> None:
         """Raise CheckpointError unless a weight is stored in this format."""
-        weight = self.weights.get(name)
-        if weight is None or not weight.is_stored_as(stored):
+        if not self.is_stored_as(name, stored):
             raise CheckpointError(
                 f"{self.folder}: {name} is not stored in {stored.words} with the scales that quantization_config of "
                 f"config.json says: set model.dequantize_weights=true"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.coverage import checkpoint_problems, raise_problems
 from spmd_worker.model.weights.safetensors_header import SafetensorsHeader, read_header
@@ -185,7 +185,7 @@ class HeldParameter:
 
     @property
     def to_write(self) -> TensorToWrite:
-        return TensorToWrite(self.name, self.layer.get_parameter(self.own).dtype, self.shape)
+        return TensorToWrite(self.name, self.layer.dtype_of(self.own), self.shape)
 
     def read(self) -> Tensor:
         """A view, or an unpacked copy."""
@@ -254,6 +254,13 @@ def reload_from_state(
     """
     files = state.files[rank % len(state.files)]
     parameters = {each.name: each for each in held_parameters(model)}
+    for name, parameter in parameters.items():
+        stored = parameter.layer.stored if isinstance(parameter.layer, PackedLayer) else None
+        if stored is not None and parameter.own == "weight":
+            raise CheckpointError(
+                f"{folder}: {name} is held in {stored.words}, as in its file, and a sharded state has dequantised "
+                f"weights: set model.dequantize_weights=true"
+            )
     headers = _checked_headers(folder, files, parameters)
 
     def memory(name: str) -> Tensor:

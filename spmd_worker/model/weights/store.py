@@ -18,6 +18,7 @@ loading after a sleep update packed parameters. The same rules hold for all of t
   at the wrong time (requests in flight, asleep) RuntimeError. A tensor is written and recorded, or neither.
 * Weights that are held as files store them (`LayerContext.stored`) are replaced by such files alone: `fill` and
   `reload` copy numbers and scales, and check that they are finite; tensors of a trainer are refused, and changes too.
+  On CPUs `fill` holds those plain that its files have otherwise than config.json says; `reload` refuses such files.
 * Memory. Fresh parameters are plain: they are written in blocks of at most 16 MB in the order of the files, and packed
   when all are filled; on the CPU they are quantised meanwhile where a rank has complete rows, of which a block then has
   all inputs. Later a tensor is written in place, and only this rank's slices of it are copied.
@@ -25,6 +26,7 @@ loading after a sleep update packed parameters. The same rules hold for all of t
 Architectures are known to layers and names alone. Nothing is exchanged with other ranks.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.liveness.deferred_signals import deferred_signals
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.names import hint
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, stored_weight_error
 from spmd_worker.model.layers.weight_slice import (
@@ -77,6 +80,8 @@ from spmd_worker.native.threads import use_single_threaded_torch
 from spmd_worker.ops.default_device import host_by_default
 from spmd_worker.ops.kernels.stored_weights import are_surely_finite
 from spmd_worker.ranks.topology import Stage
+
+logger = logging.getLogger(__name__)
 
 # Well under the documented 64 MB: glibc reuses blocks below 32 MB instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
@@ -116,13 +121,17 @@ class WeightStore:
         stage_slices: Callable[[Stage], list[WeightSlice]],
         *,
         allows_nonfinite: bool = False,
-        stored_tensors: Mapping[str, StoredFormat] | None = None,
+        stored_tensors: Mapping[tuple[str, ...], StoredFormat] | None = None,
         stored_experts: Mapping[int, StoredFormat] | None = None,
+        can_dequantise: bool = False,
     ) -> None:
-        """`stored_tensors`, by name, are held as files store them on the ranks that have them, and so are all experts
-        of the layers `stored_experts`.
+        """`stored_tensors`, by the names of those of a linear layer, are held as files store them on the ranks that
+        have them, and so are all experts of the layers `stored_experts`; those that files have otherwise are
+        dequantised instead, if it `can_dequantise`, and refused else.
         """
-        self._stored_tensors, self._stored_experts = stored_tensors or {}, stored_experts or {}
+        self._stored_together, self._stored_experts = [*(stored_tensors or {})], dict(stored_experts or {})
+        self._stored_tensors = {name: each for names, each in (stored_tensors or {}).items() for name in names}
+        self._can_dequantise = can_dequantise
         self.names, self._layers, self._dtype, self._stage_slices = names, layers, dtype, stage_slices
         self.allows_nonfinite = allows_nonfinite
         self.update = WeightUpdate(names.tied)
@@ -208,7 +217,11 @@ class WeightStore:
         file that cannot be read, a tied head that differs and an element that is not finite.
         """
         start_s, num_bytes_before = time.perf_counter(), source.num_bytes_read
-        self.check_covered(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
+        self._check_names(source, parameter_problems(self.slices, self.paddings, _shapes(self._layers)))
+        if self._can_dequantise:
+            self._dequantise_others(source)
+        else:
+            self._check_stored(source)
         pieces = [(name, each) for name, weight in self.held.items() for each in (*weight.pieces, *weight.copies)]
         pieces = [(name, each) for name, each in pieces if not each.piece.is_empty]
         pieces.sort(key=lambda pair: (source.position(pair[0]), pair[1].piece.source))
@@ -428,8 +441,14 @@ class WeightStore:
             check_finite(f"{name}: this rank's slice", self.to_check(name, values), self.dtype_of(name))
         held.check_changes(values)
 
-    def check_covered(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
-        """Raise CheckpointError unless the source has the model's tensors and, except ignorable ones, no others."""
+    def check_covered(self, source: WeightSource) -> None:
+        """Raise CheckpointError unless the source has the model's tensors and, except ignorable ones, no others, and
+        stores those that are held as stored in their format.
+        """
+        self._check_names(source)
+        self._check_stored(source)
+
+    def _check_names(self, source: WeightSource, other_problems: Iterable[str] = ()) -> None:
         found = {name: source.shape(name) for name in source.names()}
         problems = checkpoint_problems(
             self.shapes, found, ignorable=lambda name: self.names.is_derived(name) or source.is_unused(name)
@@ -437,8 +456,35 @@ class WeightStore:
         raise_problems(source.folder, [*problems, *other_problems])
         for name in self.tensors:
             source.dtype(name)
+
+    def _check_stored(self, source: WeightSource) -> None:
+        for name in self.tensors:
             if (stored := self._stored_format(name)) is not None:
                 _dequantised(source, name).check_stored(name, stored)
+
+    def _dequantise_others(self, source: WeightSource) -> None:
+        """Hold weights plain that the source does not store in their format, with all of their linear layer, or all
+        experts of their decoder layer: those of every rank and stage, so that all refuse the same updates.
+        """
+        formats = {name: each for name in self.tensors if (each := self._stored_format(name)) is not None}
+        others = [name for name, each in formats.items() if not _is_stored_as(source, name, each)]
+        if not others:
+            return
+        logger.info(
+            "%s: %d weights, such as %s, are not stored in %s, as config.json says: they are held in the run's dtype, "
+            "and a plan does not know of them",
+            *(source.folder, len(others), others[0], formats[others[0]].words),
+            extra=SAME_ON_EVERY_RANK,
+        )
+        lost = {name for names in self._stored_together if not set(others).isdisjoint(names) for name in names}
+        layers = {self.names.layer_of_expert(name) for name in others} - {None}
+        for name, held in self.held.items():
+            if name in lost or self.names.layer_of_expert(name) in layers:
+                for piece in held.pieces:
+                    if isinstance(piece.layer, PackedLayer) and piece.layer.stored is not None:
+                        piece.layer.hold_plain()
+        self._stored_tensors = {name: each for name, each in self._stored_tensors.items() if name not in lost}
+        self._stored_experts = {index: each for index, each in self._stored_experts.items() if index not in layers}
 
     @torch.no_grad()
     def _write_block(self, source: WeightSource, is_inference: bool, job: tuple[HeldPiece, Rectangle]) -> Tensor | None:
@@ -527,6 +573,11 @@ def _stored_blocks(held: HeldPiece) -> Iterator[Rectangle]:
     """Blocks in which a slice of a weight that is held as stored is read."""
     is_integer = held.stored is not None and held.stored.number == "int4"
     return held.stored_blocks(_INTEGER_BLOCK_BYTES if is_integer else _STORED_BLOCK_BYTES)
+
+
+def _is_stored_as(source: WeightSource, name: str, stored: StoredFormat) -> bool:
+    source = source_of(source, name)
+    return isinstance(source, DequantisedCheckpoint) and source.is_stored_as(name, stored)
 
 
 def _dequantised(source: WeightSource, name: str) -> DequantisedCheckpoint:
