@@ -24,13 +24,14 @@
 //
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
-//   kCutInputs (where parts may begin), kTransposes (rows of a block are in the order of the tiles that they are the second
-//   factor of), Expansion and kExpandsAhead (of nibbles), kRowsBytes (of a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item
-//   that keeps no sums: half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks,
-//   kWidens (rows of a block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the
-//   first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>, which has `multiply(Block)`, and `finish()`
-//   after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts; kSplits (chains go from part to part by
-//   `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums between two parts).
+//   kCutInputs (where parts begin), kTransposes (a block's rows are in the order of tiles, as a product's second factor),
+//   Expansion and kExpandsAhead (of nibbles), kRowsBytes (of a group), kFewProducts (below it a second thread costs more
+//   than it gains), kMaxProducts (of an item that keeps no sums: half a millisecond, which bounds how long a thread that
+//   lost its core delays the others), kPacks, kWidens (rows of a block are floats, `x` and `x_stride` count halves of
+//   them), kSpreads (rows that share sets of the first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>,
+//   which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts;
+//   kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums
+//   between two parts).
 //
 // Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread. The next part is
 // expanded during the blocks by this one where tiles multiply, which other instructions run beside, else before its own.
@@ -201,8 +202,9 @@ class OwnRows {
   static bool is_used(const Gemm<Element>& gemm, int64_t num_threads) {
     // They fit; of a thread, for which the copy takes longer than it saves.
     constexpr int64_t kFewRows = 6, kFewPairs = 4;
-    return Micro::kWidens || Micro::kTransposes || (Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs * num_threads &&
-                              gemm.x_stride * int64_t(sizeof(Element)) % kSharedSets == 0);
+    if (Micro::kWidens || Micro::kTransposes) return true;
+    return Micro::kSpreads && gemm.num_rows > kFewRows && gemm.num_pairs() >= kFewPairs * num_threads &&
+           gemm.x_stride * int64_t(sizeof(Element)) % kSharedSets == 0;
   }
 
   // One cache line more where the rows would share sets.
@@ -309,7 +311,8 @@ class GemmThread {
       const Place next = place_ahead(part, first, tile, last == end);
       if (gemm_.nibbles == nullptr) {
         block_.panels = panels_of({tile.pair, part});
-        block_.ahead = next.pair >= 0 && gemm_.num_panels_of(next.pair) >= block_.num_panels ? panels_of(next) : block_.panels;
+        const bool has_as_many = next.pair >= 0 && gemm_.num_panels_of(next.pair) >= block_.num_panels;
+        block_.ahead = has_as_many ? panels_of(next) : block_.panels;
       } else {
         expand({tile.pair, part}, next);
       }
