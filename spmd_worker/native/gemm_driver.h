@@ -309,7 +309,7 @@ class GemmThread {
       block_.num_blocks = std::min(end_block - tile.block, end - number);
       const int64_t last = number + block_.num_blocks;
       const Place next = place_ahead(part, first, tile, last == end);
-      if (gemm_.nibbles == nullptr) {
+      if (sizeof(Element) != 2 || gemm_.nibbles == nullptr) {
         block_.panels = panels_of({tile.pair, part});
         const bool has_as_many = next.pair >= 0 && gemm_.num_panels_of(next.pair) >= block_.num_panels;
         block_.ahead = has_as_many ? panels_of(next) : block_.panels;
@@ -369,7 +369,7 @@ class GemmThread {
   };
 
   // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
-  void expand(const Place& place, const Place& next) {
+  __attribute__((noinline)) void expand(const Place& place, const Place& next) {
     expanded_.complete();
     if (!expanded_.has(place)) begin_expansion(place), expanded_.complete();
     block_.panels = block_.ahead = expanded_.lines()[0].numbers, block_.panel_size = stride_of(place);
