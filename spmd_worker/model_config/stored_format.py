@@ -25,7 +25,7 @@ _PANEL: Final = 16
 _LINE: Final = 64
 """Bytes of the head of a panel, and the multiple of its size."""
 _INTEGER_SCALE_BYTES: Final = 5
-"""Of a group in a panel: a float32 scale and a zero point."""
+"""Bytes of an output's group in a panel: a float32 scale and a zero point."""
 
 
 @dataclass(frozen=True, slots=True)

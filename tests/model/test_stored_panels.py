@@ -43,7 +43,7 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
     },
     "mxfp4": {index: {EXPERTS: MXFP4} for index in (0, 1)},
 }
-"""By kind of checkpoint, index of the layer and name in it."""
+"""Formats by kind of checkpoint, index of the layer and name in it."""
 ONE, TWO = RankLayout(1), RankLayout(2)
 CPU = single_group(), PanelKernels(), SdpaBackend(), torch.bfloat16, torch.device("cpu")
 APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))

@@ -88,7 +88,7 @@ class PackedLayer(CheckpointLayer):
     pairs_gates = False
     """Whether rows are gates and ups that the kernels have in pairs of panels."""
     _panels: StoredPanels | None = None
-    """Of a weight that is held as stored in panels."""
+    """The kernels' panels, if the weight is held as stored in them."""
     _plain: tuple[tuple[int, ...], torch.dtype]
     """Shape and dtype of the weight before it was packed, or of the dequantised one if it is held as stored."""
     is_packed = False

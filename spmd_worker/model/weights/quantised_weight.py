@@ -139,7 +139,7 @@ class LinearWeight(QuantisedWeight):
 
     def _nibbles(self, rows: Range, words: Range) -> Tensor:
         """Unsigned numbers of 4 bits, two a byte, uint8 [outputs, inputs / 2], of words of eight inputs."""
-        raise NotImplementedError(f"{type(self).__name__} has no numbers of 4 bits")
+        raise AssertionError(f"{type(self).__name__} has numbers of 8 bits: is_stored_as says no")
 
     @abstractmethod
     def _numbers(self, rows: Range, columns: Range) -> Tensor:

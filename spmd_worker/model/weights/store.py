@@ -90,7 +90,7 @@ _LARGE_BLOCKS = threading.Lock()
 _STORED_BLOCK_BYTES = 2 * 2**20
 """Bytes as stored: checking that 4 million numbers of MXFP4 are finite takes about 100 MB for a moment."""
 _INTEGER_BLOCK_BYTES = 8 * 2**20
-"""Of integers, whose scales alone are checked, and of which files in the order of inputs are read through for each
+"""The same of integers: their scales alone are checked, and files in the order of inputs are read through for each
 block of outputs.
 """
 
