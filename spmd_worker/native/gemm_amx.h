@@ -128,9 +128,9 @@ class ByTiles {
     int64_t expected = block.row;
     const int64_t end_row = has_results(block) ? block.row + block.num_rows : block.row;
     int64_t num_each = 0;
-    if constexpr (Micro::kExpandsAhead) num_each = steps_each(block, num_steps);
+    if constexpr (Micro::kExpandingRows > 0) num_each = steps_each(block, num_steps);
     Micro::template multiply<kTwoTiles, kTwoPanels>(block, num_steps, [&] {
-      if constexpr (Micro::kExpandsAhead) {
+      if constexpr (Micro::kExpandingRows > 0) {
         if (num_each > 0) expansion_of(block).take(num_each);
       } else {
         prefetch.step();
@@ -168,7 +168,8 @@ struct OfTiles {
   static constexpr bool kWidens = false, kSpreads = false, kSplits = false;
   static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;
   static constexpr int64_t kMaxProducts = 1 << 29;
-  static constexpr bool kLeavesAreParts = true, kExpandsAhead = false, kTransposes = false;
+  static constexpr bool kLeavesAreParts = true, kTransposes = false;
+  static constexpr int64_t kExpandingRows = 0;
   static constexpr int64_t kCutInputs = Micro::kStep;
   using Expansion = PairExpansion;
   template <class Epilogue>

@@ -3,6 +3,8 @@
 // have changed places.
 #pragma once
 
+#include <limits>
+
 #include "gemm_amx.h"
 #include "nibbles.h"
 
@@ -44,6 +46,7 @@ class RowExpansion : public Expansion {
     has_all_ = end - input_ == kLineInputs, has_one_group_ = head_.group_inputs % kLineInputs == 0;
     skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kNibbleInputs * 4);
     levels_ = load<Floats>(kLevels[head_.kind]);
+    fetch_scales(group_at(input_));
     int64_t input = input_;
     for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kNibbleInputs, ++block) {
       Floats scales, zeros;
@@ -55,7 +58,7 @@ class RowExpansion : public Expansion {
   template <bool kIsPlain>
   SPMD_INLINE_MEMBER void expand_output(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
     const uint8_t* const from = line + output_ * kNibbleLine;
-    __builtin_prefetch(from + kAheadBytes, 0, 2);
+    __builtin_prefetch(from + ahead_, 0, 2);
     __m512i numbers = _mm512_loadu_si512(from), values = table(0);
     to += output_ * kNibbleInputs;
     if constexpr (!kIsPlain) numbers = _mm512_srl_epi16(numbers, skipped_);
@@ -107,7 +110,8 @@ SPMD_INLINE void transpose_tile(__m512i (&rows)[16]) {
 struct AmxNibbles : OfTiles<AmxNibbles, uint16_t, float> {
   using Expansion = RowExpansion;
   static constexpr int kStep = 32, kCutInputs = kLineInputs;
-  static constexpr bool kPacks = false, kTransposes = true, kExpandsAhead = true;
+  static constexpr bool kPacks = false, kTransposes = true;
+  static constexpr int64_t kExpandingRows = std::numeric_limits<int64_t>::max();
   static constexpr int64_t kKeptBlocks = 4, kKeptPairs = 8;
   static constexpr int64_t kRowsBytes = 1 << 20, kFewProducts = 1 << 20;
   // With few rows a part and the next one stay in the first-level cache; with many, sums are kept less often.

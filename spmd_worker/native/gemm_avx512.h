@@ -69,12 +69,21 @@ SPMD_INLINE void each_vector(Vector (&totals)[kRows][kPanels][kVectors], const E
       for (int v = 0; v < kVectors; ++v) each(totals[row][panel][v], ((row * 2 + panel) * kVectors + v) * kLanes);
 }
 
+// Expands as many nibbles of the next part as this one has inputs until the end, which is the result: latency of few rows'
+// chains hides it.
+SPMD_INLINE int64_t expand_some(const Block<uint16_t>& block, int num_panels, int64_t num_left) {
+  if (block.expansion == nullptr) return 0;
+  static_cast<PairExpansion*>(block.expansion)->take(num_panels);
+  return num_left - kNibbleInputs;
+}
+
 // One step: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. The sums of kRowsOf rows by
 // a pair of panels fill the registers.
 template <class Step, class Element, class Sum, int kRowsOf, int kInputs, int kVectors>
 struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
   static constexpr bool kHasRegisters = true;
   static constexpr bool kSplits = true;
+  static constexpr int64_t kExpandingRows = sizeof(Element) == 2 ? 4 : 0;
 
   template <int kRows, int kPanels, class Epilogue>
   static void multiply(const Block<Element>& block, const Epilogue& epilogue) {
@@ -96,7 +105,11 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
     if (block.kept != nullptr && !block.is_first_part)
       each_vector(totals, [&](Vector& total, int at) { total = load<Vector>(block.kept + at); });
     RowAddresses<Element, kRows> x(block.x, block.x_stride);
-    for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= kInputs) {
+    int64_t num_left = block.num_inputs;
+    while (true) {
+      int64_t end = 0;
+      if constexpr (kRows <= InRegisters::kExpandingRows) end = expand_some(block, kPanels, num_left);
+      for (; num_left > end; num_left -= kInputs) {
       Vector right[kPanels][kVectors];
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel)
@@ -118,6 +131,8 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       }
       x.advance(kInputs);
       asm volatile("" : "+r"(num_left));  // otherwise compilers keep where it ends in a register, too
+      }
+      if (kRows > InRegisters::kExpandingRows || num_left <= 0) break;
     }
     if (block.kept != nullptr && !block.is_last_part)
       return each_vector(totals, [&](const Vector& total, int at) { store(block.kept + at, total); });

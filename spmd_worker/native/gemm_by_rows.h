@@ -211,7 +211,8 @@ struct OfVectors {
     return (num_steps + kMaxSteps - 1) / kMaxSteps;
   }
   static constexpr int64_t kPanelsBytes = 128 << 10;
-  static constexpr bool kLeavesAreParts = false, kExpandsAhead = false, kTransposes = false;
+  static constexpr bool kLeavesAreParts = false, kTransposes = false;
+  static constexpr int64_t kExpandingRows = 0;
   static constexpr int64_t kCutInputs = kStep;
   using Expansion = PairExpansion;
   template <class Epilogue>

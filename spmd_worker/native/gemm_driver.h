@@ -25,7 +25,7 @@
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kCutInputs (where parts begin), kTransposes (a block's rows are in the order of tiles, as a product's second factor),
-//   Expansion and kExpandsAhead (of nibbles), kRowsBytes (of a group), kFewProducts (below it a second thread costs more
+//   Expansion (of nibbles) and kExpandingRows (up to which the next part is expanded meanwhile), kRowsBytes (of a group), kFewProducts (below it a second thread costs more
 //   than it gains), kMaxProducts (of an item that keeps no sums: half a millisecond, which bounds how long a thread that
 //   lost its core delays the others), kPacks, kWidens (rows of a block are floats, `x` and `x_stride` count halves of
 //   them), kSpreads (rows that share sets of the first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>,
@@ -269,19 +269,23 @@ class GemmThread {
 
   GemmThread(
       const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items, int64_t num_threads)
-      : gemm_(gemm), tiling_(tiling), items_(items), kernel_(epilogue),
+      : gemm_(gemm), tiling_(tiling), items_(items), num_threads_(num_threads), kernel_(epilogue),
         has_own_rows_(OwnRows<Micro>::is_used(gemm, num_threads)) {
     block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * kElementsEach : gemm.x_stride;
     block_.panel_size = gemm.panel_size(), block_.num_all_inputs = gemm.num_inputs;
   }
 
   void run() {
-    int64_t item = items_.next();
-    Tile first = item < 0 ? Tile{} : tiling_.tile(tiling_.start(item));
-    next_item_ = -1, next_first_ = first;
-    for (; item >= 0; item = next_item_, first = next_first_)
+    claim();
+    while (next_item_ >= 0) {
+      const int64_t item = next_item_;
+      const Tile first = next_first_;
+      has_next_ = false;
+      // So that it is fetched in time; not of the last ones, which other threads may be waiting for.
+      if (gemm_.nibbles != nullptr && item + 2 * num_threads_ < tiling_.num_items()) claim();
       for (int64_t part = 0; part < tiling_.num_parts(); ++part)
         run_part(part, first, tiling_.start(item), tiling_.start(item + 1));
+    }
     kernel_.finish();
   }
 
@@ -332,15 +336,20 @@ class GemmThread {
     }
   }
 
+  void claim() {
+    if (has_next_) return;
+    has_next_ = true, next_item_ = items_.next();
+    if (next_item_ >= 0) next_first_ = tiling_.tile(tiling_.start(next_item_));
+  }
+  Place next_place() const { return has_next_ && next_item_ >= 0 ? Place{next_first_.pair, 0} : Place{-1, 0}; }
+
   // What follows the blocks by the pair of `tile`: the next pair, the next part's first pair, or the next item's, which is
   // claimed here; a pair below 0 if there is none.
   SPMD_INLINE_MEMBER Place place_ahead(int64_t part, const Tile& first, const Tile& tile, bool is_last_pair) {
     if (!is_last_pair) return {tile.pair + 1 < tiling_.num_pairs() ? tile.pair + 1 : 0, part};
     if (part + 1 < tiling_.num_parts()) return {first.pair, part + 1};
-    next_item_ = items_.next();
-    if (next_item_ < 0) return {-1, 0};
-    next_first_ = tiling_.tile(tiling_.start(next_item_));
-    return {next_first_.pair, 0};
+    claim();
+    return next_place();
   }
 
   const Element* own_rows(const Tile& tile, int64_t end_block) {
@@ -371,12 +380,18 @@ class GemmThread {
   // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
   __attribute__((noinline)) void expand(const Place& place, const Place& next) {
     expanded_.complete();
-    if (!expanded_.has(place)) begin_expansion(place), expanded_.complete();
+    if (!expanded_.has(place)) begin_expansion(place, next), expanded_.complete();
     block_.panels = block_.ahead = expanded_.lines()[0].numbers, block_.panel_size = stride_of(place);
-    if constexpr (Micro::kExpandsAhead) {
-      expanded_.current = 1 - expanded_.current, block_.expansion = nullptr;
-      if (next.pair >= 0) begin_expansion(next), block_.expansion = &expanded_.expansion;
-    }
+    if (gemm_.num_rows > Micro::kExpandingRows) return;
+    expanded_.current = 1 - expanded_.current, block_.expansion = nullptr;
+    if (next.pair >= 0) begin_expansion(next, place_behind(place, next)), block_.expansion = &expanded_.expansion;
+  }
+
+  // What follows `next`, of nibbles: an item of more parts than one is a pair.
+  Place place_behind(const Place& place, const Place& next) const {
+    if (next.part + 1 < tiling_.num_parts()) return {next.pair, next.part + 1};
+    if (tiling_.num_parts() > 1 && next.pair == place.pair) return next_place();
+    return {next.pair + 1 < tiling_.num_pairs() ? next.pair + 1 : -1, 0};
   }
 
   int64_t stride_of(const Place& place) const {
@@ -385,29 +400,34 @@ class GemmThread {
     return (tiling_.first_input(place.part + 1) - tiling_.first_input(place.part)) * kPanel + kLineElements;
   }
 
-  // Into the current buffer.
-  void begin_expansion(const Place& place) {
+  const uint8_t* nibbles_of(const Place& place) const { return gemm_.nibbles + place.pair * 2 * gemm_.nibbles_size; }
+
+  // Into the current buffer; what `behind` needs is fetched meanwhile.
+  void begin_expansion(const Place& place, const Place& behind) {
     if constexpr (sizeof(Element) == 2) {
       auto& lines = expanded_.lines();
       const int64_t stride = stride_of(place), num_lines = 2 * stride * int64_t(sizeof(Element)) / 64;
       if (int64_t(lines.size()) < num_lines) lines.resize(size_t(num_lines));
       expanded_.places[expanded_.current] = place;
       expanded_.expansion.begin(
-          gemm_.nibbles + place.pair * 2 * gemm_.nibbles_size, gemm_.nibbles_size, gemm_.num_panels_of(place.pair),
+          nibbles_of(place), gemm_.nibbles_size, gemm_.num_panels_of(place.pair),
           gemm_.num_inputs, tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].numbers, stride);
+      if (behind.pair >= 0) expanded_.expansion.fetch(nibbles_of(behind), tiling_.first_input(behind.part));
     }
   }
 
   const Gemm<Element>& gemm_;
   const TilingOf& tiling_;
   Items& items_;
+  const int64_t num_threads_;
   Kernel kernel_;
   OwnRows<Micro> own_rows_;
   const bool has_own_rows_;
   Block<Element> block_;
   Expanded expanded_;
+  bool has_next_ = false;  // it is claimed, if there is one
   int64_t next_item_ = -1;
-  Tile next_first_;
+  Tile next_first_ = {};
 };
 
 template <class Micro, class Epilogue>

@@ -26,7 +26,6 @@
 #include "vector.h"
 
 constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32, kLineInputs = 128;
-constexpr int64_t kAheadBytes = 2048;  // of a panel, to be fetched
 
 enum NibbleKind : int32_t { kIntegers, kFp4 };
 
@@ -94,18 +93,6 @@ SPMD_INLINE Words rounded_up_halves(Floats value) {
 
 #if defined(SPMD_AVX512) || defined(SPMD_AVX2)
 
-// Each lane's two floats as bfloat16, the first in the low half.
-SPMD_INLINE NibbleVector pairs_of(Floats first, Floats second) {
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-  alignas(64) static constexpr uint16_t kInTurn[32] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                       8,  24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-  return _mm512_permutexvar_epi16(load<__m512i>(kInTurn), halves);
-#else
-  return (NibbleVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
-#endif
-}
-
 // Transposes 32-bit numbers within lanes of 128 bits: number j of vector i becomes number i of vector j.
 SPMD_INLINE void transpose(NibbleVector (&vectors)[4]) {
   const NibbleVector first = SPMD_OF_NIBBLES(unpacklo_epi32)(vectors[0], vectors[1]),
@@ -116,6 +103,82 @@ SPMD_INLINE void transpose(NibbleVector (&vectors)[4]) {
   vectors[1] = SPMD_OF_NIBBLES(unpackhi_epi64)(first, third);
   vectors[2] = SPMD_OF_NIBBLES(unpacklo_epi64)(second, fourth);
   vectors[3] = SPMD_OF_NIBBLES(unpackhi_epi64)(second, fourth);
+}
+
+#if defined(SPMD_AVX512)
+
+// Indices of every second number of two vectors.
+template <class Number>
+struct EveryOther {
+  alignas(64) Number indices[64 / sizeof(Number)] = {};
+  constexpr explicit EveryOther(int first) {
+    for (size_t i = 0; i < 64 / sizeof(Number); ++i) indices[i] = Number(2 * i + first);
+  }
+};
+
+// As bfloat16, one after the other.
+SPMD_INLINE __m512i halves_of(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+  static constexpr EveryOther<uint16_t> kUpper(1);
+  const __m512i one = (__m512i)rounded_up_halves(first), other = (__m512i)rounded_up_halves(second);
+  return _mm512_permutex2var_epi16(one, load<__m512i>(kUpper.indices), other);
+#endif
+}
+
+// Byte `kByte` of each number.
+template <int kByte>
+SPMD_INLINE __m512i bytes_of(__m512i first, __m512i second) {
+#if defined(__AVX512VBMI__)
+  static constexpr EveryOther<uint8_t> kBytes(kByte);
+  return _mm512_permutex2var_epi8(first, load<__m512i>(kBytes.indices), second);
+#else
+  const __m512i mask = _mm512_set1_epi16(255);
+  first = kByte == 0 ? _mm512_and_si512(first, mask) : _mm512_srli_epi16(first, 8);
+  second = kByte == 0 ? _mm512_and_si512(second, mask) : _mm512_srli_epi16(second, 8);
+  return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), _mm512_packus_epi16(first, second));
+#endif
+}
+
+// Whole numbers from -255 to 15, of which 16 are the levels less a zero point.
+struct LevelsLessZero {
+  float numbers[271] = {};
+  constexpr LevelsLessZero() {
+    for (int i = 0; i < 271; ++i) numbers[i] = float(i - 255);
+  }
+};
+
+// A vector has the 16 values of an output.
+SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+  static constexpr LevelsLessZero kLessZero;
+  alignas(64) static constexpr uint8_t kNone[kPanel] = {};
+  alignas(64) float powers[kPanel];
+  const float *levels = kLessZero.numbers + 255, *scales = reinterpret_cast<const float*>(group);
+  const uint8_t* zeros = group + kPanel * 4;
+  if (kind == kFp4) {
+    Floats all, none;
+    load_scales(group, kind, 0, all, none);
+    store(powers, all), levels = kLevels[kFp4], scales = powers, zeros = kNone;
+  }
+#pragma GCC unroll 4
+  for (int line = 0; line < 4; ++line) {
+    Floats values[4];
+#pragma GCC unroll 4
+    for (int lane = 0; lane < 4; ++lane) {
+      const int output = 4 * lane + line;
+      values[lane] = load<Floats>(levels - zeros[output]) * broadcast(scales[output]);
+    }
+    const __m512i first = halves_of(values[0], values[1]), second = halves_of(values[2], values[3]);
+    store(tables.low[line], bytes_of<0>(first, second)), store(tables.high[line], bytes_of<1>(first, second));
+  }
+}
+
+#else
+
+// Each lane's two floats as bfloat16, the first in the low half.
+SPMD_INLINE NibbleVector pairs_of(Floats first, Floats second) {
+  return (NibbleVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
 }
 
 // Lanes are outputs until pairs of values have been put into them.
@@ -145,8 +208,11 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
   }
 }
 
-// Blocks of a group; the memory kAheadBytes behind each is fetched.
-SPMD_INLINE void expand_blocks(const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to) {
+#endif
+
+// Blocks of a group; the memory `ahead` bytes behind each is fetched.
+SPMD_INLINE void expand_blocks(
+    const uint8_t* blocks, int64_t count, int64_t ahead, const NibbleTables& tables, uint16_t* to) {
   const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi8)(15);
   for (int at = 0; at < kNibbleLine; at += kNibbleBytes) {
     NibbleVector low[4], high[4];
@@ -164,7 +230,7 @@ SPMD_INLINE void expand_blocks(const uint8_t* blocks, int64_t count, const Nibbl
 #pragma GCC unroll 4
         for (int line = 0; line < 4; ++line) {
           const NibbleVector both = load<NibbleVector>(from + line * kNibbleLine);
-          if (half == 0 && at == 0) __builtin_prefetch(from + kAheadBytes + line * kNibbleLine, 0, 2);
+          if (half == 0 && at == 0) __builtin_prefetch(from + ahead + line * kNibbleLine, 0, 2);
           const NibbleVector numbers =
               SPMD_ALL_NIBBLES(and)(half == 0 ? both : SPMD_OF_NIBBLES(srli_epi16)(both, 4), mask);
           const NibbleVector low_bytes = SPMD_OF_NIBBLES(shuffle_epi8)(low[line], numbers),
@@ -199,7 +265,7 @@ inline void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables
   }
 }
 
-inline void expand_blocks(const uint8_t* blocks, int64_t count, const NibbleTables& tables, uint16_t* to) {
+inline void expand_blocks(const uint8_t* blocks, int64_t count, int64_t, const NibbleTables& tables, uint16_t* to) {
   for (int64_t input = 0; input < count * kNibbleInputs; ++input)
     for (int output = 0; output < kPanel; ++output) {
       const uint8_t* const block = blocks + input / kNibbleInputs * kNibbleInputs * kPanel / 2;
@@ -222,6 +288,13 @@ class Expansion {
       uint16_t* to, int64_t stride) {
     head_ = nibble_head(panels), panel_ = panels, panel_bytes_ = panel_bytes, num_panels_ = num_panels;
     num_inputs_ = num_inputs, first_ = input_ = first, end_ = end, to_ = to, stride_ = stride;
+    ahead_ = scales_ahead_ = 0;
+  }
+  // Meanwhile numbers and scales from input `first` of `panels` on are fetched.
+  void fetch(const uint8_t* panels, int64_t first) {
+    const int64_t panels_between = panels - panel_;
+    ahead_ = panels_between + (first - first_) * kPanel / 2;
+    scales_ahead_ = panels_between + (first / head_.group_inputs - first_ / head_.group_inputs) * head_.group_bytes();
   }
   // Blocks of 32 inputs of a panel.
   int64_t num_left() const {
@@ -232,6 +305,10 @@ class Expansion {
   const uint8_t* group_at(int64_t input) const {
     return panel_ + kNibbleLine + nibble_bytes(num_inputs_) + input / head_.group_inputs * head_.group_bytes();
   }
+  void fetch_scales(const uint8_t* group) const {
+    __builtin_prefetch(group + scales_ahead_, 0, 2);
+    __builtin_prefetch(group + scales_ahead_ + kNibbleLine, 0, 2);
+  }
   // Inputs of the panel before `end` are done.
   void advance(int64_t end) {
     input_ = end;
@@ -241,6 +318,7 @@ class Expansion {
   NibbleHead head_ = {32, kIntegers};
   const uint8_t* panel_ = nullptr;
   int64_t panel_bytes_ = 0, num_inputs_ = 0, first_ = 0, input_ = 0, end_ = 0, stride_ = 0;
+  int64_t ahead_ = 0, scales_ahead_ = 0;
   int num_panels_ = 0;
   uint16_t* to_ = nullptr;
 };
@@ -253,9 +331,13 @@ class PairExpansion : public Expansion {
     while (count > 0 && num_panels_ > 0) {
       const int64_t end_of_group = (input_ / head_.group_inputs + 1) * head_.group_inputs;
       const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
-      if (input_ == first_ || input_ % head_.group_inputs == 0) fill_tables(group_at(input_), head_.kind, tables_);
+      if (input_ == first_ || input_ % head_.group_inputs == 0) {
+        fetch_scales(group_at(input_));
+        fill_tables(group_at(input_), head_.kind, tables_);
+      }
       const int64_t num_blocks = (end - input_) / kNibbleInputs;
-      expand_blocks(panel_ + kNibbleLine + input_ * kPanel / 2, num_blocks, tables_, to_ + (input_ - first_) * kPanel);
+      const uint8_t* const blocks = panel_ + kNibbleLine + input_ * kPanel / 2;
+      expand_blocks(blocks, num_blocks, ahead_, tables_, to_ + (input_ - first_) * kPanel);
       count -= num_blocks;
       advance(end);
     }
