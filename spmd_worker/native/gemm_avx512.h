@@ -207,6 +207,7 @@ class FloatRows {
 // Rows are floats already (`OwnRows`); of the panels' pairs the first inputs are widened, and then the second.
 struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
   static constexpr bool kHasRegisters = true, kWidens = true, kSplits = true;
+  static constexpr int64_t kExpandingRows = 4;
   static constexpr int64_t kRowsBytes = 256 << 10;  // twice as many of floats
   static constexpr int64_t kPanelsBytes = 64 << 10;
 
@@ -220,7 +221,11 @@ struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
     const int64_t panel_size = block.panel_size, ahead_step = block.share_of(2 * kPanel);
     FloatRows x(reinterpret_cast<const float*>(block.x), block.x_stride / 2);
     constexpr std::make_integer_sequence<int, kRows> rows;
-    for (int64_t num_left = block.num_inputs; num_left > 0; num_left -= 2) {
+    int64_t num_left = block.num_inputs;
+    while (true) {
+      int64_t end = 0;
+      if constexpr (kRows <= kExpandingRows) end = expand_some(block, kPanels, num_left);
+    for (; num_left > end; num_left -= 2) {
       Floats right[kPanels];
 #pragma GCC unroll 2
       for (int panel = 0; panel < kPanels; ++panel) {
@@ -236,6 +241,8 @@ struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
       add<1>(totals, x, right, rows);
       panels += 2 * kPanel, ahead += ahead_step;
       x.advance(2);
+    }
+      if (kRows > kExpandingRows || num_left <= 0) break;
     }
     if (block.kept != nullptr && !block.is_last_part)
       return each_vector(totals, [&](const Floats& total, int at) { store(block.kept + at, total); });

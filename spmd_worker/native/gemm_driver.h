@@ -138,7 +138,7 @@ class Tiling {
  private:
   static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_cuts) {
     const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_cuts);
-    constexpr int64_t kMost = kExpandedInputs / Micro::kCutInputs;
+    const int64_t kMost = (gemm.num_rows > 2 * Micro::kRows ? 2 : 1) * kExpandedInputs / Micro::kCutInputs;
     const bool is_cut = gemm.nibbles != nullptr && Micro::kSplits;
     return is_cut ? std::max(num_parts, (num_cuts + kMost - 1) / kMost) : num_parts;
   }
