@@ -69,8 +69,7 @@ SPMD_INLINE void each_vector(Vector (&totals)[kRows][kPanels][kVectors], const E
       for (int v = 0; v < kVectors; ++v) each(totals[row][panel][v], ((row * 2 + panel) * kVectors + v) * kLanes);
 }
 
-// Expands as many nibbles of the next part as this one has inputs until the end, which is the result: latency of few rows'
-// chains hides it.
+// Expands nibbles of the next part, if there are any, before as many of this one: the number of inputs left behind them.
 SPMD_INLINE int64_t expand_some(const Block<uint16_t>& block, int num_panels, int64_t num_left) {
   if (block.expansion == nullptr) return 0;
   static_cast<PairExpansion*>(block.expansion)->take(num_panels);
@@ -110,27 +109,27 @@ struct InRegisters : OfVectors<Step, Element, Sum, kRowsOf> {
       int64_t end = 0;
       if constexpr (kRows <= InRegisters::kExpandingRows) end = expand_some(block, kPanels, num_left);
       for (; num_left > end; num_left -= kInputs) {
-      Vector right[kPanels][kVectors];
-#pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = panel * panel_size + v * kElements;
-          right[panel][v] = load<Vector>(panels + at);
-          __builtin_prefetch(ahead + at * sizeof(Element), 0, 2);
-        }
-      panels += kInputs * kPanel, ahead += ahead_step;
-#pragma GCC unroll 14
-      for (int row = 0; row < kRows; ++row) {
-        const Vector left = Step::left(x.row(row));
+        Vector right[kPanels][kVectors];
 #pragma GCC unroll 2
         for (int panel = 0; panel < kPanels; ++panel)
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v)
-            totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
-      }
-      x.advance(kInputs);
-      asm volatile("" : "+r"(num_left));  // otherwise compilers keep where it ends in a register, too
+          for (int v = 0; v < kVectors; ++v) {
+            const int64_t at = panel * panel_size + v * kElements;
+            right[panel][v] = load<Vector>(panels + at);
+            __builtin_prefetch(ahead + at * sizeof(Element), 0, 2);
+          }
+        panels += kInputs * kPanel, ahead += ahead_step;
+#pragma GCC unroll 14
+        for (int row = 0; row < kRows; ++row) {
+          const Vector left = Step::left(x.row(row));
+#pragma GCC unroll 2
+          for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v)
+              totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
+        }
+        x.advance(kInputs);
+        asm volatile("" : "+r"(num_left));  // otherwise compilers keep where it ends in a register, too
       }
       if (kRows > InRegisters::kExpandingRows || num_left <= 0) break;
     }
@@ -225,23 +224,23 @@ struct Avx512Widened : OfVectors<Avx512Widened, uint16_t, float, 14> {
     while (true) {
       int64_t end = 0;
       if constexpr (kRows <= kExpandingRows) end = expand_some(block, kPanels, num_left);
-    for (; num_left > end; num_left -= 2) {
-      Floats right[kPanels];
+      for (; num_left > end; num_left -= 2) {
+        Floats right[kPanels];
 #pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel) {
-        right[panel] = first_of_pairs(load<Words>(panels + panel * panel_size));
-        __builtin_prefetch(ahead + panel * panel_size * 2, 0, 2);
+        for (int panel = 0; panel < kPanels; ++panel) {
+          right[panel] = first_of_pairs(load<Words>(panels + panel * panel_size));
+          __builtin_prefetch(ahead + panel * panel_size * 2, 0, 2);
+        }
+        add<0>(totals, x, right, rows);
+        // Loads the pairs again: no registers are left to keep them.
+        asm volatile("" ::: "memory");
+#pragma GCC unroll 2
+        for (int panel = 0; panel < kPanels; ++panel)
+          right[panel] = second_of_pairs(load<Words>(panels + panel * panel_size));
+        add<1>(totals, x, right, rows);
+        panels += 2 * kPanel, ahead += ahead_step;
+        x.advance(2);
       }
-      add<0>(totals, x, right, rows);
-      // Loads the pairs again: no registers are left to keep them.
-      asm volatile("" ::: "memory");
-#pragma GCC unroll 2
-      for (int panel = 0; panel < kPanels; ++panel)
-        right[panel] = second_of_pairs(load<Words>(panels + panel * panel_size));
-      add<1>(totals, x, right, rows);
-      panels += 2 * kPanel, ahead += ahead_step;
-      x.advance(2);
-    }
       if (kRows > kExpandingRows || num_left <= 0) break;
     }
     if (block.kept != nullptr && !block.is_last_part)

@@ -25,18 +25,20 @@
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kCutInputs (where parts begin), kTransposes (a block's rows are in the order of tiles, as a product's second factor),
-//   Expansion (of nibbles) and kExpandingRows (up to which the next part is expanded meanwhile), kRowsBytes (of a group), kFewProducts (below it a second thread costs more
-//   than it gains), kMaxProducts (of an item that keeps no sums: half a millisecond, which bounds how long a thread that
-//   lost its core delays the others), kPacks, kWidens (rows of a block are floats, `x` and `x_stride` count halves of
-//   them), kSpreads (rows that share sets of the first-level cache are copied), num_parts(rows, steps), Kernel<Epilogue>,
+//   Expansion (of nibbles), kExpandingRows (most rows during whose blocks the next part is expanded), kRowsBytes (of a
+//   group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item that keeps no sums:
+//   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, kWidens (rows of a
+//   block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the first-level cache are
+//   copied), num_parts(rows, steps), Kernel<Epilogue>,
 //   which has `multiply(Block)`, and `finish()` after the last; for leaves, LeafKernel<Epilogue> and kLeavesAreParts;
 //   kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums
 //   between two parts).
 //
-// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread. The next part is
-// expanded during the blocks by this one where tiles multiply, which other instructions run beside, else before its own.
-// Parts are short, so that two stay in the first-level cache, if sums can be kept between them, and follow one another for
-// each pair: an item is a pair.
+// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread: where tiles
+// multiply, which other instructions run beside, or few rows wait for their chains, the next part during the blocks by this
+// one, else before its own. Meanwhile the numbers and scales that will be expanded next are fetched. Parts are short, so that
+// two stay in the first-level cache, if sums can be kept between them, and follow one another for each pair: an item is a
+// pair, and the next one is claimed early.
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
@@ -63,7 +65,9 @@ namespace {
 template <class Epilogue>
 constexpr bool kHasLeaves = false;
 
-constexpr int64_t kExpandedInputs = 256;  // of a pair of panels of nibbles at a time: 16 KB
+// Of a pair of panels of nibbles at a time: 16 KB. Twice as many if more blocks than two share them, so that sums are kept less
+// often.
+constexpr int64_t kExpandedInputs = 256;
 
 // `kCutsLeaves`: no part has inputs of two leaves.
 template <class Micro, bool kCutsLeaves = false>
@@ -138,9 +142,9 @@ class Tiling {
  private:
   static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_cuts) {
     const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_cuts);
-    const int64_t kMost = (gemm.num_rows > 2 * Micro::kRows ? 2 : 1) * kExpandedInputs / Micro::kCutInputs;
+    const int64_t most = (gemm.num_rows > 2 * Micro::kRows ? 2 : 1) * kExpandedInputs / Micro::kCutInputs;
     const bool is_cut = gemm.nibbles != nullptr && Micro::kSplits;
-    return is_cut ? std::max(num_parts, (num_cuts + kMost - 1) / kMost) : num_parts;
+    return is_cut ? std::max(num_parts, (num_cuts + most - 1) / most) : num_parts;
   }
 
   // Starts of `count` shares of equal size, and the end of the last.
@@ -410,8 +414,8 @@ class GemmThread {
       if (int64_t(lines.size()) < num_lines) lines.resize(size_t(num_lines));
       expanded_.places[expanded_.current] = place;
       expanded_.expansion.begin(
-          nibbles_of(place), gemm_.nibbles_size, gemm_.num_panels_of(place.pair),
-          gemm_.num_inputs, tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].numbers, stride);
+          nibbles_of(place), gemm_.nibbles_size, gemm_.num_panels_of(place.pair), gemm_.num_inputs,
+          tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].numbers, stride);
       if (behind.pair >= 0) expanded_.expansion.fetch(nibbles_of(behind), tiling_.first_input(behind.part));
     }
   }

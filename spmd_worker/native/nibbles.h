@@ -15,7 +15,8 @@
 // Expanding. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector instructions take
 // panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an output at a time, and
 // three steps of interleaving put pairs side by side. Line i of a block has the outputs that the interleaving takes from its
-// vector i. Tiles take outputs as rows, too: `RowExpansion` looks up 32 numbers of an output, which is all.
+// vector i. Tiles take outputs as rows, too: `RowExpansion` looks up 32 numbers of an output, which is all. Groups of FP4 are
+// short, and their scales powers of two: pairs come from a common table, and their exponents are added afterwards.
 #pragma once
 
 #include <algorithm>
@@ -89,6 +90,34 @@ SPMD_INLINE void load_scales(const uint8_t* group, int32_t kind, int output, Flo
 SPMD_INLINE Words rounded_up_halves(Floats value) {
   const Words bits = (Words)value;
   return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+// Numbers of FP4 times one.
+struct Fp4Tables : NibbleTables {
+  constexpr Fp4Tables() : NibbleTables{} {
+    constexpr uint16_t kHalves[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    for (int line = 0; line < 4; ++line)
+      for (int at = 0; at < kNibbleLine; ++at) {
+        low[line][at] = uint8_t(kHalves[at % 8]);
+        high[line][at] = uint8_t(kHalves[at % 8] >> 8 | (at % 16 < 8 ? 0 : 0x80));
+      }
+  }
+};
+
+// What is added to the exponents of a group of FP4, twice an output; false if a product may be subnormal or too large.
+SPMD_INLINE bool has_exponents(const uint8_t* group, uint32_t* exponents) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  for (int output = 0; output < kPanel; output += kLanes) {
+    const Words each = (__builtin_convertvector(load<Bytes>(group + output), Words) - 127u) << 7;
+    store(exponents + output, (each & 0xffffu) | each << 16);
+  }
+#if defined(__SSE2__)
+  const __m128i found = load<__m128i>(group);
+  const __m128i near = _mm_min_epu8(_mm_max_epu8(found, _mm_set1_epi8(2)), _mm_set1_epi8(char(252)));
+  return _mm_movemask_epi8(_mm_cmpeq_epi8(found, near)) == 0xffff;
+#else
+  return std::all_of(group, group + kPanel, [](uint8_t each) { return each >= 2 && each <= 252; });
+#endif
 }
 
 #if defined(SPMD_AVX512) || defined(SPMD_AVX2)
@@ -210,9 +239,22 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
 
 #endif
 
-// Blocks of a group; the memory `ahead` bytes behind each is fetched.
+// Adds to the exponents of what is not zero.
+SPMD_INLINE NibbleVector scaled(NibbleVector halves, NibbleVector exponents) {
+  const NibbleVector magnitude = SPMD_OF_NIBBLES(set1_epi16)(0x7fff);
+#if defined(SPMD_AVX512)
+  return _mm512_mask_add_epi16(halves, _mm512_test_epi16_mask(halves, magnitude), halves, exponents);
+#else
+  const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_and_si256(halves, magnitude), __m256i{});
+  return _mm256_add_epi16(halves, _mm256_andnot_si256(is_zero, exponents));
+#endif
+}
+
+// Blocks of a group; the memory `ahead` bytes behind each is fetched. `kScales`: values of tables are scaled.
+template <bool kScales>
 SPMD_INLINE void expand_blocks(
-    const uint8_t* blocks, int64_t count, int64_t ahead, const NibbleTables& tables, uint16_t* to) {
+    const uint8_t* blocks, int64_t count, int64_t ahead, const NibbleTables& tables, const uint32_t* exponents,
+    uint16_t* to) {
   const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi8)(15);
   for (int at = 0; at < kNibbleLine; at += kNibbleBytes) {
     NibbleVector low[4], high[4];
@@ -221,6 +263,8 @@ SPMD_INLINE void expand_blocks(
       low[line] = load<NibbleVector>(tables.low[line] + at);
       high[line] = load<NibbleVector>(tables.high[line] + at);
     }
+    NibbleVector scales;
+    if constexpr (kScales) scales = load<NibbleVector>(exponents + at / 4);
     for (int64_t block = 0; block < count; ++block) {
       const uint8_t* const from = blocks + block * kNibbleInputs * kPanel / 2 + at;
       uint16_t* const of_block = to + block * kNibbleInputs * kPanel + at / 2;
@@ -239,6 +283,10 @@ SPMD_INLINE void expand_blocks(
           second[line] = SPMD_OF_NIBBLES(unpackhi_epi8)(low_bytes, high_bytes);
         }
         transpose(first), transpose(second);
+        if constexpr (kScales)
+#pragma GCC unroll 4
+          for (int pair = 0; pair < 4; ++pair)
+            first[pair] = scaled(first[pair], scales), second[pair] = scaled(second[pair], scales);
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; ++pair) {
           store(of_block + (half * 8 + pair) * 2 * kPanel, first[pair]);
@@ -265,15 +313,19 @@ inline void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables
   }
 }
 
-inline void expand_blocks(const uint8_t* blocks, int64_t count, int64_t, const NibbleTables& tables, uint16_t* to) {
+template <bool kScales>
+inline void expand_blocks(
+    const uint8_t* blocks, int64_t count, int64_t, const NibbleTables& tables, const uint32_t* exponents,
+    uint16_t* to) {
   for (int64_t input = 0; input < count * kNibbleInputs; ++input)
     for (int output = 0; output < kPanel; ++output) {
       const uint8_t* const block = blocks + input / kNibbleInputs * kNibbleInputs * kPanel / 2;
       const int line = output % 4, at = output / 4 * 16;
       const uint8_t both = block[line * kNibbleLine + at + input % 16];
       const int number = at + (input % kNibbleInputs < 16 ? both & 15 : both >> 4);
-      to[(input / 2 * kPanel + output) * 2 + input % 2] =
-          uint16_t(tables.low[line][number] | tables.high[line][number] << 8);
+      const int half = tables.low[line][number] | tables.high[line][number] << 8;
+      const bool is_scaled = kScales && (half & 0x7fff) != 0;
+      to[(input / 2 * kPanel + output) * 2 + input % 2] = uint16_t(half + (is_scaled ? exponents[output] : 0));
     }
 }
 
@@ -331,18 +383,28 @@ class PairExpansion : public Expansion {
     while (count > 0 && num_panels_ > 0) {
       const int64_t end_of_group = (input_ / head_.group_inputs + 1) * head_.group_inputs;
       const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
-      if (input_ == first_ || input_ % head_.group_inputs == 0) {
-        fetch_scales(group_at(input_));
-        fill_tables(group_at(input_), head_.kind, tables_);
-      }
+      if (input_ == first_ || input_ % head_.group_inputs == 0) begin_group(group_at(input_));
       const int64_t num_blocks = (end - input_) / kNibbleInputs;
       const uint8_t* const blocks = panel_ + kNibbleLine + input_ * kPanel / 2;
-      expand_blocks(blocks, num_blocks, ahead_, tables_, to_ + (input_ - first_) * kPanel);
+      uint16_t* const to = to_ + (input_ - first_) * kPanel;
+      if (is_scaled_)
+        expand_blocks<true>(blocks, num_blocks, ahead_, kUnscaled, exponents_, to);
+      else
+        expand_blocks<false>(blocks, num_blocks, ahead_, tables_, exponents_, to);
       count -= num_blocks;
       advance(end);
     }
   }
 
  private:
+  void begin_group(const uint8_t* group) {
+    fetch_scales(group);
+    is_scaled_ = head_.kind == kFp4 && has_exponents(group, exponents_);
+    if (!is_scaled_) fill_tables(group, head_.kind, tables_);
+  }
+
+  static constexpr Fp4Tables kUnscaled = {};
+  bool is_scaled_ = false;
+  alignas(64) uint32_t exponents_[kPanel];
   NibbleTables tables_;
 };

@@ -43,12 +43,20 @@ class Stored:
         return packed
 
 
-def weight_of(num_outputs: int, num_inputs: int, group: int, *, is_mxfp4: bool = False, seed: int = 0) -> Stored:
+def weight_of(
+    num_outputs: int,
+    num_inputs: int,
+    group: int,
+    *,
+    is_mxfp4: bool = False,
+    seed: int = 0,
+    exponents_of: tuple[int, int] = (118, 130),
+) -> Stored:
     generator = torch.Generator().manual_seed(seed + num_outputs + num_inputs)
     q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
     numbers = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
     if is_mxfp4:
-        exponents = torch.randint(118, 130, (num_outputs, num_inputs // 32), generator=generator)
+        exponents = torch.randint(*exponents_of, (num_outputs, num_inputs // 32), generator=generator)
         factors = torch.exp2(exponents.double() - 127).float().repeat_interleave(32, 1)
         return Stored(MXFP4, numbers, exponents.to(torch.uint8), LEVELS[q] * factors)
     size = group or num_inputs
@@ -94,6 +102,22 @@ def test_products_are_those_of_dequantised_weights(instruction_set: str, is_mxfp
         assert not torch.equal(kernels.linear(x, weight.packed(kernels), None), kernels.linear(x, dequantised, None)), (
             shape
         )
+
+
+@each_library
+@pytest.mark.parametrize(("exponents_of", "factor"), [((0, 5), 2.0**100), ((249, 253), 2.0**-100)], ids=["low", "high"])
+def test_exponents_at_their_ends_are_exact(instruction_set: str, exponents_of: tuple[int, int], factor: float):
+    kernels = kernels_of(instruction_set)
+    weight = weight_of(48, 256, 0, is_mxfp4=True, exponents_of=exponents_of)
+    plain, packed = weight.values.to(BFLOAT16), weight.packed(kernels)
+    dequantised, x = kernels.pack(plain), numbers_of(9, 256) * factor
+    for num_rows in (1, 9):
+        found, wanted = (kernels.linear(x[:num_rows], each, None) for each in (packed, dequantised))
+        assert wanted.isfinite().all()
+        assert torch.equal(found, wanted)
+    # The control: the nearest exponent in the other half.
+    weight.scales.view(-1)[-1] ^= 1
+    assert not torch.equal(kernels.linear(x, weight.packed(kernels), None), wanted)
 
 
 @each_library
