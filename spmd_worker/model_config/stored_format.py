@@ -7,8 +7,8 @@ e2m1 (MXFP4)  uint8 [O, I / 2], two numbers a byte, the first in the low bits; s
               exponents of 32 inputs each, those of 128 inputs of all outputs side by side, as kernels read them
 e4m3 (FP8)    uint8 [O, I]; scales float32 [O / `group_rows`, G], rounded up, as in the file
 
-On CPUs e2m1 and int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 to 15) are in panels of 16 outputs, of
-which `native/nibbles.h` has the layout.
+On CPUs e2m1, int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 to 15) and nf4 (bitsandbytes:
+w = NF4_LEVELS[q] * scale) are in panels of 16 outputs, of which `native/nibbles.h` has the layout.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,20 @@ _MX_IN_STEP: Final = STEP // MX_GROUP
 _PANEL: Final = 16
 _LINE: Final = 64
 """Bytes of the head of a panel, and the multiple of its size."""
-_INTEGER_SCALE_BYTES: Final = 5
-"""Bytes of an output's group in a panel: a float32 scale and a zero point."""
+_SCALE_BYTES: Final = 5
+"""Bytes of an output's group in a panel: a float32 scale and a zero point, 0 of nf4."""
+NF4_LEVELS: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Values of NF4's numbers (https://arxiv.org/abs/2305.14314, appendix E), as the kernels have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """`number` is "e2m1", "e4m3" or "int4". A scale covers `group_rows` outputs and `group_inputs` inputs, 0 for all
-    inputs.
+    """`number` is "e2m1", "e4m3", "int4" or "nf4". A scale covers `group_rows` outputs and `group_inputs` inputs, 0
+    for all inputs.
     """
 
     number: str
@@ -48,6 +54,8 @@ class StoredFormat:
         if self.number == "int4":
             groups = f"in groups of {self.group_inputs}" if self.group_inputs else "with one scale a row"
             return f"4-bit integers {groups}"
+        if self.number == "nf4":
+            return f"NF4 in blocks of {self.group_inputs}"
         return "MXFP4" if self.is_mxfp4 else "FP8"
 
     def numbers_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
@@ -74,7 +82,7 @@ class StoredFormat:
 
     def panel_bytes(self, num_inputs: int) -> int:
         """Bytes of a panel of 16 outputs."""
-        scales = self.num_groups(num_inputs) * _PANEL * (1 if self.is_mxfp4 else _INTEGER_SCALE_BYTES)
+        scales = self.num_groups(num_inputs) * _PANEL * (1 if self.is_mxfp4 else _SCALE_BYTES)
         return _LINE + -(-num_inputs // STEP) * STEP * _PANEL // 2 + -(-scales // _LINE) * _LINE
 
 

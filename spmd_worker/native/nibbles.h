@@ -5,8 +5,9 @@
 //
 // Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; its numbers, for inputs
 // filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group of
-// integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points; a group of FP4 (MXFP4) has 16
-// exponents. Numbers are in one of two orders, that of the library (`spmd_nibbles_are_rows`):
+// integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points, one of NF4 (bitsandbytes) has
+// zeros for them; a group of FP4 (MXFP4) has 16 exponents. Numbers are in one of two orders, that of the library
+// (`spmd_nibbles_are_rows`):
 //
 //   pairs  a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and 12 + i, 16
 //          bytes each: byte b has input b in its low bits, and input 16 + b in its high ones
@@ -28,7 +29,7 @@
 
 constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32, kLineInputs = 128;
 
-enum NibbleKind : int32_t { kIntegers, kFp4 };
+enum NibbleKind : int32_t { kIntegers, kFp4, kNf4 };
 
 // Inputs of a group, a multiple of 32, and how its scales are stored.
 struct NibbleHead {
@@ -56,9 +57,13 @@ struct NibbleTables {
   alignas(64) uint8_t low[4][kNibbleLine], high[4][kNibbleLine];
 };
 
-alignas(64) constexpr float kLevels[2][16] = {
+alignas(64) constexpr float kLevels[3][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f}};
+    {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f},
+    // https://arxiv.org/abs/2305.14314, appendix E.
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f}};
 
 #if defined(SPMD_AVX512)
 constexpr int kNibbleBytes = 64;  // of a vector
@@ -185,10 +190,11 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
   alignas(64) float powers[kPanel];
   const float *levels = kLessZero.numbers + 255, *scales = reinterpret_cast<const float*>(group);
   const uint8_t* zeros = group + kPanel * 4;
+  if (kind != kIntegers) levels = kLevels[kind];
   if (kind == kFp4) {
     Floats all, none;
     load_scales(group, kind, 0, all, none);
-    store(powers, all), levels = kLevels[kFp4], scales = powers, zeros = kNone;
+    store(powers, all), scales = powers, zeros = kNone;
   }
 #pragma GCC unroll 4
   for (int line = 0; line < 4; ++line) {

@@ -215,7 +215,7 @@ class ExpertKernels(Protocol):
 
 class StoredPanels(Protocol):
     """Weights that stay in memory as their file has them, in panels, and that products expand to the values of
-    dequantised ones as they go: the bits are the same. `stored` is "int4" or "e2m1".
+    dequantised ones as they go: the bits are the same. `stored` is "int4", "nf4" or "e2m1".
 
     n: rows; I: inputs of a weight; G: its groups of inputs.
     """
@@ -225,7 +225,8 @@ class StoredPanels(Protocol):
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
         """Replace rows from `start` on by a file's: numbers uint8 [n, I / 2], two a byte, the first in the low bits;
-        scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "e2m1" exponents, uint8 [n, G].
+        scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "nf4" the same with zeros; of
+        "e2m1" exponents, uint8 [n, G].
         """
 
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:

@@ -12,8 +12,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.stored_format import MX_GROUP, StoredFormat
+from spmd_worker.model_config.stored_format import MX_GROUP, NF4_LEVELS, StoredFormat
 
+_IN_PANELS: Final = ("int4", "nf4")
+"""Numbers that are in panels alone, with float32 scales."""
 _MX_SHIFT: Final = 14
 _FP8_FACTOR: Final = 256.0
 _MANTISSA_BITS: Final = 23
@@ -58,12 +60,15 @@ def read_values(stored: StoredFormat, numbers: Tensor, scales: Tensor, rows: tup
 
 def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     """Bytes and scales of each row, exponents [n, I / 32] or float32 [n, G] -> float32 [n, I]. Not finite where a
-    kernel's factor would not be. Of "int4" scales are float32 [n, G, 2], scale and zero point.
+    kernel's factor would not be. Of "int4" and "nf4" scales are float32 [n, G, 2], scale and zero point.
     """
-    if stored.number == "int4":
-        whole = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1).to(torch.float32)
+    if stored.number in _IN_PANELS:
+        whole = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
+        levels = whole.to(torch.float32)
+        if stored.number == "nf4":
+            levels = torch.tensor(NF4_LEVELS, device=numbers.device)[whole.int()]
         factors, zeros = scales.unsqueeze(2).unbind(-1)
-        return whole.view(len(numbers), scales.shape[1], -1).sub_(zeros).mul_(factors).flatten(1)
+        return levels.view(len(numbers), scales.shape[1], -1).sub_(zeros).mul_(factors).flatten(1)
     wide = numbers.to(torch.int32)
     if stored.is_mxfp4:
         low, high = ((wide & 0x7) << 9) | ((wide & 0x8) << 12), ((wide & 0x70) << 5) | ((wide & 0x80) << 8)
@@ -80,8 +85,10 @@ def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def are_surely_finite(stored: StoredFormat, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether scales of "int4" are so far from infinity that `values` are finite in `dtype`; False of other formats."""
-    if stored.number != "int4":
+    """Whether scales are so far from infinity that `values` are finite in `dtype`; False of other formats than "int4"
+    and "nf4".
+    """
+    if stored.number not in _IN_PANELS:
         return False
     return bool((scales[..., 0].abs() * _MOST_STEPS).amax() < torch.finfo(dtype).max)
 

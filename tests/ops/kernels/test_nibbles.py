@@ -10,7 +10,7 @@ import torch
 from native_libraries import NATIVE, each_library, library_for
 from torch import Tensor
 
-from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import MXFP4, NF4_LEVELS, StoredFormat
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
 from spmd_worker.ops.kernels.cpu.experts import NativeExperts
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
@@ -48,23 +48,24 @@ def weight_of(
     num_inputs: int,
     group: int,
     *,
-    is_mxfp4: bool = False,
+    kind: str = "int4",
     seed: int = 0,
     exponents_of: tuple[int, int] = (118, 130),
 ) -> Stored:
     generator = torch.Generator().manual_seed(seed + num_outputs + num_inputs)
     q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
     numbers = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
-    if is_mxfp4:
+    if kind == "mxfp4":
         exponents = torch.randint(*exponents_of, (num_outputs, num_inputs // 32), generator=generator)
         factors = torch.exp2(exponents.double() - 127).float().repeat_interleave(32, 1)
         return Stored(MXFP4, numbers, exponents.to(torch.uint8), LEVELS[q] * factors)
     size = group or num_inputs
     # Of 24 bits, so that products are rounded in float32 too.
     scales = torch.rand(num_outputs, num_inputs // size, generator=generator) * 0.02
-    zeros = torch.randint(0, 17, scales.shape, generator=generator).float()
-    values = (q.float() - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
-    return Stored(StoredFormat("int4", 1, group), numbers, torch.stack((scales, zeros), dim=-1), values)
+    zeros = torch.randint(0, 17, scales.shape, generator=generator).float() * (kind == "int4")
+    levels = q.float() if kind == "int4" else torch.tensor(NF4_LEVELS)[q]
+    values = (levels - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+    return Stored(StoredFormat(kind, 1, group), numbers, torch.stack((scales, zeros), dim=-1), values)
 
 
 def numbers_of(*shape: int) -> Tensor:
@@ -87,11 +88,11 @@ def kernels_of(instruction_set: str) -> CpuKernels:
 
 
 @each_library
-@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
-def test_products_are_those_of_dequantised_weights(instruction_set: str, is_mxfp4: bool):
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4"])
+def test_products_are_those_of_dequantised_weights(instruction_set: str, kind: str):
     kernels = kernels_of(instruction_set)
     for shape in SHAPES:
-        weight = weight_of(*shape, is_mxfp4=is_mxfp4)
+        weight = weight_of(*shape, kind=kind)
         plain, packed, bias = weight.values.to(BFLOAT16), weight.packed(kernels), numbers_of(shape[0])
         dequantised, x = kernels.pack(plain), numbers_of(ROWS[-1], shape[1])
         for num_rows in ROWS:
@@ -108,7 +109,7 @@ def test_products_are_those_of_dequantised_weights(instruction_set: str, is_mxfp
 @pytest.mark.parametrize(("exponents_of", "factor"), [((0, 5), 2.0**100), ((249, 253), 2.0**-100)], ids=["low", "high"])
 def test_exponents_at_their_ends_are_exact(instruction_set: str, exponents_of: tuple[int, int], factor: float):
     kernels = kernels_of(instruction_set)
-    weight = weight_of(48, 256, 0, is_mxfp4=True, exponents_of=exponents_of)
+    weight = weight_of(48, 256, 0, kind="mxfp4", exponents_of=exponents_of)
     plain, packed = weight.values.to(BFLOAT16), weight.packed(kernels)
     dequantised, x = kernels.pack(plain), numbers_of(9, 256) * factor
     for num_rows in (1, 9):
@@ -138,14 +139,14 @@ def test_gated_products_and_leaves_follow_too(instruction_set: str):
                 assert torch.equal(*parts), (num_rows, ends, dtype)
 
 
-@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_joined_experts_have_the_same_bits(is_mxfp4: bool, activation: str):
+def test_joined_experts_have_the_same_bits(kind: str, activation: str):
     kernels, hidden, size = kernels_of(NATIVE), 128, 96
     experts: list[tuple[ExpertWeights, ExpertWeights]] = []
     for seed in range(3):
-        gates = weight_of(2 * size, hidden, 64, is_mxfp4=is_mxfp4, seed=seed)
-        down = weight_of(hidden, size, 32, is_mxfp4=is_mxfp4, seed=seed + 7)
+        gates = weight_of(2 * size, hidden, 64, kind=kind, seed=seed)
+        down = weight_of(hidden, size, 32, kind=kind, seed=seed + 7)
         is_gated = activation == "silu"
         pack = kernels.pack_gated if is_gated else kernels.pack
         plain = ExpertWeights(pack(gates.values.to(BFLOAT16)), None, kernels.pack(down.values.to(BFLOAT16)), None)
@@ -176,10 +177,10 @@ def test_joined_experts_have_the_same_bits(is_mxfp4: bool, activation: str):
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("is_mxfp4", [False, True], ids=["integers", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4"])
 @each_library
-def test_rows_are_read_as_written(instruction_set: str, is_mxfp4: bool, is_gated: bool):
-    kernels, weight = kernels_of(instruction_set), weight_of(96, 160, 32, is_mxfp4=is_mxfp4)
+def test_rows_are_read_as_written(instruction_set: str, kind: str, is_gated: bool):
+    kernels, weight = kernels_of(instruction_set), weight_of(96, 160, 32, kind=kind)
     packed = weight.packed(kernels, is_gated=is_gated, cut=50)
     for start, stop in ((0, 96), (45, 53), (95, 96)):
         values = panels_of(kernels).read_values(packed, weight.stored, 160, (start, stop))

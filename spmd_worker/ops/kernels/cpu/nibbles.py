@@ -19,8 +19,8 @@ from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.cpu.panels import byte_panel_indices, contiguous_rows
 
 _HEAD_BYTES: Final = 64
-_INTEGERS, _FP4 = range(2)
-"""Kinds of scales, numbered as in `nibbles.h`."""
+_KINDS: Final = {"int4": 0, "e2m1": 1, "nf4": 2}
+"""Kinds of numbers, as in `nibbles.h`."""
 _HALF: Final = STEP // 2
 _LINE_INPUTS: Final = 4 * STEP
 _LINES: Final = 4
@@ -45,8 +45,7 @@ class NibblePanels:
         num_inputs = numbers.shape[1] * 2
         heads, numbers_of, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, start, start + len(numbers))
-        kind = _FP4 if stored.is_mxfp4 else _INTEGERS
-        heads[panel, part] = torch.tensor([stored.group_inputs or num_inputs, kind], dtype=torch.int32)
+        heads[panel, part] = torch.tensor([stored.group_inputs or num_inputs, _KINDS[stored.number]], dtype=torch.int32)
         self._write_numbers(numbers_of, (panel, part, output), numbers)
         if stored.is_mxfp4:
             groups[panel, part, :, output] = scales
