@@ -21,7 +21,7 @@ _DEQUANTISE: Final = "load it with transformers, call model.dequantize(), save_p
 _UNSUPPORTED: Final = {
     **dict.fromkeys(("aqlm", "bitnet", "eetq", "exl2", "exl3", "fouroversix", "fp_quant", "gemma", "hqq"), _WAY_OUT),
     **dict.fromkeys(("metal", "mxfp8", "quanto", "quark", "quip", "sinq", "spqr", "torchao", "vptq"), _WAY_OUT),
-    **dict.fromkeys(("bitsandbytes", "higgs"), _DEQUANTISE),
+    "higgs": _DEQUANTISE,
     "auto-round": "export it as auto_gptq or auto_awq, or " + _WAY_OUT,
     "gguf": "give the safetensors checkpoint that it was made from",
     "marlin": "give the GPTQ checkpoint that it was made from",
@@ -155,6 +155,25 @@ def _read_awq(section: ConfigReader) -> Quantization:
     return _one_format("awq", format_, _module_names(section, "modules_to_not_convert"), "bits and group_size")
 
 
+def _read_bitsandbytes(section: ConfigReader) -> Quantization:
+    """Formats of `load_in_4bit` and `load_in_8bit`. Files themselves say which weights have them: what
+    `llm_int8_skip_modules` means differs between releases of transformers.
+    """
+    has_four, has_eight = (section.choice(key, (False, True), False) for key in ("load_in_4bit", "load_in_8bit"))
+    if has_four == has_eight:
+        raise section.error("load_in_4bit", f"and load_in_8bit={str(has_eight).lower()}: one of them must be true")
+    if has_eight:
+        section.choice("llm_int8_has_fp16_weight", (False,), False)
+        return _one_format("bitsandbytes", WeightFormat("bnb8", "int", 8, 1, 0), (), "load_in_8bit")
+    kind = section.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    section.choice("bnb_4bit_use_double_quant", (False, True), False)
+    section.choice("bnb_4bit_quant_storage", _STORAGE_DTYPES, "uint8")
+    return _one_format("bitsandbytes", WeightFormat("bnb4", kind, 4, None, None), (), "load_in_4bit")
+
+
+_STORAGE_DTYPES: Final = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""Dtypes whose bytes have the numbers of 4 bits, two a byte."""
+
 _COMPRESSED: Final = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
@@ -213,6 +232,7 @@ _READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "mxfp4": _read_fixed,
+    "bitsandbytes": _read_bitsandbytes,
 }
 
 READ_METHODS: Final = tuple(_READERS)

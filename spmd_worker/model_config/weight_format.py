@@ -13,6 +13,7 @@ CLASS_OF_ALL: Final = "Linear"
 """A target that means every quantised module."""
 REGEX: Final = "re:"
 """Prefix of a name that is a regular expression, matched from the beginning of a module's name."""
+_NUMBERS: Final = {"e4m3": "FP8", "e2m1": "FP4", "nf4": "NF4", "fp4": "FP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,11 @@ class WeightFormat:
     """Storage format of one weight.
 
     `layout` decides the tensors (`model/weights/quantised_weight.py`): "scaled" (one stored number an element),
-    "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is the type of a stored number: "e4m3",
-    "int" or "e2m1", of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them;
-    both None: as the scale's shape implies. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of
-    each input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
+    "packed" (compressed-tensors' int32), "gptq", "awq", "mxfp4", "bnb4" or "bnb8" (bitsandbytes). `number` is the type
+    of a stored number: "e4m3", "int", "e2m1", or "nf4" and "fp4", which the file has tables of, of `bits` bits. A scale
+    covers `block_rows` outputs and `block_columns` inputs, 0 for all of them; both None: as the file says.
+    `has_zeros`: zero points are stored. `has_order`: a tensor has the group of each input. `zero_offset` is added to a
+    stored zero point. `is_symmetric`: the zero point is the middle.
     """
 
     layout: str
@@ -38,8 +40,10 @@ class WeightFormat:
 
     @property
     def words(self) -> str:
-        numbers = {"e4m3": "FP8", "e2m1": "FP4"}.get(self.number, f"{self.bits}-bit integers")
+        numbers = _NUMBERS.get(self.number, f"{self.bits}-bit integers")
         match self.block_rows, self.block_columns:
+            case None, None if self.layout == "bnb4":
+                return f"{numbers} in blocks"
             case None, None:
                 return f"{numbers} with one scale a tensor or a row"
             case 0, 0:

@@ -16,6 +16,7 @@ PATH = Path("/m/config.json")
 GPTQ = FORMATS["gptq"].config
 AWQ = FORMATS["awq"].config
 W4 = FORMATS["w4a16"].config
+BNB = {**FORMATS["nf4_nested"].config}
 
 
 def read(config: Any, **others: Any) -> Quantization:
@@ -42,6 +43,8 @@ def test_absent_quantization_config_means_plain_weights():
         ("awq", "4-bit integers in groups of 16 (awq)"),
         ("float_tensor", "FP8 with one scale a tensor (compressed-tensors)"),
         ("w8a16_rows", "8-bit integers with one scale a row (compressed-tensors)"),
+        ("nf4_nested", "NF4 in blocks (bitsandbytes)"),
+        ("bnb_int8", "8-bit integers with one scale a row (bitsandbytes)"),
     ],
 )
 def test_quantization_formats_have_names_for_people(name: str, words: str):
@@ -69,7 +72,13 @@ def weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["quant_method='bitsandbytes'", "dequantize()"]),
+        ({"quant_method": "higgs"}, ["quant_method='higgs'", "dequantize()"]),
+        (BNB | {"load_in_4bit": False}, ["load_in_4bit=False and load_in_8bit=false: one of them must be true"]),
+        (BNB | {"load_in_8bit": True}, ["load_in_4bit=True and load_in_8bit=true: one of them must be true"]),
+        (BNB | {"load_in_4bit": 1}, ["load_in_4bit=1 is not supported, only false or true"]),
+        (BNB | {"bnb_4bit_quant_type": "int4"}, ["bnb_4bit_quant_type='int4' is not supported, only nf4 or fp4"]),
+        (BNB | {"bnb_4bit_quant_storage": "int32"}, ["bnb_4bit_quant_storage='int32' is not supported, only uint8"]),
+        (BNB | {"bnb_4bit_use_double_quant": "no"}, ["bnb_4bit_use_double_quant='no' is not supported"]),
         ({"quant_method": "gguf"}, ["quant_method='gguf'", "safetensors"]),
         *(
             ({"quant_method": name}, [f"quant_method={name!r} is not supported", "bfloat16"])
@@ -131,7 +140,7 @@ def test_unsupported_quantization_error_names_file_and_key(config: Any, words: l
         assert word in message, message
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ, W4, FORMATS["fp8_block"].config])
+@pytest.mark.parametrize("config", [GPTQ, AWQ, W4, BNB, FORMATS["fp8_block"].config])
 @pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], -1, True, 1e9])
 def test_any_value_of_a_key_never_crashes(config: dict[str, Any], value: Any):
     """Each is read, or a ModelConfigError."""
@@ -306,6 +315,24 @@ HUB: dict[str, tuple[dict[str, Any], str]] = {
             "do_fuse": False,
         },
         "4-bit integers in groups of 128",
+    ),
+    "unsloth's": (
+        {
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": None,
+            "llm_int8_threshold": 6.0,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "quant_method": "bitsandbytes",
+        },
+        "NF4 in blocks",
     ),
     "FP8, cache too, older": (
         {

@@ -37,7 +37,7 @@ _OTHER_LOAD_FORMATS: Final = {
     **dict.fromkeys(("pt", "npcache"), "pickles are never read: convert them to safetensors, and leave it out"),
     "mistral": "consolidated files are not read: download the files in the hub's names, and leave it out",
     "gguf": "GGUF is not read: use the safetensors that it was converted from",
-    "bitsandbytes": "its weights are not read: dequantise them with transformers and save_pretrained",
+    "bitsandbytes": "files that it quantised are read without it, and others are not quantised so: leave it out",
 }
 """Values of vLLM's on a command line, and what to do instead. `LLM` takes those that have one here."""
 _MAX_MEMORY_GIB: Final = 2**20

@@ -14,6 +14,7 @@ import torch
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, full_rectangle
+from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
@@ -37,6 +38,8 @@ _LAYOUTS: Final[dict[str, type[QuantisedWeight]]] = {
     "gptq": GptqWeight,
     "awq": AwqWeight,
     "mxfp4": Mxfp4Weight,
+    "bnb4": Nf4Weight,
+    "bnb8": Int8Weight,
 }
 _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scaled": {
@@ -55,6 +58,15 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "gptq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",), "order": (".g_idx",)},
     "awq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",)},
     "mxfp4": {"numbers": ("_blocks",), "scales": ("_scales",)},
+    "bnb4": {
+        "numbers": (".weight",),
+        "scales": (".weight.absmax",),
+        "values": (".weight.quant_map",),
+        "state": (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
+        "steps": (".weight.nested_quant_map",),
+        "nested": (".weight.nested_absmax",),
+    },
+    "bnb8": {"numbers": (".weight",), "scales": (".SCB",), "layout": (".weight_format",)},
 }
 """Endings of the name of a part, by layout and role."""
 
@@ -172,7 +184,7 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
     problems = []
     known = dict.fromkeys(files.names())
     for name in known:
-        module, format_ = _module_and_format(files, name, quantization)
+        module, format_ = _module_and_format(files, name, quantization, known)
         if format_ is None:
             continue
         try:
@@ -184,12 +196,16 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
     return weights, problems
 
 
-def _module_and_format(files: Checkpoint, name: str, quantization: Quantization) -> tuple[str, WeightFormat | None]:
+def _module_and_format(
+    files: Checkpoint, name: str, quantization: Quantization, known: dict[str, None]
+) -> tuple[str, WeightFormat | None]:
     """Module and format of the weight whose numbers are the tensor `name`; None if it is not quantised."""
     for ending in (".qweight", ".weight_packed", "_blocks", ".weight"):
         if not name.endswith(ending):
             continue
-        if ending == ".weight" and files.kind(name) in WEIGHT_DTYPES:
+        # bitsandbytes may call its bytes numbers of a weight's dtype.
+        has_parts = f"{name}.absmax" in known or f"{name}.quant_map" in known
+        if ending == ".weight" and files.kind(name) in WEIGHT_DTYPES and not has_parts:
             break
         module, stored = name.removesuffix(ending), files.stored_name(name).removesuffix(ending)
         format_ = quantization.format_of(module, stored)
@@ -205,10 +221,14 @@ def _parts(module: str, format_: WeightFormat, known: dict[str, None]) -> dict[s
         found = next((module + ending for ending in endings if module + ending in known), None)
         if found is not None and _is_used(role, format_):
             parts[role] = found
-        elif format_.has_order if role == "order" else _is_used(role, format_):
+        elif format_.has_order if role == "order" else role not in _OPTIONAL and _is_used(role, format_):
             (first, *_) = _ENDINGS[format_.layout]["numbers"]
             raise MisfitError(f"{module}{first} has no {' or '.join(module + ending for ending in endings)}")
     return parts
+
+
+_OPTIONAL: Final = ("steps", "nested", "layout")
+"""Roles of parts that weights of a format may have."""
 
 
 def _is_used(role: str, format_: WeightFormat) -> bool:

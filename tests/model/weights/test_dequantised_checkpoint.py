@@ -41,7 +41,7 @@ def named(parts: dict[str, torch.Tensor], module: str = "model.layers.0.mlp.up_p
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros")
+ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros", "nf4_nested")
 EACH = [pytest.param(name, marks=() if name in ONE_OF_EACH_LAYOUT else pytest.mark.matrix) for name in FORMATS]
 """One of each layout in the default tier."""
 
@@ -176,7 +176,7 @@ def test_symmetric_gptq_zero_point_without_offset_is_read(tmp_path: Path):
     ("name", "key", "wrong"),
     [
         ("awq", "AWQ_ORDER", tuple(range(8))),
-        ("gptq_order", "_full_words", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
+        ("gptq_order", "full_words", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
         ("w4a16_zeros", "_groups_of", lambda groups: (groups * 0, (0, 1))),
     ],
 )
@@ -193,7 +193,7 @@ def test_comparison_detects_wrong_bit_order_and_groups(
 def test_every_missing_part_is_named(tmp_path: Path, name: str):
     parts, _ = FORMATS[name].pack(matrix())
     first = next(iter(parts))
-    needed = [ending for ending in parts if ending not in (first, ".input_scale")]
+    needed = [ending for ending in parts if ending not in (first, ".input_scale", ".weight_format")]
     if not FORMATS[name].config.get("desc_act"):
         needed = [ending for ending in needed if ending != ".g_idx"]
     assert needed
