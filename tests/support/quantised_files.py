@@ -194,7 +194,7 @@ def bitsandbytes_4(weight: torch.Tensor, *, kind: str, size: int, is_nested: boo
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Index of the nearest value of a table."""
-    return (values[:, None] - table).abs().argmin(dim=1)
+    return (values[..., None] - table).abs().argmin(dim=-1)
 
 
 def bitsandbytes_8(weight: torch.Tensor) -> Packed:
@@ -203,6 +203,37 @@ def bitsandbytes_8(weight: torch.Tensor) -> Packed:
     stored = torch.round(weight * 127 / most[:, None]).to(torch.int8)
     parts = {".weight": stored, ".SCB": most, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
     return parts, stored.float() * most[:, None] * 7.874015718698502e-3
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of positive numbers; negative ones follow in the same order."""
+
+
+def nvfp4(weight: torch.Tensor, *, is_modelopt: bool) -> Packed:
+    """https://github.com/vllm-project/compressed-tensors (compressors/nvfp4), and
+    https://github.com/NVIDIA/Model-Optimizer (NVFP4QTensor), whose scale of the weight is the other's reciprocal.
+    """
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    grouped = weight.reshape(len(weight), -1, 16)
+    of_weight = weight.abs().max() / (6 * 448)
+    scales = (grouped.abs().amax(dim=2) / 6 / of_weight).to(torch.float8_e4m3fn)
+    divisor = 1 / of_weight
+    factors = scales.float() * of_weight if is_modelopt else scales.float() / divisor
+    rows = [nearest(row / factor[:, None], table) for row, factor in zip(grouped, factors)]
+    numbers = torch.stack(rows).reshape(weight.shape)
+    values = table[numbers] * factors.repeat_interleave(16, dim=1)
+    packed = (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8)
+    if is_modelopt:
+        parts = {".weight": packed, ".weight_scale": scales, ".weight_scale_2": of_weight}
+        return {**parts, ".input_scale": torch.tensor(0.01)}, values
+    parts = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": divisor.reshape(1)}
+    return {**parts, ".input_global_scale": torch.tensor([100.0])}, values
+
+
+def modelopt(kind: str, **others: Any) -> dict[str, Any]:
+    """A quantization_config of TensorRT Model Optimizer."""
+    cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return {"quant_method": "modelopt", "quant_algo": kind, "ignore": ["lm_head"], "kv_cache_scheme": cache, **others}
 
 
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
@@ -276,6 +307,12 @@ FORMATS: dict[str, Format] = {
     "w8a16_rows_zeros": _packed(8, -1, False),
     "nf4_nested": _bitsandbytes_4("nf4", 64, True, torch.uint8),
     "fp4": _bitsandbytes_4("fp4", 32, False, torch.bfloat16),
+    "nvfp4": Format(modelopt("NVFP4"), lambda weight: nvfp4(weight, is_modelopt=True)),
+    "nvfp4_packed": Format(
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        lambda weight: nvfp4(weight, is_modelopt=False),
+    ),
+    "modelopt_fp8": Format(modelopt("FP8"), fp8_tensor),
     "bnb_int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8),
 }
 """By a name of ours."""

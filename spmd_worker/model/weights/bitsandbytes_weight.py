@@ -12,6 +12,7 @@ from torch import Tensor
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.model.layers.weight_slice import Rectangle
+from spmd_worker.model.weights.dequantise import values_of_bytes
 from spmd_worker.model.weights.quantised_weight import (
     LinearWeight,
     MisfitError,
@@ -130,9 +131,8 @@ class Nf4Weight(LinearWeight):
 
     def _values_of(self, shape: tuple[int, ...], region: Rectangle) -> Tensor:
         """Values of a region of the bytes, in this shape, twice as many in the last dimension."""
-        pairs = torch.stack((self._values.repeat_interleave(_NUM_VALUES), self._values.repeat(_NUM_VALUES)), dim=-1)
         packed = self.files.read_bytes(self.parts["numbers"], shape, region)
-        return pairs[packed.to(torch.int32)].flatten(-2)
+        return values_of_bytes(packed, self._values, is_high_first=True)
 
     def _scales(self, rows: Range, columns: Range) -> Tensor:
         num_groups = self.shape[1] // self._block_size[1]
@@ -147,7 +147,7 @@ class Nf4Weight(LinearWeight):
         (first, last), inner = full_words((begin, end), self._nested_size)
         factors = self._read_part("nested", (first, last)).repeat_interleave(self._nested_size)[inner]
         # Rounded twice, as in the library.
-        return self._steps[stored.to(torch.int32)].mul_(factors).add_(self._offset)
+        return self._steps.index_select(0, stored.to(torch.int32)).mul_(factors).add_(self._offset)
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
         raise AssertionError("numbers have values of their own: has_zeros is False")

@@ -16,6 +16,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, full_rectangle
 from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
+from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
     GptqWeight,
@@ -28,7 +29,7 @@ from spmd_worker.model.weights.quantised_weight import (
 from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.model_config.weight_format import Quantization, WeightFormat
+from spmd_worker.model_config.weight_format import FormatMatcher, Quantization, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _LAYOUTS: Final[dict[str, type[QuantisedWeight]]] = {
     "gptq": GptqWeight,
     "awq": AwqWeight,
     "mxfp4": Mxfp4Weight,
+    "nvfp4": Nvfp4Weight,
+    "nvfp4_packed": Nvfp4Weight,
     "bnb4": Nf4Weight,
     "bnb8": Int8Weight,
 }
@@ -58,6 +61,12 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "gptq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",), "order": (".g_idx",)},
     "awq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",)},
     "mxfp4": {"numbers": ("_blocks",), "scales": ("_scales",)},
+    "nvfp4": {"numbers": (".weight",), "scales": (".weight_scale",), "factor": (".weight_scale_2",)},
+    "nvfp4_packed": {
+        "numbers": (".weight_packed",),
+        "scales": (".weight_scale",),
+        "divisor": (".weight_global_scale",),
+    },
     "bnb4": {
         "numbers": (".weight",),
         "scales": (".weight.absmax",),
@@ -72,6 +81,7 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
+    *(".input_global_scale",),
     *(".q_scale", ".k_scale", ".v_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *(".kv_scale", ".q_zero_point", ".output_zero_point"),
 )
@@ -94,10 +104,8 @@ class DequantisedCheckpoint:
         weights, problems = _find_weights(files, quantization)
         if problems:
             more = f" (and {len(problems) - 1} similar)" if len(problems) > 1 else ""
-            raise CheckpointError(
-                f"{files.folder}: the files do not match quantization_config.{quantization.sizes_key} of config.json, "
-                f"{quantization.words}: {problems[0]}{more}"
-            )
+            key, words = quantization.key_words, quantization.words
+            raise CheckpointError(f"{files.folder}: the files do not match {key}, {words}: {problems[0]}{more}")
         used = {part for weight in weights.values() for part in weight.parts.values()}
         others = [name for name in files.names() if name not in used]
         unused = [name for name in others if name.endswith(_UNUSED)]
@@ -182,9 +190,9 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
     """Quantised weights by name, and problems of those whose parts do not match."""
     weights: dict[str, QuantisedWeight] = {}
     problems = []
-    known = dict.fromkeys(files.names())
+    known, matcher = dict.fromkeys(files.names()), quantization.matcher()
     for name in known:
-        module, format_ = _module_and_format(files, name, quantization, known)
+        module, format_ = _module_and_format(files, name, matcher, known)
         if format_ is None:
             continue
         try:
@@ -197,7 +205,7 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
 
 
 def _module_and_format(
-    files: Checkpoint, name: str, quantization: Quantization, known: dict[str, None]
+    files: Checkpoint, name: str, matcher: FormatMatcher, known: dict[str, None]
 ) -> tuple[str, WeightFormat | None]:
     """Module and format of the weight whose numbers are the tensor `name`; None if it is not quantised."""
     for ending in (".qweight", ".weight_packed", "_blocks", ".weight"):
@@ -208,7 +216,7 @@ def _module_and_format(
         if ending == ".weight" and files.kind(name) in WEIGHT_DTYPES and not has_parts:
             break
         module, stored = name.removesuffix(ending), files.stored_name(name).removesuffix(ending)
-        format_ = quantization.format_of(module, stored)
+        format_ = matcher.format_of(module, stored)
         is_quantised = format_ is not None and ending in _ENDINGS[format_.layout]["numbers"]
         return module, format_ if is_quantised else None
     return "", None

@@ -207,6 +207,8 @@ class ScaledWeight(LinearWeight):
         """Raise MisfitError for scales of another shape, of which dimensions of 1 may be left out."""
         rows, columns = self._scale_shape
         allowed = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
+        # ModelOpt leaves dimensions for the numbers of a block.
+        allowed.append((rows, 1, columns, 1))
         found = self._shape_of(role)
         if found not in allowed:
             raise MisfitError(
@@ -262,7 +264,8 @@ class ScaledWeight(LinearWeight):
         return self._read_scales("zeros", rows, columns)
 
     def _read_scales(self, role: str, rows: Range, columns: Range) -> Tensor:
-        ranges = (rows, columns)[: len(self._shape_of(role))]
+        num_dimensions = len(self._shape_of(role))
+        ranges = (rows, (0, 1), columns, (0, 1)) if num_dimensions == 4 else (rows, columns)[:num_dimensions]
         return self._read_part(role, *ranges).to(torch.float32).reshape(rows[1] - rows[0], columns[1] - columns[0])
 
 
