@@ -303,22 +303,24 @@ def _formats_of_layers(section: ConfigReader) -> tuple[FormatGroup, ...]:
         raise section.error("quantized_layers", f"must have the formats of 1 to {_MAX_NAMES} modules")
     of_format: dict[WeightFormat, list[str]] = {}
     for name in layers.config:
-        of_format.setdefault(_algorithm(layers.object(name)), []).append(name)
+        target = _wildcard(name, section.where("quantized_layers"))
+        of_format.setdefault(_algorithm(layers.object(name)), []).append(target)
     return tuple(FormatGroup(tuple(names), format_) for format_, names in of_format.items())
 
 
 def _wildcards(section: ConfigReader, key: str) -> tuple[str, ...]:
-    """Names of modules in which `*` stands for any characters, mostly at the end."""
-    names, where = _listed_names(section, key, ()), section.where(key)
-    patterns = []
-    for name in names:
-        beginning, *others = name.split(ANY_END)
-        if others in ([], [""]):
-            patterns.append(name)
-        else:
-            expression = ".*".join(map(re.escape, (beginning, *others)))
-            patterns.append(REGEX + _checked_pattern(rf"{expression}(?:\.|$)", where))
-    return tuple(patterns)
+    """Names of modules, which may have wildcards."""
+    return tuple(_wildcard(name, section.where(key)) for name in _listed_names(section, key, ()))
+
+
+def _wildcard(name: str, where: str) -> str:
+    """A name in which `*` stands for any characters, mostly at the end, as a pattern of `Quantization`."""
+    beginning, *others = name.split(ANY_END)
+    if others in ([], [""]) and not name.startswith(REGEX):
+        return name
+    expression = ".*".join(map(re.escape, (beginning, *others)))
+    pattern = name.removeprefix(REGEX) if name.startswith(REGEX) else rf"{expression}(?:\.|$)"
+    return REGEX + _checked_pattern(pattern, where)
 
 
 _READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {

@@ -143,6 +143,11 @@ def nvfp4(**changes: Any) -> dict[str, Any]:
         (modelopt("NVFP4", group_size=32), ["group_size=32 is not supported, only 16"]),
         (modelopt("NVFP4", ignore="lm_head"), ["ignore must list names of modules"]),
         (modelopt("NVFP4", ignore=["*a*b*c*d*e*"]), ["ignore has the pattern", "4 repeats"]),
+        (modelopt("NVFP4", ignore=["re:(a+)+$"]), ["ignore has the pattern '(a+)+$'", "none of a group"]),
+        (
+            modelopt("MIXED_PRECISION", quantized_layers={"re:(": {"quant_algo": "FP8"}}),
+            ["quantized_layers has the pattern '('", "must be a regular expression"],
+        ),
         (modelopt("MIXED_PRECISION"), ["quantized_layers=None must have the formats of 1 to"]),
         (
             modelopt("MIXED_PRECISION", quantized_layers={"model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_AWQ"}}),
