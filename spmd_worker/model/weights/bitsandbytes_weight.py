@@ -104,6 +104,7 @@ class Nf4Weight(LinearWeight):
     def _table(self, role: str, size: int) -> Tensor:
         self._expect(role, (size,), torch.float32)
         table = self._read_part(role, (0, size))
+        # Waits for a GPU: other streams read the table.
         if not table.isfinite().all():
             raise MisfitError(f"{self.parts[role]} has values that are not finite")
         return table
