@@ -72,6 +72,7 @@ in the local cache and downloaded if it is not there (`pip install 'spmd-worker[
 | `*.safetensors` | required: one file, or several with their index |
 | `tokenizer.json` | or `vocab.json` and `merges.txt`, or `tokenizer.model`, `spiece.model` or `sentencepiece.bpe.model`. These are converted, which needs transformers; models of SentencePiece need sentencepiece and protobuf too. Rows of token ids need no tokenizer |
 | `generation_config.json` | optional: defaults of sampling, and end-of-sequence tokens |
+| `hf_quant_config.json` | optional: how ModelOpt quantised the weights, if config.json does not say it |
 | `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/` | optional: the chat template, for chat rows |
 | `modules.json`, `config_sentence_transformers.json` | optional: pooling as in sentence-transformers, see [Pooling](../guides/pooling.md) |
 
@@ -92,7 +93,17 @@ Weights quantised by {", ".join(f"`{name}`" for name in READ_METHODS)}
 (`quantization_config` of `config.json`) give the bits of their dequantised weights in the run's dtype (`model.dtype`).
 Some stay in memory [as the file has them](#weights-as-files-store-them), the others are dequantised at load and take
 that dtype's memory. Scales of activations and of the KV cache are not used. Modules that the checkpoint excludes are
-read as they are. Other methods (bitsandbytes, GGUF, NVFP4, torchao and others) are rejected with the way out.
+read as they are. Other methods (GGUF, torchao and others) are rejected with the way out.
+
+* `bitsandbytes`: NF4 and FP4, with and without double quantisation, and 8 bits. Files say themselves which weights
+  are quantised; `llm_int8_skip_modules` and `llm_int8_threshold` change none. Values are rounded once, from float32,
+  and are those of bitsandbytes 0.50 in the same dtype, bit for bit. (Its CPU kernel misreads weights whose inputs are
+  no multiple of the block size; its other code does not.)
+* `modelopt` (NVIDIA's ModelOpt): NVFP4, also of weights alone (`W4A16_NVFP4`), FP8 with a scale a tensor, row or block,
+  and `MIXED_PRECISION` of these; with a quantised KV cache alone weights are plain. `hf_quant_config.json` counts if
+  config.json says nothing. Algorithms that scale inputs too (AWQ, SVD) are rejected. Values of NVFP4 are those of
+  ModelOpt 0.47.
+* `compressed-tensors`: integers of 4 and 8 bits, FP8, and NVFP4 (`nvfp4-pack-quantized`).
 
 `model.quantization=int8` quantises the weights of any checkpoint at load, on the CPU: see
 [Memory](../guides/memory.md).

@@ -47,7 +47,7 @@ from spmd_worker.model_config.pooling import (
     read_pooling,
     sees_later,
 )
-from spmd_worker.model_config.quantization import read_quantization
+from spmd_worker.model_config.quantization import MODELOPT_FILE, describes_quantization, read_quantization
 from spmd_worker.model_config.rope import (
     STRETCHED_ROPE_TYPES,
     RopeParameters,
@@ -331,6 +331,10 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     # If it is null, config.json's counts.
     config |= {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
     others = b"".join(_content(each) for each in pooling_files(model_folder))
+    quantised = model_folder / MODELOPT_FILE
+    if not describes_quantization(config) and quantised.is_file():
+        quantised_text = _content(quantised)
+        config[MODELOPT_FILE], others = _json_object(quantised_text, quantised), others + quantised_text
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path, with_images=with_images)
     family = family_of(model_config.architecture)

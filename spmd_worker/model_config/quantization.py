@@ -6,6 +6,7 @@ the key-value cache change nothing here: activations are computed, and cached, i
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,20 +14,29 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 from spmd_worker.model_config.config_reader import ConfigReader
-from spmd_worker.model_config.weight_format import CLASS_OF_ALL, REGEX, FormatGroup, Quantization, WeightFormat
+from spmd_worker.model_config.weight_format import (
+    ANY_END,
+    CLASS_OF_ALL,
+    REGEX,
+    FormatGroup,
+    Quantization,
+    WeightFormat,
+)
 
-_KEYS: Final = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+"""Keys of config.json, of which older files have the second."""
+MODELOPT_FILE: Final = "hf_quant_config.json"
+"""ModelOpt's file, which counts if config.json says nothing of quantisation."""
 _WAY_OUT: Final = "give a float32, bfloat16 or float16 checkpoint of the model"
 _DEQUANTISE: Final = "load it with transformers, call model.dequantize(), save_pretrained, and give that folder"
 _UNSUPPORTED: Final = {
     **dict.fromkeys(("aqlm", "bitnet", "eetq", "exl2", "exl3", "fouroversix", "fp_quant", "gemma", "hqq"), _WAY_OUT),
     **dict.fromkeys(("metal", "mxfp8", "quanto", "quark", "quip", "sinq", "spqr", "torchao", "vptq"), _WAY_OUT),
-    **dict.fromkeys(("bitsandbytes", "higgs"), _DEQUANTISE),
+    "higgs": _DEQUANTISE,
     "auto-round": "export it as auto_gptq or auto_awq, or " + _WAY_OUT,
     "gguf": "give the safetensors checkpoint that it was made from",
     "marlin": "give the GPTQ checkpoint that it was made from",
-    "modelopt": "give the bfloat16 checkpoint, or one in FP8 by compressed-tensors",
-    "nvfp4": "give the bfloat16 checkpoint, or one in FP8",
+    "nvfp4": "give the bfloat16 checkpoint, or one in NVFP4 by compressed-tensors or modelopt",
 }
 """Known but unsupported methods, with the way out."""
 _MAX_GROUP: Final = 1 << 20
@@ -35,15 +45,17 @@ _MAX_NAME: Final = 80
 
 
 def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | None:
-    """Quantization in the contents of `path`, which is used in errors alone; None if the weights are plain. Raises
-    ModelConfigError.
+    """Quantization in the contents of `path`, which is used in errors alone, with those of `MODELOPT_FILE`, if they
+    count, under its name; None if the weights are plain. Raises ModelConfigError.
     """
-    text = config.get("text_config")
-    objects = (config, text if isinstance(text, Mapping) else {})
-    found = next(((each, key) for each in objects for key in _KEYS if each.get(key)), None)
+    found, way_out = _described_in(config), f": {_WAY_OUT}"
     if found is None:
-        return None
-    section = ConfigReader(found[0], path, way_out=f": {_WAY_OUT}").object(found[1])
+        other = config.get(MODELOPT_FILE)
+        if not isinstance(other, Mapping):
+            return None
+        section = ConfigReader(other, path.parent / MODELOPT_FILE, way_out=way_out).object("quantization")
+        return replace(_read_modelopt(section), file=MODELOPT_FILE)
+    section = ConfigReader(found[0], path, way_out=way_out).object(found[1])
     is_older = section.get("quant_method") is None and section.get("config_groups") is not None
     method = "compressed-tensors" if is_older else section.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
@@ -51,6 +63,18 @@ def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | N
         reason = f"is not supported: {_UNSUPPORTED[name]}" if name in _UNSUPPORTED else f"is unknown: {_WAY_OUT}"
         raise section.error("quant_method", f"{reason}; supported are {', '.join(_READERS)}")
     return _READERS[method](section)
+
+
+def describes_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says how weights are quantised."""
+    return _described_in(config) is not None
+
+
+def _described_in(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | None:
+    """Object that has the description, and its key."""
+    text = config.get("text_config")
+    objects = (config, text if isinstance(text, Mapping) else {})
+    return next(((each, key) for each in objects for key in QUANTIZATION_KEYS if each.get(key)), None)
 
 
 def _group_size(section: ConfigReader, default: Any = None) -> int:
@@ -70,14 +94,19 @@ def _block_size(section: ConfigReader, key: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def _listed_names(section: ConfigReader, key: str, default: tuple[str, ...]) -> list[str]:
+    names = section.get(key, list(default))
+    if not isinstance(names, list) or len(names) > _MAX_NAMES or not all(isinstance(name, str) for name in names):
+        raise ModelConfigError(f"{section.where(key)} must list names of modules, {_MAX_NAMES} at most")
+    return names
+
+
 def _module_names(section: ConfigReader, key: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Names of modules, and regular expressions that can be matched in little time.
 
     transformers uses every name as a pattern of full words, compressed-tensors those that begin with `re:`.
     """
-    names, where = section.get(key, list(default)), section.where(key)
-    if not isinstance(names, list) or len(names) > _MAX_NAMES or not all(isinstance(name, str) for name in names):
-        raise ModelConfigError(f"{where} must list names of modules, {_MAX_NAMES} at most")
+    names, where = _listed_names(section, key, default), section.where(key)
     checked = []
     for name in names:
         is_pattern = name.startswith(REGEX) or re.search(r"[*+?()|[\]\\]", name)
@@ -155,11 +184,31 @@ def _read_awq(section: ConfigReader) -> Quantization:
     return _one_format("awq", format_, _module_names(section, "modules_to_not_convert"), "bits and group_size")
 
 
+def _read_bitsandbytes(section: ConfigReader) -> Quantization:
+    """Formats of `load_in_4bit` and `load_in_8bit`. Files themselves say which weights have them: what
+    `llm_int8_skip_modules` means differs between releases of transformers.
+    """
+    has_four, has_eight = (section.choice(key, (False, True), False) for key in ("load_in_4bit", "load_in_8bit"))
+    if has_four == has_eight:
+        raise section.error("load_in_4bit", f"and load_in_8bit={str(has_eight).lower()}: one of them must be true")
+    if has_eight:
+        section.choice("llm_int8_has_fp16_weight", (False,), False)
+        return _one_format("bitsandbytes", WeightFormat("bnb8", "int", 8, 1, 0), (), "load_in_8bit")
+    kind = section.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    section.choice("bnb_4bit_use_double_quant", (False, True), False)
+    section.choice("bnb_4bit_quant_storage", _STORAGE_DTYPES, "uint8")
+    return _one_format("bitsandbytes", WeightFormat("bnb4", kind, 4, None, None), (), "load_in_4bit")
+
+
+_STORAGE_DTYPES: Final = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""Dtypes whose bytes have the numbers of 4 bits, two a byte."""
+
 _COMPRESSED: Final = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "naive-quantized": ("scaled", None, (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
+    "nvfp4-pack-quantized": ("nvfp4_packed", "float", (4,)),
 }
 """`format` -> the layout, the required `weights.type`, and the bits."""
 
@@ -186,6 +235,11 @@ def _read_group(group: ConfigReader, section: ConfigReader) -> FormatGroup:
         raise group.error("weights", "must describe how weights are stored")
     kind = weights.choice("type", ("float", "int") if wanted is None else (wanted,), "int")
     num_bits = weights.choice("num_bits", bits, 8)
+    if layout == "nvfp4_packed":
+        weights.choice("strategy", ("tensor_group",))
+        weights.choice("symmetric", (True,), True)
+        weights.choice("group_size", (_NVFP4_GROUP,))
+        return FormatGroup(_module_names(group, "targets", (CLASS_OF_ALL,)), replace(_NVFP4, layout=layout))
     is_symmetric = weights.choice("symmetric", (True, False), True)
     block = _block(weights)
     order = weights.choice("actorder", (None, True, False, "group", "weight", "static", "dynamic"))
@@ -206,6 +260,69 @@ def _block(weights: ConfigReader) -> tuple[int, int]:
     return {"tensor": (0, 0), "channel": (1, 0)}.get(strategy) or (1, _group_size(weights))
 
 
+_NVFP4_GROUP: Final = 16
+_NVFP4: Final = WeightFormat("nvfp4", "e2m1", 4, 1, _NVFP4_GROUP)
+_MODELOPT: Final = {
+    "FP8": WeightFormat("scaled", "e4m3", 8, 0, 0),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat("scaled", "e4m3", 8, 1, 0),
+    "FP8_PB_WO": WeightFormat("scaled", "e4m3", 8, 128, 128),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), _NVFP4),
+}
+"""Formats by `quant_algo`. Those with AWQ in their name scale inputs too."""
+_MIXED: Final = "MIXED_PRECISION"
+
+
+def _read_modelopt(section: ConfigReader) -> Quantization:
+    """Formats of TensorRT Model Optimizer's `quantization`, in config.json or in its own file."""
+    inner = section.object("quantization")
+    section = inner if inner.config else section
+    algorithm = section.get("quant_algo")
+    if algorithm is None and any(section.get(key) is not None for key in ("kv_cache_quant_algo", "kv_cache_scheme")):
+        return Quantization("modelopt", ())
+    ignored = _wildcards(section, "ignore") + _wildcards(section, "exclude_modules")
+    if isinstance(algorithm, str) and algorithm.upper() == _MIXED:
+        return Quantization("modelopt", _formats_of_layers(section), ignored, "quantized_layers")
+    return _one_format("modelopt", _algorithm(section), ignored, "quant_algo")
+
+
+def _algorithm(section: ConfigReader) -> WeightFormat:
+    """Format of `quant_algo`, which may be in small letters."""
+    value = section.get("quant_algo")
+    found = _MODELOPT.get(value.upper()) if isinstance(value, str) else None
+    if found is None:
+        raise section.error("quant_algo", f"is not supported, only {', '.join(_MODELOPT)} and {_MIXED}: {_WAY_OUT}")
+    if found is _NVFP4:
+        section.choice("group_size", (_NVFP4_GROUP,), _NVFP4_GROUP)
+    return found
+
+
+def _formats_of_layers(section: ConfigReader) -> tuple[FormatGroup, ...]:
+    """Groups of the modules in `quantized_layers`, each with a `quant_algo` of its own. Others are plain."""
+    layers = section.object("quantized_layers")
+    if not layers.config or len(layers.config) > _MAX_NAMES:
+        raise section.error("quantized_layers", f"must have the formats of 1 to {_MAX_NAMES} modules")
+    of_format: dict[WeightFormat, list[str]] = {}
+    for name in layers.config:
+        target = _wildcard(name, section.where("quantized_layers"))
+        of_format.setdefault(_algorithm(layers.object(name)), []).append(target)
+    return tuple(FormatGroup(tuple(names), format_) for format_, names in of_format.items())
+
+
+def _wildcards(section: ConfigReader, key: str) -> tuple[str, ...]:
+    """Names of modules, which may have wildcards."""
+    return tuple(_wildcard(name, section.where(key)) for name in _listed_names(section, key, ()))
+
+
+def _wildcard(name: str, where: str) -> str:
+    """A name in which `*` stands for any characters, mostly at the end, as a pattern of `Quantization`."""
+    beginning, *others = name.split(ANY_END)
+    if others in ([], [""]) and not name.startswith(REGEX):
+        return name
+    expression = ".*".join(map(re.escape, (beginning, *others)))
+    pattern = name.removeprefix(REGEX) if name.startswith(REGEX) else rf"{expression}(?:\.|$)"
+    return REGEX + _checked_pattern(pattern, where)
+
+
 _READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fixed,
@@ -213,6 +330,8 @@ _READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "mxfp4": _read_fixed,
+    "bitsandbytes": _read_bitsandbytes,
+    "modelopt": _read_modelopt,
 }
 
 READ_METHODS: Final = tuple(_READERS)

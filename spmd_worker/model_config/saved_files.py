@@ -13,6 +13,7 @@ from spmd_worker.base.files import parse_json_object, read_regular_file
 from spmd_worker.base.staged_folder import copy_durably, write_durably
 from spmd_worker.model_config.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from spmd_worker.model_config.model_config import model_config_of
+from spmd_worker.model_config.quantization import QUANTIZATION_KEYS
 from spmd_worker.model_config.sentence_folder import module_folders, pooling_files
 from spmd_worker.model_config.tensor_names import INDEX_FILE, STATE_FILE
 
@@ -64,7 +65,8 @@ def _saved_config(text: bytes, dtype: str) -> bytes:
     config = _parsed(text)
     configs, is_changed = _configs(config), False
     for each in configs:
-        is_changed |= each.pop("quantization_config", None) is not None
+        for key in QUANTIZATION_KEYS:
+            is_changed |= each.pop(key, None) is not None
         for key in _DTYPE_KEYS:
             if each.get(key) not in (None, dtype):
                 each[key], is_changed = dtype, True

@@ -5,6 +5,7 @@ w = (q - zero) * scale. Needs no torch.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -13,6 +14,9 @@ CLASS_OF_ALL: Final = "Linear"
 """A target that means every quantised module."""
 REGEX: Final = "re:"
 """Prefix of a name that is a regular expression, matched from the beginning of a module's name."""
+ANY_END: Final = "*"
+"""End of a name that is the beginning of modules' names."""
+_NUMBERS: Final = {"e4m3": "FP8", "e2m1": "FP4", "nf4": "NF4", "fp4": "FP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +24,11 @@ class WeightFormat:
     """Storage format of one weight.
 
     `layout` decides the tensors (`model/weights/quantised_weight.py`): "scaled" (one stored number an element),
-    "packed" (compressed-tensors' int32), "gptq", "awq" or "mxfp4". `number` is the type of a stored number: "e4m3",
-    "int" or "e2m1", of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them;
-    both None: as the scale's shape implies. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of
-    each input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
+    "packed" (compressed-tensors' int32), "gptq", "awq", "mxfp4", "nvfp4", "nvfp4_packed" (compressed-tensors'), "bnb4"
+    or "bnb8" (bitsandbytes). `number` is the type of a stored number: "e4m3", "int", "e2m1", or "nf4" and "fp4", which
+    the file has tables of, of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of
+    them; both None: as the file says. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of each
+    input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
     """
 
     layout: str
@@ -38,8 +43,10 @@ class WeightFormat:
 
     @property
     def words(self) -> str:
-        numbers = {"e4m3": "FP8", "e2m1": "FP4"}.get(self.number, f"{self.bits}-bit integers")
+        numbers = _NUMBERS.get(self.number, f"{self.bits}-bit integers")
         match self.block_rows, self.block_columns:
+            case None, None if self.layout == "bnb4":
+                return f"{numbers} in blocks"
             case None, None:
                 return f"{numbers} with one scale a tensor or a row"
             case 0, 0:
@@ -63,58 +70,80 @@ class FormatGroup:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Formats of a checkpoint. `method` is config.json's name, `ignored` the modules whose weights are plain.
+    """Formats of a checkpoint; none of weights if only its key-value cache is quantised. `method` is config.json's
+    name, `ignored` the modules whose weights are plain.
 
-    `sizes_key` is the key with the group sizes, for errors.
+    `sizes_key` is the key with the group sizes, and `file` the file that has it, for errors.
     """
 
     method: str
     groups: tuple[FormatGroup, ...]
     ignored: tuple[str, ...] = ()
     sizes_key: str = "quant_method"
+    file: str = "config.json"
 
     @property
     def words(self) -> str:
         kinds = dict.fromkeys(group.format.words for group in self.groups)
-        return f"{' and '.join(kinds)} ({self.method})"
+        return f"{' and '.join(kinds) or 'plain weights'} ({self.method})"
+
+    @property
+    def key_words(self) -> str:
+        """The key as messages call it."""
+        section = "quantization_config" if self.file == "config.json" else "quantization"
+        return f"{section}.{self.sizes_key} of {self.file}"
 
     def format_of(self, *names: str) -> WeightFormat | None:
-        """Format of a module's weight, given all its names; None if it is plain. Names precede regular expressions,
-        which are in alphabetical order, and `CLASS_OF_ALL` comes last, whatever the order of groups: as in
-        compressed-tensors.
-        """
-        if any(_is_listed(name, self.ignored) for name in names):
+        """Format of a module's weight, given all its names; None if it is plain."""
+        return self.matcher().format_of(*names)
+
+    def matcher(self) -> "FormatMatcher":
+        """The patterns, made ready once. For many modules: there may be as many names in a pattern's list."""
+        return _matcher(self)
+
+
+class FormatMatcher:
+    """Formats of modules by their names. Names precede regular expressions, which are in alphabetical order, and
+    `CLASS_OF_ALL` comes last, whatever the order of groups: as in compressed-tensors.
+    """
+
+    def __init__(self, quantization: Quantization) -> None:
+        groups = quantization.groups
+        self._ignored = _Patterns(quantization.ignored)
+        plain = [([each for each in group.targets if not each.startswith(REGEX)], group.format) for group in groups]
+        expressions = [([each], group.format) for group in groups for each in group.targets if each.startswith(REGEX)]
+        ordered = [*plain, *sorted(expressions, key=lambda pair: pair[0])]
+        self._formats = [(_Patterns(targets), format_) for targets, format_ in ordered]
+        self._of_all = next((group.format for group in groups if CLASS_OF_ALL in group.targets), None)
+
+    def format_of(self, *names: str) -> WeightFormat | None:
+        """`Quantization.format_of`."""
+        if any(self._ignored.has(name) for name in names):
             return None
-        plain, expressions = _by_kind(self.groups)
-        for targets, format_ in (*plain, *expressions):
-            if any(_is_listed(name, targets) for name in names):
-                return format_
-        return next((group.format for group in self.groups if CLASS_OF_ALL in group.targets), None)
+        found = (format_ for targets, format_ in self._formats if any(targets.has(name) for name in names))
+        return next(found, self._of_all)
 
 
-_Targets = tuple[tuple[tuple[str, ...], WeightFormat], ...]
+class _Patterns:
+    """Plain names, of which there may be thousands, beginnings of names, and regular expressions."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._names = dict.fromkeys(patterns)
+        expressions = [each.removeprefix(REGEX) for each in self._names if each.startswith(REGEX)]
+        self._expressions = [re.compile(each) for each in expressions]
+        plain = [each for each in self._names if not each.startswith(REGEX)]
+        self._beginnings = tuple(each.removesuffix(ANY_END) for each in plain if each.endswith(ANY_END))
+
+    def has(self, name: str) -> bool:
+        """Whether a pattern is the module, contains it (`model.visual`), is the end of its name (`lm_head`), or its
+        beginning.
+        """
+        words = name.split(".")
+        parts = (".".join(part) for index in range(len(words)) for part in (words[: index + 1], words[index:]))
+        is_named = any(part in self._names for part in parts) or name.startswith(self._beginnings)
+        return is_named or any(each.match(name) for each in self._expressions)
 
 
-@lru_cache(maxsize=64)
-def _by_kind(groups: tuple[FormatGroup, ...]) -> tuple[_Targets, _Targets]:
-    """Targets and their format: names by group, and regular expressions one by one."""
-    plain = tuple(
-        (tuple(each for each in group.targets if not each.startswith(REGEX)), group.format) for group in groups
-    )
-    expressions = [(each, group.format) for group in groups for each in group.targets if each.startswith(REGEX)]
-    return plain, tuple(((each,), format_) for each, format_ in sorted(expressions, key=lambda pair: pair[0]))
-
-
-def _is_listed(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern is the module, contains it (`model.visual`), or is the end of its name (`lm_head`)."""
-    names, expressions = _sorted_out(patterns)
-    words = name.split(".")
-    parts = (".".join(part) for index in range(len(words)) for part in (words[: index + 1], words[index:]))
-    return any(part in names for part in parts) or any(each.match(name) for each in expressions)
-
-
-@lru_cache(maxsize=64)
-def _sorted_out(patterns: tuple[str, ...]) -> tuple[dict[str, None], tuple[re.Pattern[str], ...]]:
-    """Plain names, of which there may be thousands, and regular expressions."""
-    expressions = [pattern.removeprefix(REGEX) for pattern in patterns if pattern.startswith(REGEX)]
-    return dict.fromkeys(patterns), tuple(re.compile(each) for each in expressions)
+@lru_cache(maxsize=8)
+def _matcher(quantization: Quantization) -> FormatMatcher:
+    return FormatMatcher(quantization)

@@ -260,7 +260,8 @@ def test_broken_huggingface_hub_error_has_its_own(monkeypatch: pytest.MonkeyPatc
 def test_plan_fetches_no_weights(cache: Path, online: Any):
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL, leave_out="model.safetensors"))
     locate_model("org/tiny", None, needs_weights=False)
-    assert calls[0]["allow_patterns"] == ["config.json", "generation_config.json", *POOLING_FILES]
+    settings = ["config.json", "generation_config.json", "hf_quant_config.json", *POOLING_FILES]
+    assert calls[0]["allow_patterns"] == settings
 
 
 MODULES = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")

@@ -1,21 +1,33 @@
 """`quantization_config` is read as its writers mean it, and what is unknown is one sentence with the key."""
 
 import contextlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quantised_files import FORMATS, compressed
+from quantised_files import FORMATS, compressed, modelopt
+from test_model_config import write_folder
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.quantization import READ_METHODS, read_quantization
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.model_config.quantization import MODELOPT_FILE, READ_METHODS, read_quantization
 from spmd_worker.model_config.weight_format import Quantization
 
 PATH = Path("/m/config.json")
 GPTQ = FORMATS["gptq"].config
 AWQ = FORMATS["awq"].config
 W4 = FORMATS["w4a16"].config
+BNB = {**FORMATS["nf4_nested"].config}
+MIXED = modelopt(
+    "MIXED_PRECISION",
+    ignore=["lm_head", "model.layers.1*", "*.mlp.gate"],
+    quantized_layers={
+        "model.layers.0.mlp.experts": {"quant_algo": "nvfp4", "group_size": 16},
+        "model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"},
+    },
+)
 
 
 def read(config: Any, **others: Any) -> Quantization:
@@ -42,6 +54,11 @@ def test_absent_quantization_config_means_plain_weights():
         ("awq", "4-bit integers in groups of 16 (awq)"),
         ("float_tensor", "FP8 with one scale a tensor (compressed-tensors)"),
         ("w8a16_rows", "8-bit integers with one scale a row (compressed-tensors)"),
+        ("nf4_nested", "NF4 in blocks (bitsandbytes)"),
+        ("bnb_int8", "8-bit integers with one scale a row (bitsandbytes)"),
+        ("nvfp4", "FP4 in groups of 16 (modelopt)"),
+        ("nvfp4_packed", "FP4 in groups of 16 (compressed-tensors)"),
+        ("modelopt_fp8", "FP8 with one scale a tensor (modelopt)"),
     ],
 )
 def test_quantization_formats_have_names_for_people(name: str, words: str):
@@ -66,14 +83,26 @@ def weights(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def nvfp4(**changes: Any) -> dict[str, Any]:
+    """The config of compressed-tensors' NVFP4 with keys of `weights` changed."""
+    arguments = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    return compressed("nvfp4-pack-quantized", **{**arguments, **changes})
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["quant_method='bitsandbytes'", "dequantize()"]),
+        ({"quant_method": "higgs"}, ["quant_method='higgs'", "dequantize()"]),
+        (BNB | {"load_in_4bit": False}, ["load_in_4bit=False and load_in_8bit=false: one of them must be true"]),
+        (BNB | {"load_in_8bit": True}, ["load_in_4bit=True and load_in_8bit=true: one of them must be true"]),
+        (BNB | {"load_in_4bit": 1}, ["load_in_4bit=1 is not supported, only false or true"]),
+        (BNB | {"bnb_4bit_quant_type": "int4"}, ["bnb_4bit_quant_type='int4' is not supported, only nf4 or fp4"]),
+        (BNB | {"bnb_4bit_quant_storage": "int32"}, ["bnb_4bit_quant_storage='int32' is not supported, only uint8"]),
+        (BNB | {"bnb_4bit_use_double_quant": "no"}, ["bnb_4bit_use_double_quant='no' is not supported"]),
         ({"quant_method": "gguf"}, ["quant_method='gguf'", "safetensors"]),
         *(
             ({"quant_method": name}, [f"quant_method={name!r} is not supported", "bfloat16"])
-            for name in ("hqq", "quanto", "aqlm", "vptq", "eetq", "torchao", "nvfp4", "modelopt", "quark", "exl2")
+            for name in ("hqq", "quanto", "aqlm", "vptq", "eetq", "torchao", "nvfp4", "quark", "exl2")
         ),
         ({"quant_method": "intel/auto-round"}, ["quant_method='intel/auto-round'", "export it as auto_gptq"]),
         ({"quant_method": "guess"}, ["quant_method='guess' is unknown", "supported are fp8, fbgemm_fp8"]),
@@ -102,8 +131,31 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, ["modules_to_not_convert must list names"]),
         ({"quant_method": "fp8", "modules_to_not_convert": [3]}, ["modules_to_not_convert must list names"]),
         (
-            {**W4, "format": "nvfp4-pack-quantized"},
-            ["format='nvfp4-pack-quantized' is not supported, only float-quantized"],
+            {**W4, "format": "mxfp4-pack-quantized"},
+            ["format='mxfp4-pack-quantized' is not supported, only float-quantized"],
+        ),
+        ({**W4, "format": "nvfp4-pack-quantized"}, ["weights.type='int' is not supported, only float"]),
+        (nvfp4(strategy="group"), ["weights.strategy='group' is not supported, only tensor_group"]),
+        (nvfp4(group_size=32), ["weights.group_size=32 is not supported, only 16"]),
+        (nvfp4(symmetric=False), ["weights.symmetric=False is not supported, only true"]),
+        (modelopt("NVFP4_AWQ"), ["quant_algo='NVFP4_AWQ' is not supported, only FP8, FP8_PER", "bfloat16"]),
+        ({"quant_method": "modelopt"}, ["quant_algo=None is not supported, only FP8"]),
+        (modelopt("NVFP4", group_size=32), ["group_size=32 is not supported, only 16"]),
+        (modelopt("NVFP4", ignore="lm_head"), ["ignore must list names of modules"]),
+        (modelopt("NVFP4", ignore=["*a*b*c*d*e*"]), ["ignore has the pattern", "4 repeats"]),
+        (modelopt("NVFP4", ignore=["re:(a+)+$"]), ["ignore has the pattern '(a+)+$'", "none of a group"]),
+        (
+            modelopt("MIXED_PRECISION", quantized_layers={"re:(": {"quant_algo": "FP8"}}),
+            ["quantized_layers has the pattern '('", "must be a regular expression"],
+        ),
+        (modelopt("MIXED_PRECISION"), ["quantized_layers=None must have the formats of 1 to"]),
+        (
+            modelopt("MIXED_PRECISION", quantized_layers={"model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_AWQ"}}),
+            ["quantized_layers.model.layers.0.mlp.up_proj.quant_algo='W4A16_AWQ' is not supported, only FP8"],
+        ),
+        (
+            modelopt("MIXED_PRECISION", quantized_layers={"lm_head": 4}),
+            ["quantized_layers.lm_head=4 must be an object"],
         ),
         ({**W4, "format": "marlin-24"}, ["format='marlin-24' is not supported"]),
         ({**W4, "sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config is not supported"]),
@@ -131,7 +183,7 @@ def test_unsupported_quantization_error_names_file_and_key(config: Any, words: l
         assert word in message, message
 
 
-@pytest.mark.parametrize("config", [GPTQ, AWQ, W4, FORMATS["fp8_block"].config])
+@pytest.mark.parametrize("config", [GPTQ, AWQ, W4, BNB, MIXED, FORMATS["fp8_block"].config])
 @pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], -1, True, 1e9])
 def test_any_value_of_a_key_never_crashes(config: dict[str, Any], value: Any):
     """Each is read, or a ModelConfigError."""
@@ -192,6 +244,67 @@ def test_overlapping_groups_prefer_names_then_alphabetical_expressions(name: str
     found = overlapping(OVERLAPPING if in_order else reversed(OVERLAPPING)).format_of(f"model.layers.0.{name}")
     assert found is not None
     assert found.block_columns == OVERLAPPING[target]
+
+
+def test_modelopt_layers_have_own_formats():
+    """And wildcards the meaning of a shell's."""
+    found = read(MIXED)
+    assert found.words == "FP4 in groups of 16 and FP8 with one scale a tensor (modelopt)"
+    expert, other = (found.format_of(f"model.layers.0.{name}") for name in ("mlp.experts.7.up_proj", "mlp.up_proj"))
+    assert expert == read(modelopt("NVFP4")).groups[0].format
+    assert other is None
+    excluded = read(modelopt("FP8", ignore=MIXED["ignore"], exclude_modules=["model.layers.2.self_attn*"]))
+    assert excluded.format_of("model.layers.0.mlp.gate_proj") == read(modelopt("FP8")).groups[0].format
+    for name in ("model.layers.0.mlp.gate", "model.layers.1.mlp", "model.layers.17.mlp", "model.layers.2.self_attn.o"):
+        assert excluded.format_of(name) is None, name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("fp8_pb_wo", "FP8 in blocks of 128 x 128 (modelopt)"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "FP8 with one scale a row (modelopt)"),
+        ("W4A16_NVFP4", "FP4 in groups of 16 (modelopt)"),
+    ],
+)
+def test_modelopt_file_of_its_own_is_read(tmp_path: Path, algorithm: str, words: str):
+    """As older releases write it, and if config.json says nothing."""
+    description = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    folder = write_folder(tmp_path)
+    before = read_model_files(folder)
+    (folder / MODELOPT_FILE).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": description}))
+    files = read_model_files(folder)
+    found = files.model_config.quantization
+    assert before.model_config.quantization is None
+    assert files.digest != before.digest
+    assert found is not None
+    assert found.words == words
+    assert found.format_of("lm_head") is None
+    assert found.key_words == "quantization.quant_algo of hf_quant_config.json"
+    write_folder(tmp_path, quantization_config=AWQ)
+    assert read_model_files(folder).model_config.quantization == read(AWQ)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "hf_quant_config.json must be a JSON object"),
+        ("{}", "hf_quant_config.json: quantization.quant_algo=None is not supported, only FP8"),
+        ('{"quantization": 5}', "hf_quant_config.json: quantization=5 must be an object"),
+        ('{"quantization": {"quant_algo": "INT4"}}', "hf_quant_config.json: quantization.quant_algo='INT4' is not"),
+    ],
+)
+def test_error_in_modelopt_file_names_it(tmp_path: Path, text: str, words: str):
+    (write_folder(tmp_path) / MODELOPT_FILE).write_text(text)
+    with pytest.raises(ModelConfigError) as caught:
+        read_model_files(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_modelopt_with_quantised_cache_alone_has_plain_weights():
+    found = read({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"})
+    assert found.format_of("model.layers.0.mlp.up_proj") is None
+    assert found.words == "plain weights (modelopt)"
 
 
 def test_gptqmodel_rules_can_leave_modules_plain():
@@ -306,6 +419,55 @@ HUB: dict[str, tuple[dict[str, Any], str]] = {
             "do_fuse": False,
         },
         "4-bit integers in groups of 128",
+    ),
+    "unsloth's": (
+        {
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": None,
+            "llm_int8_threshold": 6.0,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "quant_method": "bitsandbytes",
+        },
+        "NF4 in blocks",
+    ),
+    "NVFP4": (
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                    "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head", "model.layers.0.self_attn*", "model.vision_tower*"],
+            "quant_algo": "NVFP4",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.37.0"},
+            "quant_method": "modelopt",
+        },
+        "FP4 in groups of 16",
+    ),
+    "NVFP4 by llm-compressor": (
+        with_inputs(
+            on_the_hub(
+                "nvfp4-pack-quantized",
+                type="float",
+                num_bits=4,
+                strategy="tensor_group",
+                group_size=16,
+                scale_dtype="torch.float8_e4m3fn",
+            ),
+            {**TOKENS, "num_bits": 4, "strategy": "tensor_group", "dynamic": "local", "group_size": 16},
+        ),
+        "FP4 in groups of 16",
     ),
     "FP8, cache too, older": (
         {

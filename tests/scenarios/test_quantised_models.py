@@ -27,13 +27,16 @@ SIZES = {"intermediate_size": 96, "num_hidden_layers": 2}
 """Halves of 48 rows, which are no whole number of FP8 blocks: both ranks read the block between them."""
 OTHERS = [
     *("fbgemm_fp8", "gptq_order", "gptq_v2_8bits", "awq", "float_tensor", "int_row_zeros", "w4a16_zeros"),
-    *("w4a16_order", "w8a16_rows"),
+    *("w4a16_order", "w8a16_rows", "fp4", "nvfp4_packed", "modelopt_fp8"),
 ]
+STAGES = ["gptq_order", "w4a16_zeros", "nf4_nested"]
 SETS = [
-    pytest.param("tensor_parallel_size", ["fp8_block"], id="one"),
-    pytest.param("tensor_parallel_size", ["gptq_v2_8bits", "awq"], id="two", marks=pytest.mark.matrix),
+    pytest.param("tensor_parallel_size", ["fp8_block", "nf4_nested"], id="one"),
+    pytest.param(
+        "tensor_parallel_size", ["gptq_v2_8bits", "awq", "bnb_int8", "nvfp4"], id="two", marks=pytest.mark.matrix
+    ),
     pytest.param("tensor_parallel_size", OTHERS, id="others", marks=pytest.mark.stress),
-    pytest.param("pipeline_parallel_size", ["gptq_order", "w4a16_zeros"], id="stages", marks=pytest.mark.matrix),
+    pytest.param("pipeline_parallel_size", STAGES, id="stages", marks=pytest.mark.matrix),
 ]
 
 ON_EACH_RANK = """
@@ -95,7 +98,13 @@ def test_dequantised_logits_are_bit_identical_to_plain_files(tmp_path: Path, nam
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-EXPERTS = {"mxfp4": "gpt_oss", "fp8_block": "qwen3_moe", "gptq_order": "mixtral"}
+EXPERTS = {
+    "mxfp4": "gpt_oss",
+    "fp8_block": "qwen3_moe",
+    "gptq_order": "mixtral",
+    "nf4_nested": "qwen3_moe",
+    "nvfp4": "mixtral",
+}
 
 
 def quantised_experts(folder: Path, name: str) -> tuple[Path, Path]:

@@ -44,6 +44,24 @@ _QUANTISED: Final[list[dict[str, Any]]] = [
     {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
     {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
     {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": ["lm_head"],
+    },
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        "ignore": ["lm_head", "model.layers.0*", "*.mlp.gate"],
+        "quantized_layers": {
+            "model.layers.1.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            "model.layers.1.self_attn": {"quant_algo": "FP8"},
+        },
+    },
+    {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",

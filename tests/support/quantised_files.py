@@ -154,6 +154,88 @@ def packed_int(weight: torch.Tensor, *, bits: int, size: int, is_symmetric: bool
     return parts, meant(numbers, scales, zeros, group_of)
 
 
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = (0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25)
+"""Of positive numbers; negative ones follow in the same order."""
+NESTED_STEPS = torch.linspace(-1, 1, 256) ** 3
+"""Any table of 256 values: files have their own."""
+
+
+def bitsandbytes_4(weight: torch.Tensor, *, kind: str, size: int, is_nested: bool, storage: torch.dtype) -> Packed:
+    """https://github.com/bitsandbytes-foundation/bitsandbytes (functional.quantize_4bit, QuantState.as_dict)."""
+    table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-value for value in FP4)])
+    flat = weight.flatten()
+    num_blocks = -(-len(flat) // size)
+    blocks = [flat[index * size : (index + 1) * size] for index in range(num_blocks)]
+    absmax = torch.stack([block.abs().max() for block in blocks])
+    state = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16", "shape": list(weight.shape)}
+    parts = {".weight.quant_map": table, ".weight.absmax": absmax}
+    if is_nested:
+        offset = absmax.mean()
+        nested = [(absmax - offset)[first : first + 256] for first in range(0, num_blocks, 256)]
+        most = torch.stack([each.abs().max() for each in nested])
+        steps = [nearest(each / scale, NESTED_STEPS) for each, scale in zip(nested, most)]
+        absmax = torch.cat([NESTED_STEPS[each] * scale for each, scale in zip(steps, most)]) + offset
+        parts |= {".weight.absmax": torch.cat(steps).to(torch.uint8), ".weight.nested_absmax": most}
+        parts[".weight.nested_quant_map"] = NESTED_STEPS.clone()
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+    numbers = [nearest(block / scale, table) for block, scale in zip(blocks, absmax)]
+    values = torch.cat([table[each] * scale for each, scale in zip(numbers, absmax)])
+    flat_numbers = torch.nn.functional.pad(torch.cat(numbers), (0, weight.numel() % 2))
+    packed = (flat_numbers[::2] << 4 | flat_numbers[1::2]).to(torch.uint8)
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts[f".weight.quant_state.bitsandbytes__{kind}"] = text
+    return {".weight": packed.view(storage).unsqueeze(1), **parts}, values.reshape(weight.shape)
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest value of a table."""
+    return (values[..., None] - table).abs().argmin(dim=-1)
+
+
+def bitsandbytes_8(weight: torch.Tensor) -> Packed:
+    """https://github.com/bitsandbytes-foundation/bitsandbytes (functional.int8_vectorwise_quant and _dequant)."""
+    most = weight.abs().amax(dim=1)
+    stored = torch.round(weight * 127 / most[:, None]).to(torch.int8)
+    parts = {".weight": stored, ".SCB": most, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, stored.float() * most[:, None] * 7.874015718698502e-3
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of positive numbers; negative ones follow in the same order."""
+
+
+def nvfp4(weight: torch.Tensor, *, is_modelopt: bool) -> Packed:
+    """https://github.com/vllm-project/compressed-tensors (compressors/nvfp4), and
+    https://github.com/NVIDIA/Model-Optimizer (NVFP4QTensor), whose scale of the weight is the other's reciprocal.
+    """
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    grouped = weight.reshape(len(weight), -1, 16)
+    of_weight = weight.abs().max() / (6 * 448)
+    scales = (grouped.abs().amax(dim=2) / 6 / of_weight).to(torch.float8_e4m3fn)
+    divisor = 1 / of_weight
+    factors = scales.float() * of_weight if is_modelopt else scales.float() / divisor
+    rows = [nearest(row / factor[:, None], table) for row, factor in zip(grouped, factors)]
+    numbers = torch.stack(rows).reshape(weight.shape)
+    values = table[numbers] * factors.repeat_interleave(16, dim=1)
+    packed = (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8)
+    if is_modelopt:
+        parts = {".weight": packed, ".weight_scale": scales, ".weight_scale_2": of_weight}
+        return {**parts, ".input_scale": torch.tensor(0.01)}, values
+    parts = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": divisor.reshape(1)}
+    return {**parts, ".input_global_scale": torch.tensor([100.0])}, values
+
+
+def modelopt(kind: str, **others: Any) -> dict[str, Any]:
+    """A quantization_config of TensorRT Model Optimizer."""
+    cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return {"quant_method": "modelopt", "quant_algo": kind, "ignore": ["lm_head"], "kv_cache_scheme": cache, **others}
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True, "dynamic": False, **weights}}
@@ -193,6 +275,15 @@ def _packed(bits: int, size: int, is_symmetric: bool, has_order: bool = False) -
     )
 
 
+def _bitsandbytes_4(kind: str, size: int, is_nested: bool, storage: torch.dtype) -> Format:
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind}
+    config |= {"bnb_4bit_use_double_quant": is_nested, "bnb_4bit_quant_storage": str(storage).removeprefix("torch.")}
+    return Format(
+        {**config, "bnb_4bit_compute_dtype": "bfloat16", "llm_int8_skip_modules": ["lm_head"]},
+        lambda weight: bitsandbytes_4(weight, kind=kind, size=size, is_nested=is_nested, storage=storage),
+    )
+
+
 FORMATS: dict[str, Format] = {
     "fp8_block": Format({"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": "e4m3"}, fp8_block),
     "fp8_tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
@@ -214,6 +305,15 @@ FORMATS: dict[str, Format] = {
     "w4a16_order": _packed(4, GROUP, True, has_order=True),
     "w8a16_rows": _packed(8, -1, True),
     "w8a16_rows_zeros": _packed(8, -1, False),
+    "nf4_nested": _bitsandbytes_4("nf4", 64, True, torch.uint8),
+    "fp4": _bitsandbytes_4("fp4", 32, False, torch.bfloat16),
+    "nvfp4": Format(modelopt("NVFP4"), lambda weight: nvfp4(weight, is_modelopt=True)),
+    "nvfp4_packed": Format(
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        lambda weight: nvfp4(weight, is_modelopt=False),
+    ),
+    "modelopt_fp8": Format(modelopt("FP8"), fp8_tensor),
+    "bnb_int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_8),
 }
 """By a name of ours."""
 

@@ -37,9 +37,14 @@ _OTHER_LOAD_FORMATS: Final = {
     **dict.fromkeys(("pt", "npcache"), "pickles are never read: convert them to safetensors, and leave it out"),
     "mistral": "consolidated files are not read: download the files in the hub's names, and leave it out",
     "gguf": "GGUF is not read: use the safetensors that it was converted from",
-    "bitsandbytes": "its weights are not read: dequantise them with transformers and save_pretrained",
+    "bitsandbytes": "files that it quantised are read without it, and others are not quantised so: leave it out",
 }
 """Values of vLLM's on a command line, and what to do instead. `LLM` takes those that have one here."""
+_METHODS_OF_FILES: Final = (
+    *("bitsandbytes", "compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "mxfp4", "fbgemm_fp8"),
+    *("awq", "awq_marlin", "gptq", "gptq_marlin"),
+)
+"""Values of vLLM's `quantization` that say how a checkpoint is stored."""
 _MAX_MEMORY_GIB: Final = 2**20
 _MOST_LORAS: Final = 8
 """Adapters of a step where `max_loras` is not given: each more makes its products smaller."""
@@ -200,6 +205,11 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
             raise ConfigError(f"model.load_format={self.load_format}: {_OTHER_LOAD_FORMATS[self.load_format]}")
+        if isinstance(self.quantization, str) and self.quantization in _METHODS_OF_FILES:
+            raise ConfigError(
+                f"model.quantization={self.quantization}: the model's config.json says how its weights are stored, and "
+                f"they are read so: leave it out"
+            )
         check_options(self, "model")
         _check_adapters(self)
         _check_images(self)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -164,18 +165,34 @@ class Checkpoint:
         """`read` for parts of quantised weights too."""
         entry, dtype, view = self._entry(name), self.stored_dtype(name), self._views.get(name)
         region = region if view is None else view.stored_region(region)
-        assert is_inside(region, entry.shape), (name, entry.shape, region)
-        plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
+        read = self._read(name, entry.shape, dtype, region)
+        return read if view is None else view.of_region(read)
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor that `read_bytes` reads. Raises CheckpointError for a view."""
+        if name in self._views:
+            raise CheckpointError(f"{self._path(name)}: {name!r} is a part of the tensor {self.stored_name(name)!r}")
+        entry = self._entry(name)
+        return entry.end - entry.begin
+
+    def read_bytes(self, name: str, shape: tuple[int, ...], region: Rectangle) -> torch.Tensor:
+        """A region of the bytes of a tensor, whatever its dtype, as if they had this shape."""
+        assert prod(shape) == self.num_bytes(name), (name, shape)
+        return self._read(name, shape, torch.uint8, region)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, region: Rectangle) -> torch.Tensor:
+        """A region of a tensor of the file, taken to have this shape and dtype."""
+        assert is_inside(region, shape), (name, shape, region)
+        plan = plan_read(shape, region, _MAX_GAP_BYTES // dtype.itemsize)
         buffer = self.staging.buffer(plan.buffer_shape, dtype)
         target = buffer.reshape(-1).view(torch.uint8).numpy().data
-        start = self.headers[self._file_of[name]].data_start + entry.begin
+        start = self.headers[self._file_of[name]].data_start + self._entry(name).begin
         filled = 0
         for run_begin, run_end in plan.runs:
             num_bytes = (run_end - run_begin) * dtype.itemsize
             self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
             filled += num_bytes
-        read = self.staging.sent(buffer)[plan.wanted]
-        return read if view is None else view.of_region(read)
+        return self.staging.sent(buffer)[plan.wanted]
 
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)

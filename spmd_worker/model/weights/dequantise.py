@@ -47,11 +47,26 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Bytes of two FP4 numbers, the first in the low bits, uint8 [..., G, 16], and exponents, uint8 [..., G] -> float32
     [..., 32 G]: number * 2^(exponent - 127).
     """
-    table, powers = _mxfp4_tables(blocks.device)
+    table, powers = _fp4_tables(blocks.device)
     low, high = (blocks & 15).to(torch.int32), (blocks >> 4).to(torch.int32)
     numbers = torch.stack((table[low], table[high]), dim=-1).flatten(-2)
     factors = powers[scales.to(torch.int32)]
     return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
+
+
+def values_of_bytes(packed: Tensor, values: Tensor, *, is_high_first: bool) -> Tensor:
+    """Bytes of two indices of `values`, float32 [16], uint8 [..., n] -> float32 [..., 2 n]. `is_high_first`: the first
+    index is in the high bits.
+    """
+    of_high, of_low = values.repeat_interleave(len(values)), values.repeat(len(values))
+    pairs = torch.stack((of_high, of_low) if is_high_first else (of_low, of_high), dim=-1)
+    found = pairs.index_select(0, packed.flatten().to(torch.int32))
+    return found.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def fp4_values(packed: Tensor) -> Tensor:
+    """Bytes of two FP4 numbers, the first in the low bits, uint8 [..., n] -> float32 [..., 2 n]."""
+    return values_of_bytes(packed, _fp4_tables(packed.device)[0], is_high_first=False)
 
 
 @cache
@@ -61,7 +76,7 @@ def _shifts(bits: int, order: tuple[int, ...] | None, device: torch.device) -> T
 
 
 @cache
-def _mxfp4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def _fp4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The values of FP4 numbers, and 2^(exponent - 127) of all exponents, which GPUs might round."""
     exponents = torch.arange(256, dtype=torch.int32) - _MX_BIAS
     powers = torch.ldexp(torch.ones(256, dtype=torch.float32), exponents)

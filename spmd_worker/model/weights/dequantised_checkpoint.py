@@ -14,7 +14,9 @@ import torch
 
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, full_rectangle
+from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
+from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
     GptqWeight,
@@ -27,7 +29,7 @@ from spmd_worker.model.weights.quantised_weight import (
 from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.model_config.weight_format import Quantization, WeightFormat
+from spmd_worker.model_config.weight_format import FormatMatcher, Quantization, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ _LAYOUTS: Final[dict[str, type[QuantisedWeight]]] = {
     "gptq": GptqWeight,
     "awq": AwqWeight,
     "mxfp4": Mxfp4Weight,
+    "nvfp4": Nvfp4Weight,
+    "nvfp4_packed": Nvfp4Weight,
+    "bnb4": Nf4Weight,
+    "bnb8": Int8Weight,
 }
 _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scaled": {
@@ -55,11 +61,27 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "gptq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",), "order": (".g_idx",)},
     "awq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",)},
     "mxfp4": {"numbers": ("_blocks",), "scales": ("_scales",)},
+    "nvfp4": {"numbers": (".weight",), "scales": (".weight_scale",), "factor": (".weight_scale_2",)},
+    "nvfp4_packed": {
+        "numbers": (".weight_packed",),
+        "scales": (".weight_scale",),
+        "divisor": (".weight_global_scale",),
+    },
+    "bnb4": {
+        "numbers": (".weight",),
+        "scales": (".weight.absmax",),
+        "values": (".weight.quant_map",),
+        "state": (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
+        "steps": (".weight.nested_quant_map",),
+        "nested": (".weight.nested_absmax",),
+    },
+    "bnb8": {"numbers": (".weight",), "scales": (".SCB",), "layout": (".weight_format",)},
 }
 """Endings of the name of a part, by layout and role."""
 
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
+    *(".input_global_scale",),
     *(".q_scale", ".k_scale", ".v_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
     *(".kv_scale", ".q_zero_point", ".output_zero_point"),
 )
@@ -82,10 +104,8 @@ class DequantisedCheckpoint:
         weights, problems = _find_weights(files, quantization)
         if problems:
             more = f" (and {len(problems) - 1} similar)" if len(problems) > 1 else ""
-            raise CheckpointError(
-                f"{files.folder}: the files do not match quantization_config.{quantization.sizes_key} of config.json, "
-                f"{quantization.words}: {problems[0]}{more}"
-            )
+            key, words = quantization.key_words, quantization.words
+            raise CheckpointError(f"{files.folder}: the files do not match {key}, {words}: {problems[0]}{more}")
         used = {part for weight in weights.values() for part in weight.parts.values()}
         others = [name for name in files.names() if name not in used]
         unused = [name for name in others if name.endswith(_UNUSED)]
@@ -170,9 +190,9 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
     """Quantised weights by name, and problems of those whose parts do not match."""
     weights: dict[str, QuantisedWeight] = {}
     problems = []
-    known = dict.fromkeys(files.names())
+    known, matcher = dict.fromkeys(files.names()), quantization.matcher()
     for name in known:
-        module, format_ = _module_and_format(files, name, quantization)
+        module, format_ = _module_and_format(files, name, matcher, known)
         if format_ is None:
             continue
         try:
@@ -184,15 +204,19 @@ def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[s
     return weights, problems
 
 
-def _module_and_format(files: Checkpoint, name: str, quantization: Quantization) -> tuple[str, WeightFormat | None]:
+def _module_and_format(
+    files: Checkpoint, name: str, matcher: FormatMatcher, known: dict[str, None]
+) -> tuple[str, WeightFormat | None]:
     """Module and format of the weight whose numbers are the tensor `name`; None if it is not quantised."""
     for ending in (".qweight", ".weight_packed", "_blocks", ".weight"):
         if not name.endswith(ending):
             continue
-        if ending == ".weight" and files.kind(name) in WEIGHT_DTYPES:
+        # bitsandbytes may call its bytes numbers of a weight's dtype.
+        has_parts = f"{name}.absmax" in known or f"{name}.quant_map" in known
+        if ending == ".weight" and files.kind(name) in WEIGHT_DTYPES and not has_parts:
             break
         module, stored = name.removesuffix(ending), files.stored_name(name).removesuffix(ending)
-        format_ = quantization.format_of(module, stored)
+        format_ = matcher.format_of(module, stored)
         is_quantised = format_ is not None and ending in _ENDINGS[format_.layout]["numbers"]
         return module, format_ if is_quantised else None
     return "", None
@@ -205,10 +229,14 @@ def _parts(module: str, format_: WeightFormat, known: dict[str, None]) -> dict[s
         found = next((module + ending for ending in endings if module + ending in known), None)
         if found is not None and _is_used(role, format_):
             parts[role] = found
-        elif format_.has_order if role == "order" else _is_used(role, format_):
+        elif format_.has_order if role == "order" else role not in _OPTIONAL and _is_used(role, format_):
             (first, *_) = _ENDINGS[format_.layout]["numbers"]
             raise MisfitError(f"{module}{first} has no {' or '.join(module + ending for ending in endings)}")
     return parts
+
+
+_OPTIONAL: Final = ("steps", "nested", "layout")
+"""Roles of parts that weights of a format may have."""
 
 
 def _is_used(role: str, format_: WeightFormat) -> bool:

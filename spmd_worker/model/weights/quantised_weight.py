@@ -207,6 +207,8 @@ class ScaledWeight(LinearWeight):
         """Raise MisfitError for scales of another shape, of which dimensions of 1 may be left out."""
         rows, columns = self._scale_shape
         allowed = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
+        # ModelOpt leaves dimensions for the numbers of a block.
+        allowed.append((rows, 1, columns, 1))
         found = self._shape_of(role)
         if found not in allowed:
             raise MisfitError(
@@ -262,7 +264,8 @@ class ScaledWeight(LinearWeight):
         return self._read_scales("zeros", rows, columns)
 
     def _read_scales(self, role: str, rows: Range, columns: Range) -> Tensor:
-        ranges = (rows, columns)[: len(self._shape_of(role))]
+        num_dimensions = len(self._shape_of(role))
+        ranges = (rows, (0, 1), columns, (0, 1)) if num_dimensions == 4 else (rows, columns)[:num_dimensions]
         return self._read_part(role, *ranges).to(torch.float32).reshape(rows[1] - rows[0], columns[1] - columns[0])
 
 
@@ -292,7 +295,7 @@ class PackedWeight(ScaledWeight):
         return shape
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(columns, 32 // self.format.bits)
+        wide, inner = full_words(columns, 32 // self.format.bits)
         packed = self._read_part("numbers", rows, wide)
         numbers = unpack(packed, self.format.bits, 1)[:, inner]
         # Zero points have the same offset.
@@ -302,7 +305,7 @@ class PackedWeight(ScaledWeight):
         return self._read_part("numbers", rows, words).contiguous().view(torch.uint8)
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(rows, 32 // self.format.bits)
+        wide, inner = full_words(rows, 32 // self.format.bits)
         return unpack(self._read_part("zeros", wide, columns), self.format.bits, 0)[inner]
 
 
@@ -333,7 +336,7 @@ class GptqWeight(LinearWeight):
         return found[1], found[0] * (32 // self.format.bits)
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(columns, 32 // self.format.bits)
+        wide, inner = full_words(columns, 32 // self.format.bits)
         return unpack(self._read_part("numbers", wide, rows), self.format.bits, 0)[inner].T.to(torch.float32)
 
     def _nibbles(self, rows: Range, words: Range) -> Tensor:
@@ -344,7 +347,7 @@ class GptqWeight(LinearWeight):
         return self._read_part("scales", columns, rows).T
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(rows, 32 // self.format.bits)
+        wide, inner = full_words(rows, 32 // self.format.bits)
         packed, bits = self._read_part("zeros", columns, wide), self.format.bits
         stored = unpack(packed, bits, 1)[:, inner].T
         if not self.format.zero_offset:
@@ -368,18 +371,18 @@ class AwqWeight(GptqWeight):
         return found[1] * 8, found[0]
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(rows, 8)
+        wide, inner = full_words(rows, 8)
         return unpack(self._read_part("numbers", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T.to(torch.float32)
 
     def _nibbles(self, rows: Range, words: Range) -> Tensor:
-        wide, inner = _full_words(rows, _WORD)
+        wide, inner = full_words(rows, _WORD)
         packed = self._read_part("numbers", (words[0] * _WORD, words[1] * _WORD), wide).contiguous().view(torch.uint8)
         numbers = torch.stack((packed & 15, packed >> 4), dim=-1).view(len(packed), -1, _WORD)
         found = numbers[:, :, list(AWQ_ORDER)].flatten(1)[:, inner]
         return (found[::2] | found[1::2] << 4).T.contiguous()
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
-        wide, inner = _full_words(rows, 8)
+        wide, inner = full_words(rows, 8)
         return unpack(self._read_part("zeros", columns, wide), 4, 1, AWQ_ORDER)[:, inner].T
 
 
@@ -411,7 +414,7 @@ class Mxfp4Weight(QuantisedWeight):
 
     def _read_block(self, block: Rectangle) -> Tensor:
         experts, columns, rows = block
-        wide, inner = _full_words(columns, 32)
+        wide, inner = full_words(columns, 32)
         numbers = self._read_part("numbers", experts, rows, wide, (0, 16))
         exponents = self._read_part("scales", experts, rows, wide).view(torch.uint8)
         return mxfp4(numbers, exponents)[..., inner].transpose(1, 2)
@@ -421,7 +424,7 @@ def _transposed(rectangle: Rectangle) -> Rectangle:
     return (*rectangle[:-2], rectangle[-1], rectangle[-2])
 
 
-def _full_words(bounds: Range, size: int) -> tuple[Range, slice]:
+def full_words(bounds: Range, size: int) -> tuple[Range, slice]:
     """The words of `size` numbers that contain the indices `bounds`, and the slice of those in them."""
     start, stop = bounds
     first = start // size

@@ -269,7 +269,7 @@ def _merged(plan: MemoryPlan) -> list[str]:
 
 def _quantised(plan: MemoryPlan) -> list[str]:
     model_config, dtype = plan.resolved.model_config, plan.resolved.dtype
-    if model_config.quantization is None:
+    if model_config.quantization is None or not model_config.quantization.groups:
         return []
     if plan.resolved.config.model.quantization == "fp8":
         return [

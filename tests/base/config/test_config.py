@@ -243,6 +243,8 @@ REFUSED = [
         "parallel.pipeline_layers=[1,x] must be a list of whole numbers, such as [10,8] or null",
     ),
     ("model.quantization=fp4", "model.quantization=fp4 is not one of int8, fp8, nor null"),
+    ("model.quantization=bitsandbytes", "model.quantization=bitsandbytes: the model's config.json says how"),
+    ("model.load_format=bitsandbytes", "model.load_format=bitsandbytes: files that it quantised are read without it"),
     ("model.pooling_type=sum", "model.pooling_type=sum is not one of last, mean, cls, nor null"),
     ("model.adapters=3", "model.adapters=3 must be texts by name, such as {a: b} or null"),
     ("model.adapters={a: [1]}", "model.adapters={'a': [1]} must be texts by name, such as {a: b} or null"),

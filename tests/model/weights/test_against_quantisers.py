@@ -119,6 +119,31 @@ def test_every_compressed_tensors_strategy_equals_library(tmp_path: Path, case: 
     assert 0 < (ours - weight).abs().max() < 0.6
 
 
+def test_nvfp4_equals_library_that_also_converts_it(tmp_path: Path):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+
+    weight = matrix()
+    parts, _ = FORMATS["nvfp4_packed"].pack(weight)
+    ours = opened(tmp_path / "packed", FORMATS["nvfp4_packed"], named(parts)).read(NAME, WHOLE)
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    stored = {ending.removeprefix("."): part for ending, part in parts.items()}
+    # It rounds to bfloat16.
+    assert torch.equal(ours.bfloat16(), compressor.decompress(dict(stored), scheme)["weight"])
+    state = {"weight": ours, "weight_scale": stored["weight_scale"].float()}
+    again = compressor.compress({**state, "weight_global_scale": stored["weight_global_scale"]}, scheme)
+    assert torch.equal(again["weight_packed"], stored["weight_packed"])
+
+    of_modelopt, _ = FORMATS["nvfp4"].pack(weight)
+    values = opened(tmp_path / "modelopt", FORMATS["nvfp4"], named(of_modelopt)).read(NAME, WHOLE)
+    converted = ModelOptNvfp4Converter(targets=["re:.*proj$"]).process(named(of_modelopt))
+    theirs = opened(tmp_path / "converted", FORMATS["nvfp4_packed"], converted).read(NAME, WHOLE)
+    assert torch.allclose(values, theirs, rtol=1e-6, atol=0)
+
+
 def calibrated(weight: torch.Tensor, how: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 scales and int8 zero points of the library's rounded values."""
     shape = {"tensor": (ROWS, COLUMNS), "channel": (1, COLUMNS), "group": (1, how.get("group_size"))}

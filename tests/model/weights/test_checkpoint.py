@@ -194,6 +194,17 @@ def test_tensor_also_inside_another_is_rejected(tmp_path):
         checkpoint.rename(parts)
 
 
+def test_bytes_of_a_tensor_are_read_in_any_shape(tmp_path):
+    stored = torch.arange(24, dtype=torch.float32).bfloat16().view(12, 2)
+    checkpoint = Checkpoint.open(save_single(tmp_path, {"packed": stored, "experts": torch.ones(2, 4, 3)}))
+    shape = 6, checkpoint.num_bytes("packed") // 6
+    found = checkpoint.read_bytes("packed", shape, ((2, 5), (1, 7)))
+    assert torch.equal(found, stored.view(torch.uint8).view(shape)[2:5, 1:7])
+    checkpoint.rename(lambda name, _: {f"{name}.0": TensorView(name, 0, (0, 4)) if name == "experts" else None})
+    with pytest.raises(CheckpointError, match=r"'experts\.0' is a part of the tensor 'experts'"):
+        checkpoint.num_bytes("experts.0")
+
+
 def test_duplicate_name_in_index_is_rejected(tmp_path):
     save_single(tmp_path, {"a": tensor(1)})
     (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")

@@ -41,7 +41,7 @@ def named(parts: dict[str, torch.Tensor], module: str = "model.layers.0.mlp.up_p
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros")
+ONE_OF_EACH_LAYOUT = ("fp8_block", "gptq_order", "awq", "int_row_zeros", "w4a16_zeros", "nf4_nested", "nvfp4")
 EACH = [pytest.param(name, marks=() if name in ONE_OF_EACH_LAYOUT else pytest.mark.matrix) for name in FORMATS]
 """One of each layout in the default tier."""
 
@@ -176,7 +176,7 @@ def test_symmetric_gptq_zero_point_without_offset_is_read(tmp_path: Path):
     ("name", "key", "wrong"),
     [
         ("awq", "AWQ_ORDER", tuple(range(8))),
-        ("gptq_order", "_full_words", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
+        ("gptq_order", "full_words", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
         ("w4a16_zeros", "_groups_of", lambda groups: (groups * 0, (0, 1))),
     ],
 )
@@ -189,11 +189,30 @@ def test_comparison_detects_wrong_bit_order_and_groups(
     assert not torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
 
 
+@pytest.mark.control("Quantised files are dequantised exactly")
+@pytest.mark.parametrize(
+    ("name", "ending", "change"),
+    [
+        ("nvfp4", ".weight", lambda packed: packed >> 4 | packed << 4),
+        ("nvfp4", ".weight_scale", lambda scales: scales.roll(1, dims=1)),
+        ("nvfp4", ".weight_scale_2", lambda scale: scale * 1.01),
+        ("nvfp4_packed", ".weight_packed", lambda packed: packed >> 4 | packed << 4),
+        ("nvfp4_packed", ".weight_global_scale", lambda scale: 1 / scale),
+    ],
+)
+def test_comparison_detects_changed_parts_of_nvfp4(tmp_path: Path, name: str, ending: str, change: Any):
+    parts, meant = FORMATS[name].pack(matrix())
+    checkpoint = opened(tmp_path, FORMATS[name], named({**parts, ending: change(parts[ending])}))
+    assert (checkpoint.read(NAME, WHOLE) != meant).float().mean() > 0.6
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_every_missing_part_is_named(tmp_path: Path, name: str):
     parts, _ = FORMATS[name].pack(matrix())
     first = next(iter(parts))
-    needed = [ending for ending in parts if ending not in (first, ".input_scale")]
+    needed = [
+        ending for ending in parts if ending not in (first, ".input_scale", ".input_global_scale", ".weight_format")
+    ]
     if not FORMATS[name].config.get("desc_act"):
         needed = [ending for ending in needed if ending != ".g_idx"]
     assert needed
@@ -253,6 +272,8 @@ def test_part_without_its_weight_keeps_its_name(tmp_path: Path):
             ["config_groups", "gate_proj.weight_packed has no model.layers.0.mlp.gate_proj.weight_zero_point"],
         ),
         ("int_row", FORMATS["float_row"].config, ["config_groups", "is int8, but must be float8_e4m3fn"]),
+        ("nvfp4", FORMATS["modelopt_fp8"].config, ["quant_algo", "weight is uint8, but must be float8_e4m3fn"]),
+        ("modelopt_fp8", FORMATS["nvfp4"].config, ["quant_algo", "weight_scale_2"]),
         ("fp8_block", FORMATS["awq"].config, []),
     ],
 )
@@ -360,6 +381,16 @@ def test_scales_of_floating_point_dtypes_are_read(tmp_path: Path):
         assert torch.equal(checkpoint.read(NAME, WHOLE), parts[".weight"].float() * spread)
     with pytest.raises(CheckpointError, match="weight_scale_inv is int32"):
         opened(tmp_path / "int", FORMATS["fp8_block"], named({**parts, ".weight_scale_inv": powers.int()}))
+
+
+def test_block_scales_of_four_dimensions_are_read(tmp_path: Path):
+    """ModelOpt's FP8_PB_WO."""
+    parts, meant = FORMATS["fp8_block"].pack(matrix())
+    rows, columns = parts[".weight_scale_inv"].shape
+    stored = {".weight": parts[".weight"], ".weight_scale": parts[".weight_scale_inv"].view(rows, 1, columns, 1)}
+    checkpoint = opened(tmp_path, FORMATS["fp8_block"], named(stored))
+    for region in (WHOLE, ((30, 70), (17, 90))):
+        assert torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
 
 
 def test_digests_cover_quantised_tensors(tmp_path: Path):

@@ -185,7 +185,7 @@ def test_dequantisation_stays_on_its_tensors_device():
 
 
 def test_powers_of_mxfp4_scales_are_exact():
-    _, powers = dequantise._mxfp4_tables(torch.device("cpu"))
+    _, powers = dequantise._fp4_tables(torch.device("cpu"))
     assert powers.tolist() == [2.0 ** (exponent - 127) for exponent in range(255)] + [float("inf")]
 
 
