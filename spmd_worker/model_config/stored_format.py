@@ -49,6 +49,11 @@ class StoredFormat:
         return self.number == "e2m1"
 
     @property
+    def is_of_panels(self) -> bool:
+        """Whether panels alone hold it, with a float32 scale and a zero point for each group."""
+        return self.number in ("int4", "nf4")
+
+    @property
     def words(self) -> str:
         """The format as messages call it."""
         if self.number == "int4":
@@ -87,6 +92,8 @@ class StoredFormat:
 
 
 MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)
+NF4: Final = StoredFormat("nf4", 1, 64)
+"""Blocks are of the size that transformers writes: config.json does not tell."""
 
 EXPERTS: Final = "mlp.experts"
 """Name, among `LayerFormats`, of all matrices of a layer's routed experts."""

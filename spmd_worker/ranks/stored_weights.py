@@ -9,8 +9,8 @@ wherever kernels can, unless `model.dequantize_weights` is set, as updates of we
   matter: computed with their own numbers under `model.quantization=fp8`, which quantises activations too, and
   dequantised otherwise.
 * CPUs (the compiled kernels, in bfloat16): matrices of 4 bits (`find_stored_panels`), of attention, dense feed-forwards
-  and shared experts in GPTQ, AWQ and compressed-tensors' W4A16, of routed experts in MXFP4 too. Other mixers,
-  attention to an encoder's rows, towers, heads of drafts and the token head are dequantised.
+  and shared experts in GPTQ, AWQ, compressed-tensors' W4A16 and bitsandbytes' NF4, of routed experts in MXFP4 too.
+  Other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are dequantised.
 
 A rank's share must begin and end where scales do. All ranks decide alike, for all of them, so that memory is shared
 evenly. Nothing is read but config.json. Files may have some weights otherwise than it says, plain ones most often:
@@ -27,7 +27,7 @@ from spmd_worker.model_config.int8_format import STEP as PANEL_STEP
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.layer_elements import mixer_linears
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.model_config.stored_format import EXPERTS, MX_GROUP, MXFP4, STEP, LayerFormats, StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, MX_GROUP, MXFP4, NF4, STEP, LayerFormats, StoredFormat
 from spmd_worker.model_config.weight_format import WeightFormat
 from spmd_worker.ranks.leaves import column_range
 from spmd_worker.ranks.topology import RankLayout, layer_share
@@ -254,7 +254,7 @@ def _panel_format(model_config: ModelConfig, index: int, linears: Sequence[Store
     if found.layout == "mxfp4" and linears[0].name != EXPERTS:
         # It is of stacks of experts: files have linear layers plain, whatever config.json says of them.
         return None
-    stored = MXFP4 if found.layout == "mxfp4" else _integer_format(found)
+    stored = _expanded_format(found)
     if model_config.names.are_transposed:
         raise UnfitError("kernels do not read matrices [inputs, outputs]")
     for each in linears:
@@ -262,8 +262,12 @@ def _panel_format(model_config: ModelConfig, index: int, linears: Sequence[Store
     return stored
 
 
-def _integer_format(stored: WeightFormat) -> StoredFormat:
-    """The format of integers that CPUs expand. Raises UnfitError."""
+def _expanded_format(stored: WeightFormat) -> StoredFormat:
+    """The format that CPUs expand. Raises UnfitError."""
+    if stored.layout == "mxfp4":
+        return MXFP4
+    if stored.number == "nf4":
+        return NF4
     if stored.layout not in ("gptq", "awq", "packed") or stored.has_order or stored.block_rows != 1:
         raise UnfitError(f"kernels do not read {stored.words}")
     inputs = stored.block_columns or 0

@@ -20,7 +20,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, NF4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
@@ -42,6 +42,7 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
         1: dict.fromkeys((*ATTENTION, *DENSE), GROUPS),
     },
     "mxfp4": {index: {EXPERTS: MXFP4} for index in (0, 1)},
+    "nf4": {index: dict.fromkeys((*ATTENTION, *DENSE), NF4) for index in (0, 1)},
 }
 """Formats by kind of checkpoint, index of the layer and name in it."""
 ONE, TWO = RankLayout(1), RankLayout(2)

@@ -15,7 +15,7 @@ from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import CheckpointError
 
 LIMIT_S = 120.0
-KINDS = ("gptq", "awq", "w4a16", "mxfp4")
+KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4")
 PROMPTS = [[7 * token % 61 + 3 for token in range(length)] for length in (3, 17, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "num_blocks": 64, "max_model_len": 64}

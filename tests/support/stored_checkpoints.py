@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
             partial(packed_int, bits=4, size=-1, is_symmetric=True),
         ),
     ),
+    "nf4": ({**_DENSE, "architectures": ["LlamaForCausalLM"], "intermediate_size": 256}, FORMATS["nf4_nested"]),
 }
 
 

@@ -20,6 +20,7 @@ from spmd_worker.model.weights.quantised_weight import (
     ScaledWeight,
     full_words,
 )
+from spmd_worker.model_config.stored_format import NF4_LEVELS, StoredFormat
 
 _BLOCK_SIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NUM_VALUES: Final = 16
@@ -119,6 +120,21 @@ class Nf4Weight(LinearWeight):
         of_rows = torch.arange(first, last, device=scales.device).unsqueeze(1) * num_inputs
         places = of_rows + torch.arange(start, stop, device=scales.device)
         return self._numbers(*block).mul_(scales[places // size - begin])
+
+    def is_stored_as(self, stored: StoredFormat) -> bool:
+        # The table is of any numbers, FP4's too.
+        is_nf4 = stored.number == "nf4" and self._values.tolist() == torch.tensor(NF4_LEVELS).tolist()
+        return is_nf4 and self._block_size[1] == stored.group_inputs and self.shape[1] % stored.group_inputs == 0
+
+    def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
+        rows, (start, stop) = region
+        assert start % stored.group_inputs == stop % 2 == 0, region
+        (num_rows, num_inputs), size = self.shape, stored.group_inputs
+        packed = self.files.read_bytes(
+            self.parts["numbers"], (num_rows, num_inputs // 2), (rows, (start // 2, stop // 2))
+        )
+        scales = self._scales(rows, (start // size, -(-stop // size)))
+        return packed >> 4 | packed << 4, torch.stack((scales, torch.zeros_like(scales)), dim=-1)
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
         (num_rows, num_inputs), (start, stop) = self.shape, columns

@@ -571,8 +571,8 @@ def _shapes(layers: Mapping[str, CheckpointLayer]) -> dict[str, tuple[int, ...]]
 
 def _stored_blocks(held: HeldPiece) -> Iterator[Rectangle]:
     """Blocks in which a slice of a weight that is held as stored is read."""
-    is_integer = held.stored is not None and held.stored.number == "int4"
-    return held.stored_blocks(_INTEGER_BLOCK_BYTES if is_integer else _STORED_BLOCK_BYTES)
+    is_of_panels = held.stored is not None and held.stored.is_of_panels
+    return held.stored_blocks(_INTEGER_BLOCK_BYTES if is_of_panels else _STORED_BLOCK_BYTES)
 
 
 def _is_stored_as(source: WeightSource, name: str, stored: StoredFormat) -> bool:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from spmd_worker.model_config.stored_format import MX_GROUP, NF4_LEVELS, StoredFormat
 
-_IN_PANELS: Final = ("int4", "nf4")
-"""Numbers that are in panels alone, with float32 scales."""
 _MX_SHIFT: Final = 14
 _FP8_FACTOR: Final = 256.0
 _MANTISSA_BITS: Final = 23
@@ -62,7 +60,7 @@ def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     """Bytes and scales of each row, exponents [n, I / 32] or float32 [n, G] -> float32 [n, I]. Not finite where a
     kernel's factor would not be. Of "int4" and "nf4" scales are float32 [n, G, 2], scale and zero point.
     """
-    if stored.number in _IN_PANELS:
+    if stored.is_of_panels:
         whole = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
         levels = whole.to(torch.float32)
         if stored.number == "nf4":
@@ -88,7 +86,7 @@ def are_surely_finite(stored: StoredFormat, scales: Tensor, dtype: torch.dtype) 
     """Whether scales are so far from infinity that `values` are finite in `dtype`; False of other formats than "int4"
     and "nf4".
     """
-    if stored.number not in _IN_PANELS:
+    if not stored.is_of_panels:
         return False
     return bool((scales[..., 0].abs() * _MOST_STEPS).amax() < torch.finfo(dtype).max)
 
