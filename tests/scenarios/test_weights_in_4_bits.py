@@ -74,8 +74,8 @@ def test_comparison_sees_one_zero_point(tmp_path: Path):
     with LLM(folder, **SETTINGS) as llm:
         before, model = answers(llm), llm.llm_engine.executor.driver_worker.model_runner.model
         packed = model.model.layers[0].mlp.down_proj.weight.data
-        # Behind the head, the numbers, and the first group's 16 scales.
-        packed[0, 0, 64 + 192 * 8 + 64] ^= 7
+        # Behind the head, the numbers of 192 inputs in lines of 128, and the first group's 16 scales.
+        packed[0, 0, 64 + 256 * 8 + 64] ^= 7
         assert answers(llm) != before
 
 
