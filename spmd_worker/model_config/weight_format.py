@@ -78,6 +78,11 @@ class Quantization:
         kinds = dict.fromkeys(group.format.words for group in self.groups)
         return f"{' and '.join(kinds)} ({self.method})"
 
+    @property
+    def has_4_bits(self) -> bool:
+        """Whether weights are stored in 4 bits: all that are quantised, or some."""
+        return any(group.format.bits == 4 for group in self.groups)
+
     def format_of(self, *names: str) -> WeightFormat | None:
         """Format of a module's weight, given all its names; None if it is plain. Names precede regular expressions,
         which are in alphabetical order, and `CLASS_OF_ALL` comes last, whatever the order of groups: as in
