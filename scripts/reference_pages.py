@@ -118,7 +118,8 @@ an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../gu
 | GPTQ, AWQ, compressed-tensors' W4A16 (pack-quantized), without act-order | attention, feed-forward, experts |
 | MXFP4 | routed experts |
 
-* `model.dtype=bfloat16` must be given where config.json says float16, which CPUs compute in float32.
+* Where config.json says float16, as most such files do, `model.dtype=auto` is bfloat16 on CPUs, whose numbers have 8
+  bits instead of 11; `model.dtype=float32` is more exact, and dequantises.
 * The log and `plan=true` say so with the first reason if a weight is dequantised: groups of inputs are no multiple of
   32; a rank's outputs are no multiple of 16 (gates and ups together: 32); its inputs do not begin and end where groups
   do; matrices that are multiplied together, such as queries, keys and values, have several formats;

@@ -680,12 +680,23 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str, *, i
 
 
 def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> str:
-    """Dtype of the model. Raises ConfigError for one that the device does not support."""
+    """Dtype of the model: of config.json and the kind of device alone, so that all ranks and a resume agree. Raises
+    ConfigError for one that the device does not support.
+    """
     if device_type == "cpu" and config.model.dtype == "float16":
         raise ConfigError("model.dtype=float16 is not supported on the CPU: use bfloat16 (as small) or float32 (exact)")
     if config.model.dtype != "auto":
         return config.model.dtype
-    return "float32" if device_type == "cpu" and model_config.dtype == "float16" else model_config.dtype
+    if device_type != "cpu" or model_config.dtype != "float16":
+        return model_config.dtype
+    if model_config.quantization is None or not model_config.quantization.has_4_bits:
+        return "float32"
+    logger.info(
+        "model.dtype=auto is bfloat16: CPUs do not compute in the float16 of config.json, and weights of 4 bits stay "
+        "so in bfloat16 alone; model.dtype=float32 is more exact, and dequantises them",
+        extra=SAME_ON_EVERY_RANK,
+    )
+    return "bfloat16"
 
 
 def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:

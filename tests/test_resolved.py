@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_files import FORMATS
 from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_text_checkpoint
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
@@ -50,6 +51,42 @@ def test_unset_max_num_seqs_fits_a_step(folder: Path, given: dict[str, int], exp
     resolved = resolve_run(run_config({"model": folder, "device": "cpu", **given}), "cpu")
     assert (resolved.max_num_seqs, resolved.config.scheduler.max_num_seqs) == (expected, given.get("max_num_seqs"))
     assert resolve_cache_need(resolved).max_num_seqs == expected
+
+
+FLOAT16 = {
+    ("gptq", "bfloat16"): {},
+    ("awq", "bfloat16"): {},
+    ("w4a16", "bfloat16"): {"dequantize_weights": True},
+    ("gptq_v2_8bits", "float32"): {},
+    ("w8a16_rows", "float32"): {},
+    ("fp8_tensor", "float32"): {},
+    (None, "float32"): {},
+    ("gptq", "float32"): {"dtype": "float32"},
+    ("fp8_tensor", "bfloat16"): {"dtype": "bfloat16"},
+}
+"""Format of a checkpoint's weights, and the dtype on a CPU."""
+
+
+@pytest.mark.parametrize(("case", "given"), FLOAT16.items())
+def test_float16_of_4_bits_is_bfloat16_on_cpus(
+    case: tuple[str | None, str], given: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """It was float32, in which weights of 4 bits are dequantised."""
+    name, expected = case
+    keys: dict[str, Any] = {} if name is None else {"quantization_config": dict(FORMATS[name].config)}
+    config = json.loads((folder / "config.json").read_text()) | keys
+    found, ways = {}, ("model.dtype=auto is bfloat16", "model.dtype=float32")
+    for dtype in ("float16", "float32"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+        for device in ("cpu", "cuda"):
+            with caplog.at_level("INFO", logger="spmd_worker"):
+                run = resolve_run(run_config({"model": tmp_path, "device": device, **given}), device)
+            found[dtype, device] = run.dtype
+    own = given.get("dtype")
+    expected_of_all = {("float16", "cpu"): expected, ("float16", "cuda"): own or "float16"}
+    assert found == expected_of_all | {("float32", device): own or "float32" for device in ("cpu", "cuda")}
+    is_chosen = (expected, own) == ("bfloat16", None)
+    assert sum(all(way in each for way in ways) for each in caplog.messages) == is_chosen
 
 
 def test_model_file_is_rejected_as_no_folder(tmp_path: Path):

@@ -93,6 +93,11 @@ class Quantization:
         section = "quantization_config" if self.file == "config.json" else "quantization"
         return f"{section}.{self.sizes_key} of {self.file}"
 
+    @property
+    def has_4_bits(self) -> bool:
+        """Whether weights are stored in 4 bits: all that are quantised, or some."""
+        return any(group.format.bits == 4 for group in self.groups)
+
     def format_of(self, *names: str) -> WeightFormat | None:
         """Format of a module's weight, given all its names; None if it is plain."""
         return self.matcher().format_of(*names)

@@ -56,13 +56,14 @@ def num_held(llm: LLM) -> int:
 @pytest.mark.guarantee("Weights that stay as stored give the answers of dequantised ones")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_4_bits_answer_as_dequantised(tmp_path: Path, kind: str):
-    folder = write_stored(tmp_path / kind, kind)
-    with LLM(folder, **SETTINGS) as llm:
+    """By default, of files that say float16: those were computed in float32, dequantised."""
+    folder, settings = write_stored(tmp_path / kind, kind, dtype="float16"), SETTINGS | {"dtype": "auto"}
+    with LLM(folder, **settings) as llm:
         # Two matrices of each expert, and four of a dense layer.
         assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
         llm.check_weights()
         found = answers(llm), llm.weights_digest()
-    with LLM(folder, **SETTINGS, dequantize_weights=True) as llm:
+    with LLM(folder, **settings, dequantize_weights=True) as llm:
         assert num_held(llm) == 0
         assert (answers(llm), llm.weights_digest()) == found
 
@@ -74,8 +75,8 @@ def test_comparison_sees_one_zero_point(tmp_path: Path):
     with LLM(folder, **SETTINGS) as llm:
         before, model = answers(llm), llm.llm_engine.executor.driver_worker.model_runner.model
         packed = model.model.layers[0].mlp.down_proj.weight.data
-        # Behind the head, the numbers, and the first group's 16 scales.
-        packed[0, 0, 64 + 192 * 8 + 64] ^= 7
+        # Behind the head, the numbers of 192 inputs in lines of 128, and the first group's 16 scales.
+        packed[0, 0, 64 + 256 * 8 + 64] ^= 7
         assert answers(llm) != before
 
 
