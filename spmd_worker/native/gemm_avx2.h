@@ -74,42 +74,61 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
 };
 
 struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
+  static constexpr bool kSplits = true;
+  static constexpr int64_t kExpandingRows = 2;
+  // Nibbles alone are cut.
+  static constexpr int64_t num_parts(int64_t, int64_t) { return 1; }
+
   // The pair of inputs in all lanes.
   SPMD_INLINE Words both(const uint16_t* pair) { return (Words)_mm256_set1_ps(bits_at<float>(pair)); }
   // Unrolled, it runs out of registers.
   SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
   template <int kRows>
   SPMD_INLINE void multiply_panel(
-      const Block<uint16_t>& block, const uint16_t* panel, const char* ahead, float* sums, float*) {
+      const Block<uint16_t>& block, const uint16_t* panel, const char* ahead, float* sums, float* kept) {
     const uint16_t* const x = block.x;
-    const int64_t x_stride = block.x_stride, end = block.num_inputs, ahead_step = block.share_of(2 * kPanel);
+    const int64_t x_stride = block.x_stride, ahead_step = block.share_of(2 * kPanel);
     Floats totals[kRows][2] = {};
-    for (int64_t input = 0; input < end; input += 2) {
-      __builtin_prefetch(ahead, 0, 2);
-      ahead += ahead_step;
-      const uint16_t *first = panel + input * kPanel, *second = first + 2 * kLanes;
-      const Floats even[] = {first_of_pairs(load<Words>(first)), first_of_pairs(load<Words>(second))};
+    if (kept != nullptr && !block.is_first_part) {
 #pragma GCC unroll 6
-      for (int row = 0; row < kRows; ++row) {
-        const Floats left = first_of_pairs(both(x + row * x_stride + input));
-        totals[row][0] = fused(left, even[0], totals[row][0]);
-        totals[row][1] = fused(left, even[1], totals[row][1]);
-        in_turn(totals[row]);
-      }
-      // Loads the pairs again: no registers are left to keep them.
-      asm volatile("" ::: "memory");
-      const Floats odd[] = {second_of_pairs(load<Words>(first)), second_of_pairs(load<Words>(second))};
-#pragma GCC unroll 6
-      for (int row = 0; row < kRows; ++row) {
-        const Floats left = second_of_pairs(both(x + row * x_stride + input));
-        totals[row][0] = fused(left, odd[0], totals[row][0]);
-        totals[row][1] = fused(left, odd[1], totals[row][1]);
-        in_turn(totals[row]);
-      }
+      for (int row = 0; row < kRows; ++row)
+        for (int v = 0; v < 2; ++v) totals[row][v] = load<Floats>(kept + row * 64 + v * kLanes);
     }
+    int64_t input = 0;
+    while (true) {
+      int64_t end = block.num_inputs;
+      if constexpr (kRows <= kExpandingRows) end -= expand_some(block, 1, end - input);
+      for (; input < end; input += 2) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += ahead_step;
+        const uint16_t *first = panel + input * kPanel, *second = first + 2 * kLanes;
+        const Floats even[] = {first_of_pairs(load<Words>(first)), first_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row) {
+          const Floats left = first_of_pairs(both(x + row * x_stride + input));
+          totals[row][0] = fused(left, even[0], totals[row][0]);
+          totals[row][1] = fused(left, even[1], totals[row][1]);
+          in_turn(totals[row]);
+        }
+        // Loads the pairs again: no registers are left to keep them.
+        asm volatile("" ::: "memory");
+        const Floats odd[] = {second_of_pairs(load<Words>(first)), second_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+        for (int row = 0; row < kRows; ++row) {
+          const Floats left = second_of_pairs(both(x + row * x_stride + input));
+          totals[row][0] = fused(left, odd[0], totals[row][0]);
+          totals[row][1] = fused(left, odd[1], totals[row][1]);
+          in_turn(totals[row]);
+        }
+      }
+      if (kRows > kExpandingRows || input >= block.num_inputs) break;
+    }
+    const bool is_kept = kept != nullptr && !block.is_last_part;
+    float* const to = is_kept ? kept : sums;
+    const int64_t stride = is_kept ? 64 : 32;
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < 2; ++v) store(sums + row * 32 + v * kLanes, totals[row][v]);
+      for (int v = 0; v < 2; ++v) store(to + row * stride + v * kLanes, totals[row][v]);
   }
 };
 

@@ -69,13 +69,6 @@ SPMD_INLINE void each_vector(Vector (&totals)[kRows][kPanels][kVectors], const E
       for (int v = 0; v < kVectors; ++v) each(totals[row][panel][v], ((row * 2 + panel) * kVectors + v) * kLanes);
 }
 
-// Expands nibbles of the next part, if there are any, before as many of this one: the number of inputs left behind them.
-SPMD_INLINE int64_t expand_some(const Block<uint16_t>& block, int num_panels, int64_t num_left) {
-  if (block.expansion == nullptr) return 0;
-  static_cast<PairExpansion*>(block.expansion)->take(num_panels);
-  return num_left - kNibbleInputs;
-}
-
 // One step: kInputs inputs of a row by those of a panel's 16 outputs, which are kVectors vectors. The sums of kRowsOf rows by
 // a pair of panels fill the registers.
 template <class Step, class Element, class Sum, int kRowsOf, int kInputs, int kVectors>
