@@ -247,7 +247,7 @@ def test_overlapping_groups_prefer_names_then_alphabetical_expressions(name: str
 
 
 def test_modelopt_layers_have_own_formats():
-    """And wildcards the meaning of a shell's."""
+    """Wildcards mean what a shell's do."""
     found = read(MIXED)
     assert found.words == "FP4 in groups of 16 and FP8 with one scale a tensor (modelopt)"
     expert, other = (found.format_of(f"model.layers.0.{name}") for name in ("mlp.experts.7.up_proj", "mlp.up_proj"))
@@ -268,7 +268,7 @@ def test_modelopt_layers_have_own_formats():
     ],
 )
 def test_modelopt_file_of_its_own_is_read(tmp_path: Path, algorithm: str, words: str):
-    """As older releases write it, and if config.json says nothing."""
+    """Older releases write it; it counts if config.json says nothing."""
     description = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     folder = write_folder(tmp_path)
     before = read_model_files(folder)

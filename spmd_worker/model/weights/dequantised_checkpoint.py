@@ -5,7 +5,7 @@ their names, so the comparison with the model's names finds them. Dequantised va
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -79,6 +79,9 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 }
 """Endings of the name of a part, by layout and role."""
 
+_OUTPUTS_FIRST: Final = ("gptq", "bnb4", "bnb8")
+"""Layouts in which all matrices are [outputs, inputs], those of GPT-2 too, which plain files have transposed."""
+
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
     *(".input_global_scale",),
@@ -95,11 +98,15 @@ class DequantisedCheckpoint:
     files: Checkpoint
     weights: dict[str, QuantisedWeight]
     _names: list[str]
+    _turned: frozenset[str]
 
     @classmethod
-    def open(cls, files: Checkpoint, quantization: Quantization) -> "DequantisedCheckpoint":
-        """The weights of `files`, renamed by the family's table. Raises CheckpointError, before any data but shapes is
-        read, if parts of a weight are missing or do not match `quantization`.
+    def open(
+        cls, files: Checkpoint, quantization: Quantization, is_transposed: Callable[[str], bool] = lambda name: False
+    ) -> "DequantisedCheckpoint":
+        """The weights of `files`, renamed by the family's table. `is_transposed`: whether plain files have a matrix as
+        [inputs, outputs] (GPT-2). Raises CheckpointError, before any data but shapes and tables is read, if parts of a
+        weight are missing or do not match `quantization`.
         """
         weights, problems = _find_weights(files, quantization)
         if problems:
@@ -119,7 +126,8 @@ class DequantisedCheckpoint:
         if twice is not None:
             numbers = weights[twice].parts["numbers"]
             raise same_weight_error(files.folder, files.stored_name(twice), files.stored_name(numbers))
-        return cls(files, weights, sorted([*plain, *weights]))
+        turned = [name for name in weights if weights[name].format.layout in _OUTPUTS_FIRST and is_transposed(name)]
+        return cls(files, weights, sorted([*plain, *weights]), frozenset(turned))
 
     @property
     def folder(self) -> Path:
@@ -139,7 +147,10 @@ class DequantisedCheckpoint:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.weights[name].shape if name in self.weights else self.files.shape(name)
+        if name not in self.weights:
+            return self.files.shape(name)
+        shape = self.weights[name].shape
+        return shape[::-1] if name in self._turned else shape
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32 if name in self.weights else self.files.dtype(name)
@@ -150,11 +161,17 @@ class DequantisedCheckpoint:
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
         if name not in self.weights:
             return self.files.blocks(name, region, max_bytes)
-        return self.weights[name].blocks(region, max_bytes // torch.float32.itemsize)
+        weight, max_elements = self.weights[name], max_bytes // torch.float32.itemsize
+        if name not in self._turned:
+            return weight.blocks(region, max_elements)
+        return (block[::-1] for block in weight.blocks(region[::-1], max_elements))
 
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """`Checkpoint.read`: only the numbers and scales that the region needs are read."""
-        return self.weights[name].read(region) if name in self.weights else self.files.read(name, region)
+        if name not in self.weights:
+            return self.files.read(name, region)
+        weight = self.weights[name]
+        return weight.read(region[::-1]).t() if name in self._turned else weight.read(region)
 
     def row_scales(self, name: str, region: Rectangle) -> torch.Tensor | None:
         """`ScaledWeight.row_scales` of a weight; None if it has none."""

@@ -198,7 +198,7 @@ class WeightStore:
             if (copied := self.names.embedding_in(files.shapes())) is not None:
                 files.add_copy(*copied)
             if quantization is not None:
-                yield DequantisedCheckpoint.open(files, quantization)
+                yield DequantisedCheckpoint.open(files, quantization, self.names.is_transposed)
             else:
                 cuts = self.names.recut_rows(files.shapes())
                 yield RecutCheckpoint(files, cuts) if cuts else files

@@ -28,7 +28,7 @@ def packed() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     ("rows", "columns", "size"), [(ROWS, COLUMNS, 64), (150, 128, 32), (301, 65, 64), (7, 33, 128), (40, 130, 32)]
 )
 def test_blocks_run_along_the_whole_weight(tmp_path: Path, rows: int, columns: int, size: int):
-    """Also where rows begin inside bytes, and the last block is cut off."""
+    """Rows may begin inside bytes, and the last block may be cut off."""
     format_ = Format(
         NESTED.config,
         lambda weight: bitsandbytes_4(weight, kind="nf4", size=size, is_nested=True, storage=torch.uint8),

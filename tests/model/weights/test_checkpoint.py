@@ -194,7 +194,7 @@ def test_tensor_also_inside_another_is_rejected(tmp_path):
         checkpoint.rename(parts)
 
 
-def test_bytes_of_a_tensor_are_read_in_any_shape(tmp_path):
+def test_tensor_bytes_are_read_in_any_shape(tmp_path):
     stored = torch.arange(24, dtype=torch.float32).bfloat16().view(12, 2)
     checkpoint = Checkpoint.open(save_single(tmp_path, {"packed": stored, "experts": torch.ones(2, 4, 3)}))
     shape = 6, checkpoint.num_bytes("packed") // 6

@@ -393,6 +393,26 @@ def test_block_scales_of_four_dimensions_are_read(tmp_path: Path):
         assert torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
 
 
+@pytest.mark.parametrize("name", ["gptq", "nf4_nested", "bnb_int8"])
+def test_matrices_of_gpt2_are_turned_round(tmp_path: Path, name: str):
+    """Files of GPT-2 have them as inputs by outputs, but not when they are quantised."""
+    parts, meant = FORMATS[name].pack(matrix())
+    files = opened(tmp_path, FORMATS[name], named(parts)).files
+    quantization = read_quantization({"quantization_config": FORMATS[name].config}, tmp_path)
+    assert quantization is not None
+    checkpoint = DequantisedCheckpoint.open(files, quantization, lambda name: name == NAME)
+    assert checkpoint.shape(NAME) == (COLUMNS, ROWS)
+    region = ((5, 80), (3, 60))
+    wanted = meant.t()[5:80, 3:60]
+    assert torch.equal(checkpoint.read(NAME, region), wanted)
+    blocks = list(checkpoint.blocks(NAME, region, 4 * 500))
+    assert len(blocks) > 1
+    found = torch.empty_like(meant.t())
+    for block in blocks:
+        found[tuple(slice(*each) for each in block)] = checkpoint.read(NAME, block)
+    assert torch.equal(found[5:80, 3:60], wanted)
+
+
 def test_digests_cover_quantised_tensors(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
     digests = {}
