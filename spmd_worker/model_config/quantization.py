@@ -54,7 +54,8 @@ def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | N
         if not isinstance(other, Mapping):
             return None
         section = ConfigReader(other, path.parent / MODELOPT_FILE, way_out=way_out).object("quantization")
-        return replace(_read_modelopt(section), file=MODELOPT_FILE)
+        read = _read_modelopt(section)
+        return None if read is None else replace(read, file=MODELOPT_FILE)
     section = ConfigReader(found[0], path, way_out=way_out).object(found[1])
     is_older = section.get("quant_method") is None and section.get("config_groups") is not None
     method = "compressed-tensors" if is_older else section.get("quant_method")
@@ -272,13 +273,17 @@ _MODELOPT: Final = {
 _MIXED: Final = "MIXED_PRECISION"
 
 
-def _read_modelopt(section: ConfigReader) -> Quantization:
-    """Formats of TensorRT Model Optimizer's `quantization`, in config.json or in its own file."""
+def _read_modelopt(section: ConfigReader) -> Quantization | None:
+    """Formats of TensorRT Model Optimizer's `quantization`, in config.json or in its own file; None if it is of a plain
+    model, of which its exports say null.
+    """
     inner = section.object("quantization")
     section = inner if inner.config else section
     algorithm = section.get("quant_algo")
     if algorithm is None and any(section.get(key) is not None for key in ("kv_cache_quant_algo", "kv_cache_scheme")):
         return Quantization("modelopt", ())
+    if algorithm is None and "quant_algo" in section.config:
+        return None
     ignored = _wildcards(section, "ignore") + _wildcards(section, "exclude_modules")
     if isinstance(algorithm, str) and algorithm.upper() == _MIXED:
         return Quantization("modelopt", _formats_of_layers(section), ignored, "quantized_layers")
@@ -323,7 +328,7 @@ def _wildcard(name: str, where: str) -> str:
     return REGEX + _checked_pattern(pattern, where)
 
 
-_READERS: Final[dict[str, Callable[[ConfigReader], Quantization]]] = {
+_READERS: Final[dict[str, Callable[[ConfigReader], Quantization | None]]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fixed,
     "compressed-tensors": _read_compressed_tensors,

@@ -307,6 +307,15 @@ def test_modelopt_with_quantised_cache_alone_has_plain_weights():
     assert found.words == "plain weights (modelopt)"
 
 
+def test_modelopt_may_export_plain_models(tmp_path: Path):
+    """Its file, which was ignored before it was read, says null then: such folders were refused."""
+    description = {"quant_algo": None, "kv_cache_quant_algo": None}
+    folder = write_folder(tmp_path)
+    (folder / MODELOPT_FILE).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": description}))
+    assert read_model_files(folder).model_config.quantization is None
+    assert read_quantization({"quantization_config": {"quant_method": "modelopt", **description}}, folder) is None
+
+
 def test_gptqmodel_rules_can_leave_modules_plain():
     found = read({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}})
     assert found.format_of("model.layers.0.mlp.gate") is None
