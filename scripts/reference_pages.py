@@ -100,9 +100,9 @@ read as they are. Other methods (GGUF, torchao and others) are rejected with the
   and are those of bitsandbytes 0.50 in the same dtype, bit for bit. (Its CPU kernel misreads weights whose inputs are
   no multiple of the block size; its other code does not.)
 * `modelopt` (NVIDIA's ModelOpt): NVFP4, also of weights alone (`W4A16_NVFP4`), FP8 with a scale a tensor, row or block,
-  and `MIXED_PRECISION` of these; with a quantised KV cache alone weights are plain. `hf_quant_config.json` counts if
-  config.json says nothing. Algorithms that scale inputs too (AWQ, SVD) are rejected. Values of NVFP4 are those of
-  ModelOpt 0.47.
+  and `MIXED_PRECISION` of these; with none, as of a quantised KV cache alone, weights are plain.
+  `hf_quant_config.json` counts if config.json says nothing. Algorithms that scale inputs too (AWQ, SVD) are rejected.
+  Values of NVFP4 are those of ModelOpt 0.47.
 * `compressed-tensors`: integers of 4 and 8 bits, FP8, and NVFP4 (`nvfp4-pack-quantized`).
 
 `model.quantization=int8` quantises the weights of any checkpoint at load, on the CPU: see
@@ -116,6 +116,7 @@ an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../gu
 | file | weights that stay on CPUs |
 | --- | --- |
 | GPTQ, AWQ, compressed-tensors' W4A16 (pack-quantized), without act-order | attention, feed-forward, experts |
+| NF4 (`bitsandbytes`) in blocks of 64 | the same |
 | MXFP4 | routed experts |
 
 * Where config.json says float16, as most such files do, `model.dtype=auto` is bfloat16 on CPUs, whose numbers have 8

@@ -692,8 +692,8 @@ def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> st
     if model_config.quantization is None or not model_config.quantization.has_4_bits:
         return "float32"
     logger.info(
-        "model.dtype=auto is bfloat16: CPUs do not compute in the float16 of config.json, and weights of 4 bits stay "
-        "so in bfloat16 alone; model.dtype=float32 is more exact, and dequantises them",
+        "model.dtype=auto is bfloat16: CPUs do not compute in the float16 of config.json, and weights of 4 bits can "
+        "stay so in bfloat16 alone; model.dtype=float32 is more exact, and dequantises them",
         extra=SAME_ON_EVERY_RANK,
     )
     return "bfloat16"
