@@ -1,7 +1,8 @@
 // Weights of 4 bits a number, which a product expands to panels of bfloat16 (gemm.h) while it reads them.
 //
-// The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float. So the
-// product has the bits of one with the dequantised weight, and reads a quarter of its bytes.
+// The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float, or a
+// number's level times scale. So the product has the bits of one with the dequantised weight, and reads a quarter of its bytes.
+// (AVX-512's rounding takes subnormal values, below 1.2e-38, as zero.)
 //
 // Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; its numbers, for inputs
 // filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group of
