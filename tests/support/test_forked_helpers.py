@@ -16,7 +16,7 @@ def shown(template: IsolatedTemplate) -> tuple[str, str, bool, list[bytes]]:
     text = template.render([{"role": "user", "content": "hello"}])
     folder = Path(f"/proc/{template._process.pid}")
     limits = {line[:26].strip(): line[26:47].strip() for line in (folder / "limits").read_text().splitlines()}
-    variables = [each for each in (folder / "environ").read_bytes().split(b"\0") if each.startswith(b"OPENBLAS")]
+    variables = [each for each in (folder / "environ").read_bytes().split(b"\0") if each.startswith(b"OPENBLAS_NUM")]
     return text, limits["Max address space"], limits["Max cpu time"] != "unlimited", variables
 
 

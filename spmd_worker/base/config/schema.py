@@ -73,9 +73,8 @@ class ModelOptions:
     revision: str | None = vllm_option(None, "branch, tag or commit of a name on the hub; null: main", is_common=True)
     dtype: str = vllm_option(
         "auto",
-        "`auto` (the checkpoint's; float32 where config.json names none of these; on CPUs for float16 float32, or "
-        "bfloat16 if weights are stored in 4 bits), `float32`, `bfloat16` or `float16` (GPU only); `LLM` accepts a "
-        "`torch.dtype` too",
+        "`auto` (the checkpoint's, else float32; for float16 on CPUs float32, in 4 bits bfloat16), "
+        "`float32`, `bfloat16` or `float16` (GPU only); `LLM` accepts a `torch.dtype` too",
         vllm_values={"half": "float16", "float": "float32"},
         accepts=Any,
         choices=("auto", "float32", "bfloat16", "float16"),
