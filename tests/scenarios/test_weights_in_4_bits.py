@@ -56,7 +56,7 @@ def num_held(llm: LLM) -> int:
 @pytest.mark.guarantee("Weights that stay as stored give the answers of dequantised ones")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_4_bits_answer_as_dequantised(tmp_path: Path, kind: str):
-    """By default, of files that say float16: those were computed in float32, dequantised."""
+    """Files say float16 and the dtype is the default: they were computed in float32, dequantised."""
     folder, settings = write_stored(tmp_path / kind, kind, dtype="float16"), SETTINGS | {"dtype": "auto"}
     with LLM(folder, **settings) as llm:
         # Two matrices of each expert, and four of a dense layer.

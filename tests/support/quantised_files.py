@@ -160,7 +160,7 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 FP4 = (0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25)
-"""Of positive numbers; negative ones follow in the same order."""
+"""Positive numbers; negative ones follow in the same order."""
 NESTED_STEPS = torch.linspace(-1, 1, 256) ** 3
 """Any table of 256 values: files have their own."""
 
@@ -206,7 +206,7 @@ def bitsandbytes_8(weight: torch.Tensor) -> Packed:
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of positive numbers; negative ones follow in the same order."""
+"""Positive numbers; negative ones follow in the same order."""
 
 
 def nvfp4(weight: torch.Tensor, *, is_modelopt: bool) -> Packed:
