@@ -689,11 +689,11 @@ def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> st
         return config.model.dtype
     if device_type != "cpu" or model_config.dtype != "float16":
         return model_config.dtype
-    if model_config.quantization is None or not model_config.quantization.has_4_bits:
+    if model_config.quantization is None or not model_config.quantization.can_stay_as_stored:
         return "float32"
     logger.info(
-        "model.dtype=auto is bfloat16: CPUs do not compute in the float16 of config.json, and weights of 4 bits can "
-        "stay so in bfloat16 alone; model.dtype=float32 is more exact, and dequantises them",
+        "model.dtype=auto is bfloat16: CPUs do not compute in the float16 of config.json, and weights of 4 bits or "
+        "FP8 can stay so in bfloat16 alone; model.dtype=float32 is more exact, and dequantises them",
         extra=SAME_ON_EVERY_RANK,
     )
     return "bfloat16"

@@ -7,8 +7,9 @@ e2m1 (MXFP4)  uint8 [O, I / 2], two numbers a byte, the first in the low bits; s
               exponents of 32 inputs each, those of 128 inputs of all outputs side by side, as kernels read them
 e4m3 (FP8)    uint8 [O, I]; scales float32 [O / `group_rows`, G], rounded up, as in the file
 
-On CPUs e2m1, int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 to 15) and nf4 (bitsandbytes:
-w = NF4_LEVELS[q] * scale) are in panels of 16 outputs, of which `native/nibbles.h` has the layout.
+On CPUs all of them, int4 (GPTQ, AWQ and their like: w = (q - zero) * scale, q of 0 to 15) and nf4 (bitsandbytes:
+w = NF4_LEVELS[q] * scale) are in panels of 16 outputs, of which `native/stored.h` has the layout. There each row has
+scales of its own.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ _MX_IN_STEP: Final = STEP // MX_GROUP
 _PANEL: Final = 16
 _LINE: Final = 64
 """Bytes of the head of a panel, and the multiple of its size."""
-_SCALE_BYTES: Final = 5
-"""Bytes of an output's group in a panel: a float32 scale and a zero point, 0 of nf4."""
+_SCALE_BYTES: Final = {"e2m1": 1, "e4m3": 4}
+"""Bytes of an output's group in a panel; of others 5, a float32 scale and a zero point, 0 of nf4."""
 NF4_LEVELS: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -63,9 +64,19 @@ class StoredFormat:
             return f"NF4 in blocks of {self.group_inputs}"
         return "MXFP4" if self.is_mxfp4 else "FP8"
 
+    @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        return 8 if self.number == "e4m3" else 4
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the scales of a panel's group of inputs."""
+        return _PANEL * _SCALE_BYTES.get(self.number, 5)
+
     def numbers_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
         """Shape of the bytes of a matrix's numbers."""
-        return num_outputs, num_inputs if self.number == "e4m3" else num_inputs // 2
+        return num_outputs, num_inputs * self.bits // 8
 
     def scales_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
         """Shape of a matrix's scales."""
@@ -87,8 +98,12 @@ class StoredFormat:
 
     def panel_bytes(self, num_inputs: int) -> int:
         """Bytes of a panel of 16 outputs."""
-        scales = self.num_groups(num_inputs) * _PANEL * (1 if self.is_mxfp4 else _SCALE_BYTES)
-        return _LINE + -(-num_inputs // STEP) * STEP * _PANEL // 2 + -(-scales // _LINE) * _LINE
+        scales = self.num_groups(num_inputs) * self.group_bytes
+        return _LINE + self.panel_number_bytes(num_inputs) + -(-scales // _LINE) * _LINE
+
+    def panel_number_bytes(self, num_inputs: int) -> int:
+        """Bytes of the numbers of a panel."""
+        return -(-num_inputs // STEP) * STEP * _PANEL * self.bits // 8
 
 
 MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)

@@ -94,9 +94,9 @@ class Quantization:
         return f"{section}.{self.sizes_key} of {self.file}"
 
     @property
-    def has_4_bits(self) -> bool:
-        """Whether weights are stored in 4 bits: all that are quantised, or some."""
-        return any(group.format.bits == 4 for group in self.groups)
+    def can_stay_as_stored(self) -> bool:
+        """Whether weights, all that are quantised or some, are in 4 bits or FP8, in which CPUs hold them."""
+        return any(group.format.bits == 4 or group.format.number == "e4m3" for group in self.groups)
 
     def format_of(self, *names: str) -> WeightFormat | None:
         """Format of a module's weight, given all its names; None if it is plain."""

@@ -38,8 +38,8 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Weights in panels of elements, of bytes (int8.h) or, with bfloat16 elements, of nibbles (nibbles.h).
-enum WeightKind : int64_t { kElements, kBytes, kNibbles };
+// Weights in panels of elements, of bytes (int8.h) or, with bfloat16 elements, of numbers as files have them (stored.h).
+enum WeightKind : int64_t { kElements, kBytes, kStored };
 
 // Weights of the layer's kind; biases may be null.
 template <class Element>
@@ -179,8 +179,8 @@ class Run {
           x, num_inputs, num_rows, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to, is_gated,
           room<float, 4>(num_rows), room<int8_t, 5>(num_rows * padded_to_steps(num_inputs)), num_threads);
     if constexpr (sizeof(Element) == 2)
-      if (layer_.kind == kNibbles)
-        return spmd_nibble_gemm_bfloat16(
+      if (layer_.kind == kStored)
+        return spmd_stored_gemm_bfloat16(
             x, num_inputs, num_rows, num_inputs, static_cast<const uint8_t*>(weight), num_outputs, bias, to, is_gated,
             num_threads);
     Calls<Element>::gemm(
@@ -192,8 +192,8 @@ class Run {
       const Element* opened, int64_t num_rows, const Expert<Element>& expert, void* to, int64_t num_threads) const {
     const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size;
     if constexpr (sizeof(Element) == 2)
-      if (layer_.kind == kNibbles)
-        return spmd_nibble_gemm_leaves_bfloat16(
+      if (layer_.kind == kStored)
+        return spmd_stored_gemm_leaves_bfloat16(
             opened, size, num_rows, size, static_cast<const uint8_t*>(expert.down), hidden, expert.down_bias, to,
             layer_.leaf_ends, layer_.num_leaves, layer_.is_part, num_threads);
     Calls<Element>::gemm_leaves(

@@ -59,10 +59,10 @@ extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, float* values, int64_t* indices, int64_t num_threads);
 
-extern "C" void spmd_nibble_gemm_bfloat16(
+extern "C" void spmd_stored_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads);
-extern "C" void spmd_nibble_gemm_leaves_bfloat16(
+extern "C" void spmd_stored_gemm_leaves_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
     int64_t num_outputs, const uint16_t* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves, int64_t is_part,
     int64_t num_threads);

@@ -32,8 +32,8 @@ struct Gemm {
   const Element* packed;
   int64_t num_outputs;
   Leaves leaves = {};
-  const uint8_t* nibbles = nullptr;  // the weight in 4 bits (nibbles.h) instead of `packed`
-  int64_t nibbles_size = 0;          // bytes of a panel of it
+  const uint8_t* stored = nullptr;  // the weight as files store it (stored.h), instead of `packed`
+  int64_t stored_size = 0;           // bytes of a panel of it
 
   int64_t panel_size() const {
     if constexpr (sizeof(Element) == 1) return panel_bytes(num_inputs);

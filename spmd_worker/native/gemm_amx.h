@@ -106,7 +106,7 @@ class ByTiles {
     return *static_cast<typename Micro::Expansion*>(block.expansion);
   }
 
-  // Pieces of nibbles to expand in each step, so that the last is expanded during the last block by the pair; 0: none.
+  // Pieces of a stored weight to expand in each step, so that the last is expanded during the last block by the pair; 0: none.
   static int64_t steps_each(const Block<Element>& block, int64_t num_steps) {
     if (block.expansion == nullptr) return 0;
     const int64_t num_blocks_left = block.num_blocks - block.number;

@@ -76,7 +76,7 @@ struct Avx2 : PanelByPanel<Avx2, float, float, 6> {
 struct Avx2Bf16 : PanelByPanel<Avx2Bf16, uint16_t, float, 6> {
   static constexpr bool kSplits = true;
   static constexpr int64_t kExpandingRows = 2;
-  // Nibbles alone are cut.
+  // Stored weights alone are cut.
   static constexpr int64_t num_parts(int64_t, int64_t) { return 1; }
 
   // The pair of inputs in all lanes.

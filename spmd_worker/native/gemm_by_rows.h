@@ -192,11 +192,11 @@ class LeavesByRows {
   Epilogue& epilogue_;
 };
 
-// Expands nibbles of the next part, if there are any, before as many of this one: the number of inputs left behind them.
+// Expands the next part of a stored weight, if there is one, before as many of this one: the number of inputs left behind them.
 SPMD_INLINE int64_t expand_some(const Block<uint16_t>& block, int num_panels, int64_t num_left) {
   if (block.expansion == nullptr) return 0;
   static_cast<PairExpansion*>(block.expansion)->take(num_panels);
-  return num_left - kNibbleInputs;
+  return num_left - kBlockInputs;
 }
 
 // Common properties of these micro-kernels.

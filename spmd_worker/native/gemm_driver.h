@@ -25,8 +25,8 @@
 // A micro-kernel is a type with
 //   Element, kRows (of a block), kStep (inputs that are never split), kIsEven (blocks of equal size, not full ones),
 //   kCutInputs (where parts begin), kTransposes (a block's rows are in the order of tiles, as a product's second factor),
-//   Expansion (of nibbles), kExpandingRows (most rows during whose blocks the next part is expanded), kRowsBytes (of a
-//   group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item that keeps no sums:
+//   Expansion (of stored weights), kExpandingRows (most rows during whose blocks the next part is expanded), kRowsBytes (of
+//   a group), kFewProducts (below it a second thread costs more than it gains), kMaxProducts (of an item that keeps no sums:
 //   half a millisecond, which bounds how long a thread that lost its core delays the others), kPacks, kWidens (rows of a
 //   block are floats, `x` and `x_stride` count halves of them), kSpreads (rows that share sets of the first-level cache are
 //   copied), num_parts(rows, steps), Kernel<Epilogue>,
@@ -34,11 +34,11 @@
 //   kSplits (chains go from part to part by `Block::kept`), kKeptBlocks and kKeptPairs (most of an item that keeps sums
 //   between two parts).
 //
-// Nibbles. A weight of 4 bits (nibbles.h) is expanded a part of a pair at a time, in memory of the thread: where tiles
-// multiply, which other instructions run beside, or few rows wait for their chains, the next part during the blocks by this
-// one, else before its own. Meanwhile the numbers and scales that will be expanded next are fetched. Parts are short, so that
-// two stay in the first-level cache, if sums can be kept between them, and follow one another for each pair: an item is a
-// pair, and the next one is claimed early.
+// Stored weights. A weight as files store it (stored.h) is expanded a part of a pair at a time, in memory of the thread:
+// where tiles multiply, which other instructions run beside, or few rows wait for their chains, the next part during the
+// blocks by this one, else before its own. Meanwhile the numbers and scales that will be expanded next are fetched. Parts
+// are short, so that two stay in the first-level cache, if sums can be kept between them, and follow one another for each
+// pair: an item is a pair, and the next one is claimed early.
 //
 // Leaves. With an epilogue that has leaves (`kHasLeaves`) there is a chain for each leaf of the inputs. In vector registers,
 // a block has the leaves of a part one after another, their sums in the first-level cache or, between two parts, in memory
@@ -57,7 +57,7 @@
 #include <vector>
 
 #include "gemm.h"
-#include "nibbles.h"
+#include "stored.h"
 #include "thread_pool.h"
 
 namespace {
@@ -65,8 +65,8 @@ namespace {
 template <class Epilogue>
 constexpr bool kHasLeaves = false;
 
-// Of a pair of panels of nibbles at a time: 16 KB. Twice as many if more blocks than two share them, so that sums are kept less
-// often.
+// Of a pair of stored panels at a time: 16 KB. Twice as many if more blocks than two share them, so that sums are kept
+// less often.
 constexpr int64_t kExpandedInputs = 256;
 
 // `kCutsLeaves`: no part has inputs of two leaves.
@@ -107,7 +107,7 @@ class Tiling {
       starts_ = ShrinkingItems(num_pairs_ * num_blocks, num_threads, most, together).starts();
       return;
     }
-    const int64_t most_pairs = gemm.nibbles == nullptr ? Micro::kKeptPairs : 1;
+    const int64_t most_pairs = gemm.stored == nullptr ? Micro::kKeptPairs : 1;
     const int64_t pairs_each = std::clamp<int64_t>((num_pairs_ + num_threads - 1) / num_threads, 1, most_pairs);
     int64_t num_ranges = (num_pairs_ + pairs_each - 1) / pairs_each;
     // As many for each thread: they are few, and of equal size.
@@ -143,7 +143,7 @@ class Tiling {
   static int64_t num_parts_of(const Gemm<typename Micro::Element>& gemm, int64_t num_cuts) {
     const int64_t num_parts = Micro::num_parts(gemm.num_rows, num_cuts);
     const int64_t most = (gemm.num_rows > 2 * Micro::kRows ? 2 : 1) * kExpandedInputs / Micro::kCutInputs;
-    const bool is_cut = gemm.nibbles != nullptr && Micro::kSplits;
+    const bool is_cut = gemm.stored != nullptr && Micro::kSplits;
     return is_cut ? std::max(num_parts, (num_cuts + most - 1) / most) : num_parts;
   }
 
@@ -286,7 +286,7 @@ class GemmThread {
       const Tile first = next_first_;
       has_next_ = false;
       // So that it is fetched in time; not of the last ones, which other threads may be waiting for.
-      if (gemm_.nibbles != nullptr && item + 2 * num_threads_ < tiling_.num_items()) claim();
+      if (gemm_.stored != nullptr && item + 2 * num_threads_ < tiling_.num_items()) claim();
       for (int64_t part = 0; part < tiling_.num_parts(); ++part)
         run_part(part, first, tiling_.start(item), tiling_.start(item + 1));
     }
@@ -317,7 +317,7 @@ class GemmThread {
       block_.num_blocks = std::min(end_block - tile.block, end - number);
       const int64_t last = number + block_.num_blocks;
       const Place next = place_ahead(part, first, tile, last == end);
-      if (sizeof(Element) != 2 || gemm_.nibbles == nullptr) {
+      if (sizeof(Element) != 2 || gemm_.stored == nullptr) {
         block_.panels = panels_of({tile.pair, part});
         const bool has_as_many = next.pair >= 0 && gemm_.num_panels_of(next.pair) >= block_.num_panels;
         block_.ahead = has_as_many ? panels_of(next) : block_.panels;
@@ -366,7 +366,7 @@ class GemmThread {
     return gemm_.panel(place.pair * 2) + tiling_.first_input(place.part) * kPanel;
   }
 
-  // A part of a pair of nibbles as elements, and the next one, if it is expanded ahead.
+  // A part of a pair of stored panels as elements, and the next one, if it is expanded ahead.
   struct Expanded {
     Place places[2] = {{-1, 0}, {-1, 0}};
     int current = 0;
@@ -381,7 +381,7 @@ class GemmThread {
     typename Micro::Expansion expansion;
   };
 
-  // Puts the part of a pair's nibbles into the block, and lets the kernel expand the next one.
+  // Puts the part of a stored pair into the block, and lets the kernel expand the next one.
   __attribute__((noinline)) void expand(const Place& place, const Place& next) {
     expanded_.complete();
     if (!expanded_.has(place)) begin_expansion(place, next), expanded_.complete();
@@ -391,7 +391,7 @@ class GemmThread {
     if (next.pair >= 0) begin_expansion(next, place_behind(place, next)), block_.expansion = &expanded_.expansion;
   }
 
-  // What follows `next`, of nibbles: an item of more parts than one is a pair.
+  // What follows `next`, of a stored weight: an item of more parts than one is a pair.
   Place place_behind(const Place& place, const Place& next) const {
     if (next.part + 1 < tiling_.num_parts()) return {next.pair, next.part + 1};
     if (tiling_.num_parts() > 1 && next.pair == place.pair) return next_place();
@@ -404,7 +404,7 @@ class GemmThread {
     return (tiling_.first_input(place.part + 1) - tiling_.first_input(place.part)) * kPanel + kLineElements;
   }
 
-  const uint8_t* nibbles_of(const Place& place) const { return gemm_.nibbles + place.pair * 2 * gemm_.nibbles_size; }
+  const uint8_t* stored_of(const Place& place) const { return gemm_.stored + place.pair * 2 * gemm_.stored_size; }
 
   // Into the current buffer; what `behind` needs is fetched meanwhile.
   void begin_expansion(const Place& place, const Place& behind) {
@@ -414,9 +414,9 @@ class GemmThread {
       if (int64_t(lines.size()) < num_lines) lines.resize(size_t(num_lines));
       expanded_.places[expanded_.current] = place;
       expanded_.expansion.begin(
-          nibbles_of(place), gemm_.nibbles_size, gemm_.num_panels_of(place.pair), gemm_.num_inputs,
+          stored_of(place), gemm_.stored_size, gemm_.num_panels_of(place.pair), gemm_.num_inputs,
           tiling_.first_input(place.part), tiling_.first_input(place.part + 1), lines[0].numbers, stride);
-      if (behind.pair >= 0) expanded_.expansion.fetch(nibbles_of(behind), tiling_.first_input(behind.part));
+      if (behind.pair >= 0) expanded_.expansion.fetch(stored_of(behind), tiling_.first_input(behind.part));
     }
   }
 

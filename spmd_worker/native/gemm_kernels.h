@@ -4,7 +4,7 @@
 
 #include "gemm_driver.h"
 #include "gemm_epilogues.h"
-#include "gemm_amx_nibbles.h"
+#include "gemm_amx_stored.h"
 #include "gemm_avx2.h"
 #include "gemm_avx512.h"
 
@@ -40,11 +40,11 @@ void multiply(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_
 #endif
 }
 
-// A weight of 4 bits, in the order of `spmd_nibbles_are_rows`.
+// A weight as files store it (stored.h), in the order of `spmd_stored_are_rows`.
 template <class Epilogue>
-void multiply_nibbles(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_threads) {
+void multiply_stored(const Gemm<uint16_t>& gemm, const Epilogue& epilogue, int64_t num_threads) {
 #if defined(SPMD_HAS_AMX)
-  if (amx::is_granted()) return run_gemm<AmxNibbles>(gemm, epilogue, num_threads);
+  if (amx::is_granted()) return run_gemm<AmxStored>(gemm, epilogue, num_threads);
 #endif
   multiply(gemm, epilogue, num_threads);
 }

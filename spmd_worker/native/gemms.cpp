@@ -23,7 +23,7 @@ void multiply_leaves(const Gemm<Element>& gemm, const Element* bias, void* to, b
       {{}, num_outputs, nullptr, rounded, false, passes_caches(rounded, num_rows, num_outputs)},
       {{}, num_outputs, nullptr, part, false, passes_caches(part, num_rows, num_outputs)}};
   if constexpr (sizeof(Element) == 2)
-    if (gemm.nibbles != nullptr) return multiply_nibbles(gemm, epilogue, num_threads);
+    if (gemm.stored != nullptr) return multiply_stored(gemm, epilogue, num_threads);
   multiply(gemm, epilogue, num_threads);
 }
 
@@ -64,26 +64,26 @@ extern "C" void spmd_gemm_bfloat16(
 SPMD_GEMM_LEAVES(float32, float)
 SPMD_GEMM_LEAVES(bfloat16, uint16_t)
 
-// `spmd_gemm_bfloat16` and `spmd_gemm_leaves_bfloat16` with a weight of 4 bits (nibbles.h).
-extern "C" void spmd_nibble_gemm_bfloat16(
+// `spmd_gemm_bfloat16` and `spmd_gemm_leaves_bfloat16` with a weight as files store it (stored.h).
+extern "C" void spmd_stored_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
-  multiply_nibbles(
+  multiply_stored(
       Gemm<uint16_t>{
-          x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {}, packed, nibble_panel_bytes(packed, num_inputs)},
+          x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {}, packed, stored_panel_bytes(packed, num_inputs)},
       Store<uint16_t, Unscaled>{
           {}, num_outputs, bias, to, is_gated != 0, passes_caches(to, num_rows, num_outputs, is_gated != 0)},
       num_threads);
 }
 
-extern "C" void spmd_nibble_gemm_leaves_bfloat16(
+extern "C" void spmd_stored_gemm_leaves_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint8_t* packed,
     int64_t num_outputs, const uint16_t* bias, void* to, const int64_t* leaf_ends, int64_t num_leaves, int64_t is_part,
     int64_t num_threads) {
   multiply_leaves(
       Gemm<uint16_t>{
           x, x_stride, num_rows, num_inputs, nullptr, num_outputs, {leaf_ends, num_leaves}, packed,
-          nibble_panel_bytes(packed, num_inputs)},
+          stored_panel_bytes(packed, num_inputs)},
       bias, to, is_part != 0, num_threads);
 }
 
@@ -140,5 +140,5 @@ extern "C" int64_t spmd_packs_bfloat16() {
 #endif
 }
 
-// Whether weights of 4 bits are packed in rows, or else in pairs (nibbles.h).
-extern "C" int64_t spmd_nibbles_are_rows() { return amx::is_granted(); }
+// Whether weights as files store them are packed in rows, or else in pairs (stored.h).
+extern "C" int64_t spmd_stored_are_rows() { return amx::is_granted(); }

@@ -39,7 +39,7 @@ SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
 // Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h); with bfloat16 elements those of which
-// `nibbles` has bit 1 << `Linear` have 4 bits a number (nibbles.h). Biases and norms may be null; heads are normed, both
+// `stored` has the bits 1 << `Linear` as files store them (stored.h). Biases and norms may be null; heads are normed, both
 // kinds or neither, and rotated by the angles of number `rope` or, below 0, not.
 template <class Element>
 struct Layer {
@@ -52,7 +52,7 @@ struct Layer {
   const Element* gates_bias;
   const void* down;
   const Element *down_bias, *feed_forward_output_norm;
-  int64_t window, rope, nibbles;
+  int64_t window, rope, stored;
 };
 
 // The plain norm, fused with sums; one that is rounded once, and one of deviations from the mean.
@@ -138,8 +138,8 @@ struct Run {
           x, num_inputs, step.num_tokens, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to,
           is_gated, step.maxima, step.bytes, step.num_threads);
     if constexpr (sizeof(Element) == 2)
-      if (layer.nibbles >> which & 1)
-        return spmd_nibble_gemm_bfloat16(
+      if (layer.stored >> which & 1)
+        return spmd_stored_gemm_bfloat16(
             x, num_inputs, step.num_tokens, num_inputs, static_cast<const uint8_t*>(weight), num_outputs, bias, to,
             is_gated, step.num_threads);
     Calls<Element>::gemm(
@@ -252,8 +252,8 @@ struct Run {
     const void* const weight = weight_of(layer, which);
     void* const to = ranks == nullptr ? static_cast<void*>(step.x) : part();
     if constexpr (sizeof(Element) == 2)
-      if (layer.nibbles >> which & 1)
-        return spmd_nibble_gemm_leaves_bfloat16(
+      if (layer.stored >> which & 1)
+        return spmd_stored_gemm_leaves_bfloat16(
             x, num_inputs, step.num_tokens, num_inputs, static_cast<const uint8_t*>(weight), stack.hidden_size, bias, to,
             leaf_ends, num_leaves, ranks != nullptr, step.num_threads);
     Calls<Element>::gemm_leaves(

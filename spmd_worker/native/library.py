@@ -59,8 +59,8 @@ _SIGNATURES: Final = {
 # Functions of one dtype or none.
 _SIGNATURES_OF_ONE: Final = {
     "gemm_argmax_bfloat16": f"{_GEMM} i pp i",
-    "nibble_gemm_bfloat16": f"{_GEMM} pp ii",
-    "nibble_gemm_leaves_bfloat16": f"{_GEMM} pp pi ii",
+    "stored_gemm_bfloat16": f"{_GEMM} pp ii",
+    "stored_gemm_leaves_bfloat16": f"{_GEMM} pp pi ii",
     "fill_prefilter_bfloat16": "pii p i",
     "thread_pool_counters": "p",
     "filter_float32": f"{_ROWS} ppppp i",
@@ -72,7 +72,7 @@ _SUM_AND_NORM = f"{_GROUP} pp ii pf p"
 # Functions that return a number or an address, which may be null; those of shared memory exist on Linux alone.
 _RETURNING: Final = {
     "has_argmax_prefilter": "",
-    "nibbles_are_rows": "",
+    "stored_are_rows": "",
     "filtered_argmax_bfloat16": f"{_GEMM} i ppppp i",
     "run_layers_float32": _LAYERS,
     "run_layers_bfloat16": _LAYERS,

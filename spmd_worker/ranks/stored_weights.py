@@ -8,9 +8,10 @@ wherever kernels can, unless `model.dequantize_weights` is set, as updates of we
 * GPUs (the Triton backend): experts in MXFP4 and FP8 (`find_stored_experts`). FP8 files of dense models are another
   matter: computed with their own numbers under `model.quantization=fp8`, which quantises activations too, and
   dequantised otherwise.
-* CPUs (the compiled kernels, in bfloat16): matrices of 4 bits (`find_stored_panels`), of attention, dense feed-forwards
-  and shared experts in GPTQ, AWQ, compressed-tensors' W4A16 and bitsandbytes' NF4, of routed experts in MXFP4 too.
-  Other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are dequantised.
+* CPUs (the compiled kernels, in bfloat16): matrices of 4 bits and of FP8 (`find_stored_panels`), of attention, dense
+  feed-forwards and shared experts in FP8, GPTQ, AWQ, compressed-tensors' W4A16 and bitsandbytes' NF4, of routed experts
+  in MXFP4 too. Other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are
+  dequantised.
 
 A rank's share must begin and end where scales do. All ranks decide alike, for all of them, so that memory is shared
 evenly. Nothing is read but config.json. Files may have some weights otherwise than it says, plain ones most often:
@@ -33,7 +34,8 @@ from spmd_worker.ranks.leaves import column_range
 from spmd_worker.ranks.topology import RankLayout, layer_share
 
 _MATRICES: Final = ("gate_proj", "up_proj", "down_proj")
-_PANEL_BITS: Final = 4
+_INTEGER_BITS: Final = 8
+"""Integers of so many bits are dequantised: int8 panels are multiplied with rows that are quantised too."""
 _WHOLE_EXPERTS: Final = ": parallel.enable_expert_parallel=true keeps experts complete"
 
 
@@ -97,7 +99,7 @@ def find_stored_experts(model_config: ModelConfig, layout: RankLayout) -> Stored
 
 
 def find_stored_panels(model_config: ModelConfig, layout: RankLayout) -> StoredWeights:
-    """The matrices of 4 bits that can stay as they are stored, on every rank, on CPUs."""
+    """The matrices of 4 bits and of FP8 that can stay as they are stored, on every rank, on CPUs."""
     formats: dict[int, dict[str, StoredFormat]] = {}
     of_kind: dict[LayerConfig, dict[str, list[StoredLinear]]] = {}
     cuts_experts, reason = layout.experts is None and layout.tensor_parallel_size > 1, ""
@@ -243,13 +245,15 @@ def _decoded_format(stored: WeightFormat) -> StoredFormat:
 
 
 def _panel_format(model_config: ModelConfig, index: int, linears: Sequence[StoredLinear]) -> StoredFormat | None:
-    """The format of linear layers of one name, on all ranks; None if they do not have 4 bits. Raises UnfitError."""
+    """The format of linear layers of one name, on all ranks; None if they have neither 4 bits nor FP8.
+    Raises UnfitError.
+    """
     if linears[0].name == EXPERTS:
         found = _expert_format(model_config, index)
     else:
         formats = _formats_of(model_config, _modules(model_config, index, linears[0].parts))
         found = _only(formats, "matrices that are multiplied together")
-    if found is None or found.bits != _PANEL_BITS:
+    if found is None or (found.number == "int" and found.bits == _INTEGER_BITS):
         return None
     if found.layout == "mxfp4" and linears[0].name != EXPERTS:
         # It is of stacks of experts: files have linear layers plain, whatever config.json says of them.
@@ -268,12 +272,14 @@ def _expanded_format(stored: WeightFormat) -> StoredFormat:
         return MXFP4
     if stored.number == "nf4":
         return NF4
-    if stored.layout not in ("gptq", "awq", "packed") or stored.has_order or stored.block_rows != 1:
+    is_fp8 = stored.layout == "scaled" and stored.number == "e4m3" and not stored.has_zeros
+    is_int4 = stored.layout in ("gptq", "awq", "packed") and stored.block_rows == 1
+    if stored.has_order or not (is_fp8 or is_int4):
         raise UnfitError(f"kernels do not read {stored.words}")
     inputs = stored.block_columns or 0
     if inputs % PANEL_STEP:
         raise UnfitError(f"kernels read groups of a multiple of {PANEL_STEP} inputs, not {stored.words}")
-    return StoredFormat("int4", 1, inputs)
+    return StoredFormat("e4m3" if is_fp8 else "int4", 1, inputs)
 
 
 def _check_panels(stored: StoredFormat, linear: StoredLinear) -> None:

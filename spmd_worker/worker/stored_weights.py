@@ -29,7 +29,7 @@ def stored_panels_of(resolved: ResolvedRun) -> StoredWeights:
     if found.formats and options.merged_adapter is not None:
         return replace(found, formats={}, reason="model.lora_merge adds to them")
     if found.formats and resolved.dtype != "bfloat16":
-        reason = f"the run computes in {resolved.dtype}, and with model.dtype=bfloat16 they stay in 4 bits"
+        reason = f"the run computes in {resolved.dtype}, and with model.dtype=bfloat16 they stay as stored"
         return replace(found, formats={}, reason=reason)
     return _unless_nonfinite(found, resolved)
 

@@ -1,5 +1,7 @@
-"""Weights of 4 bits that are held as their checkpoint has them on CPUs: they read as dequantised ones, shares are cut
-where groups are, the plan knows their bytes, and only files replace them. Answers: scenarios/test_weights_in_4_bits.py.
+"""Weights of 4 bits and FP8 that are held as their checkpoint has them on CPUs: they read as dequantised ones, shares
+are cut where groups are, the plan knows their bytes, and only files replace them.
+
+Answers: scenarios/test_stored_weights.py.
 """
 
 import re
@@ -31,6 +33,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage, complete_model
 from spmd_worker.worker.memory.estimate import expert_bytes, weights_bytes
 
 GROUPS, ROWS = StoredFormat("int4", 1, 32), StoredFormat("int4", 1, 0)
+FP8, FP8_GROUPS = StoredFormat("e4m3", 1, 0), StoredFormat("e4m3", 1, 128)
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 DENSE = ("mlp.gate_up_proj", "mlp.down_proj")
 SHARED = ("mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj")
@@ -42,6 +45,12 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
         1: dict.fromkeys((*ATTENTION, *DENSE), GROUPS),
     },
     "mxfp4": {index: {EXPERTS: MXFP4} for index in (0, 1)},
+    "fp8_dense": {index: dict.fromkeys((*ATTENTION, *DENSE), FP8_GROUPS) for index in (0, 1)},
+    "fp8_whole": {index: dict.fromkeys((*ATTENTION, *DENSE), FP8) for index in (0, 1)},
+    "fp8_shared": {
+        0: dict.fromkeys((*ATTENTION, *SHARED, EXPERTS), FP8),
+        1: dict.fromkeys((*ATTENTION, *DENSE), FP8),
+    },
     "nf4": {index: dict.fromkeys((*ATTENTION, *DENSE), NF4) for index in (0, 1)},
 }
 """Formats by kind of checkpoint, index of the layer and name in it."""
@@ -94,7 +103,7 @@ def test_weights_as_stored_read_as_dequantised_ones(tmp_path: Path, kind: str, m
     """In plain torch's rows and in panels of compiled kernels, some rows at a time, on every rank of three layouts."""
     monkeypatch.setattr(checkpoint_layer, "_READ_ELEMENTS", 3000)
     folder, kernels = write_stored(tmp_path / kind, kind), (PanelKernels(), cpu_kernels(torch.bfloat16)[0])
-    for layout in (ONE, TWO, *([APART] if kind in ("awq", "mxfp4") else [])):
+    for layout in (ONE, TWO, *([APART] if kind in ("awq", "fp8_shared", "mxfp4") else [])):
         formats = find_stored_panels(config_of(folder), layout).formats
         assert formats == FORMATS[kind]
         for rank in range(layout.tensor_parallel_size):
@@ -143,7 +152,7 @@ def test_comparison_sees_one_changed_nibble(tmp_path: Path):
 def test_memory_of_weights_as_stored_is_planned(tmp_path: Path, kind: str):
     folder = write_stored(tmp_path / kind, kind)
     config = config_of(folder)
-    for layout in (ONE, TWO, *([APART] if kind in ("awq", "mxfp4") else [])):
+    for layout in (ONE, TWO, *([APART] if kind in ("awq", "fp8_shared", "mxfp4") else [])):
         stored = find_stored_panels(config, layout)
         for rank in range(layout.tensor_parallel_size):
             for kernels in (PanelKernels(), cpu_kernels(torch.bfloat16)[0]):
@@ -281,7 +290,7 @@ def test_weights_that_files_have_otherwise_are_dequantised(tmp_path: Path):
 
 @torch.no_grad()
 def test_files_that_do_not_fit_are_refused(tmp_path: Path):
-    """Scales that are not finite; of a reload numbers in another order, too."""
+    """Scales and FP8 that are not finite; of a reload numbers in another order, too."""
     folder = write_stored(tmp_path / "gptq", "gptq")
     model, file, before = loaded(folder), folder / "model.safetensors", weights_of(loaded(folder))
     module, right = "model.layers.1.mlp.down_proj", load_file(file)
@@ -301,6 +310,13 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path):
         ):
             model.weights.reload(source)
         assert_equal(weights_of(model), before)
+    folder = write_stored(tmp_path / "fp8", "fp8_dense")
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    tensors[name].view(torch.uint8)[5, 9] = 0xFF
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' has nan at \[5, 9\]"):
+        loaded(folder)
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def built_for_tests(architecture: str, *flags: str, linked_to: Path | None = Non
 
 
 _INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
-_CALLED = re.compile(r"\bspmd_(gemm|nibble_gemm|int8_gemm|attend|write)")
+_CALLED = re.compile(r"\bspmd_(gemm|stored_gemm|int8_gemm|attend|write)")
 """Functions of exports.h whose sources include amx.h."""
 
 

@@ -1,4 +1,4 @@
-"""Kernels of plain torch whose products take weights of 4 bits as files store them: the reference of compiled ones.
+"""Kernels of plain torch whose products take weights as files store them: the reference of compiled ones.
 
 Held rows are one after the other, each of as many bytes as a sixteenth of a panel: its format, numbers, scales.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.api import StoredPanels
@@ -17,6 +17,7 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 
 _HEAD, _UNIT = 4, 32
+_KINDS = ("int4", "e2m1", "nf4", "e4m3")
 
 
 class RowPanels:
@@ -28,8 +29,11 @@ class RowPanels:
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
         rows, end = packed[start : start + len(numbers)], _HEAD + numbers.shape[1]
-        rows[:, 0], rows[:, 1] = int(stored.is_mxfp4), stored.group_inputs // _UNIT
+        rows[:, 0], rows[:, 1] = _KINDS.index(stored.number), stored.group_inputs // _UNIT
         rows[:, _HEAD:end].copy_(numbers)
+        if stored.number == "e4m3":
+            rows[:, end : end + 4 * scales.shape[1]].view(torch.float32).copy_(scales)
+            return
         if stored.is_mxfp4:
             rows[:, end : end + scales.shape[1]].copy_(scales)
             return
@@ -38,11 +42,14 @@ class RowPanels:
         rows[:, end + 4 * num_groups : end + 5 * num_groups].copy_(scales[..., 1])
 
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
-        held, end, num_groups = packed[slice(*rows)], _HEAD + num_inputs // 2, stored.num_groups(num_inputs)
+        held, num_groups = packed[slice(*rows)], stored.num_groups(num_inputs)
+        end = _HEAD + num_inputs * stored.bits // 8
         numbers = held[:, _HEAD:end]
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, held[:, end : end + num_groups])
         scales = held[:, end : end + 4 * num_groups].view(torch.float32)
+        if stored.number == "e4m3":
+            return stored_weights.values(stored, numbers, scales)
         zeros = held[:, end + 4 * num_groups : end + 5 * num_groups].float()
         return stored_weights.values(stored, numbers, torch.stack((scales, zeros), dim=-1))
 
@@ -65,7 +72,7 @@ class PanelKernels(ReferenceKernels):
         if weight.dtype != torch.uint8:
             return weight
         kind, units = weight[0, :2].tolist()
-        stored = MXFP4 if kind else StoredFormat("int4", 1, units * _UNIT)
+        stored = StoredFormat(_KINDS[kind], 1, units * _UNIT)
         return RowPanels().read_values(weight, stored, x.shape[1], (0, len(weight))).to(x.dtype)
 
 

@@ -1,6 +1,6 @@
 """Tiny checkpoints with experts in MXFP4, as GPT-OSS's, and in FP8, as Qwen3's with blocks of 128 x 128 and those of
 compressed-tensors with a scale a row; with FP8 linear layers beside plain stacks of experts, which are no linear
-layers (`fp8_linear`); and with all matrices in 4 bits. Needs no transformers.
+layers (`fp8_linear`); and with all matrices in 4 bits or FP8. Needs no transformers.
 """
 
 import json
@@ -48,6 +48,10 @@ KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
     "fp8_row": (_QWEN3, Format(FORMATS["float_row"].config, fp8_row)),
     "fp8_linear": (_GRANITE, Format(FORMATS["float_row"].config, fp8_row)),
     "fp8_tensor": (_QWEN3, Format(FORMATS["fp8_tensor"].config, fp8_tensor)),
+    # Ranks have 64 rows of keys, half of a block.
+    "fp8_dense": ({**_DENSE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64, "intermediate_size": 256}, _BLOCKS),
+    "fp8_shared": (_SHARED, Format(FORMATS["float_row"].config, fp8_row)),
+    "fp8_whole": ({**_DENSE, "architectures": ["LlamaForCausalLM"]}, FORMATS["fp8_tensor"]),
     "gptq": (
         {**_DENSE, "architectures": ["LlamaForCausalLM"]},
         Format(_GPTQ, partial(gptq, bits=4, is_symmetric=False, has_order=False, is_second=False, size=_NIBBLES)),

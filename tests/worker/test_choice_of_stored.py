@@ -68,7 +68,7 @@ def test_options_decide_whether_4_bits_stay(tmp_path: Path):
         ({}, "cpu", "torch", ""),
         # Its experts alone could.
         ({}, "cpu", "triton", ""),
-        ({"dtype": "float32"}, "cpu", "auto", "computes in float32, and with model.dtype=bfloat16 they stay in 4 bits"),
+        ({"dtype": "float32"}, "cpu", "auto", "computes in float32, and with model.dtype=bfloat16 they stay as stored"),
         ({"dequantize_weights": True}, "cpu", "auto", ""),
         ({"quantization": "int8"}, "cpu", "auto", ""),
         ({"load_format": "dummy"}, "cpu", "auto", ""),

@@ -225,8 +225,10 @@ class ScaledWeight(LinearWeight):
         is_grouped = width == _SCALED_GROUP < num_inputs and first % width == 0 and (stop - first) % width == 0
         if self.format.number != "e4m3" or self.format.has_zeros or not (is_grouped or width >= num_inputs):
             return None
+        return self._scales_of_rows(rows, (first // width, stop // width) if is_grouped else (0, 1))
+
+    def _scales_of_rows(self, rows: Range, columns: Range) -> Tensor:
         row_groups, row_range = _groups_of(torch.arange(*rows) // self._block_size[0])
-        columns = (first // width, stop // width) if is_grouped else (0, 1)
         scales = self._scales(row_range, columns)
         return scales.index_select(0, row_groups.to(scales.device))
 
@@ -235,11 +237,9 @@ class ScaledWeight(LinearWeight):
             return super().is_stored_as(stored)
         rows, columns = self._block_size
         is_plain = self.format.number == "e4m3" and not self.format.has_zeros and "order" not in self.parts
-        if not is_plain:
-            return False
-        if not stored.group_inputs:
-            return columns >= self.shape[1] and rows in (1, self.shape[0])
-        return (rows, columns) == (stored.group_rows, stored.group_inputs)
+        # A scale of several rows may be one of each.
+        is_right = columns == stored.group_inputs if stored.group_inputs else columns >= self.shape[1]
+        return is_plain and is_right and stored.group_rows in (1, rows)
 
     def read_stored(self, region: Rectangle, stored: StoredFormat) -> tuple[Tensor, Tensor]:
         if stored.number != "e4m3":
@@ -249,10 +249,8 @@ class ScaledWeight(LinearWeight):
         of_rows, of_columns = (
             (start // size, -(-stop // size)) for (start, stop), size in zip(region, self._block_size, strict=True)
         )
-        scales = self._scales(of_rows, of_columns)
-        # One scale a tensor is one of each row.
-        is_of_tensor = not stored.group_inputs and self._block_size[0] > 1
-        return numbers, scales.expand(len(numbers), 1) if is_of_tensor else scales
+        has_own = stored.group_rows == 1
+        return numbers, self._scales_of_rows(rows, of_columns) if has_own else self._scales(of_rows, of_columns)
 
     def _numbers(self, rows: Range, columns: Range) -> Tensor:
         return self._read_part("numbers", rows, columns).to(torch.float32)

@@ -501,7 +501,7 @@ class WeightStore:
                 held.fill_block(block, values)
             else:
                 parts = read_stored(source, held, block)
-                if not are_surely_finite(held.stored, parts[1], self.dtype_of(name)):
+                if not are_surely_finite(held.stored, *parts, self.dtype_of(name)):
                     flag = self._finite_flag(source, name, block, held.stored_values(block, *parts))
                 held.write_stored(block, *parts)
         return flag

@@ -215,7 +215,8 @@ class ExpertKernels(Protocol):
 
 class StoredPanels(Protocol):
     """Weights that stay in memory as their file has them, in panels, and that products expand to the values of
-    dequantised ones as they go: the bits are the same. `stored` is "int4", "nf4" or "e2m1".
+    dequantised ones as they go: the bits are the same. `stored` is "int4", "nf4", "e2m1", or "e4m3" with scales of
+    single rows.
 
     n: rows; I: inputs of a weight; G: its groups of inputs.
     """
@@ -224,9 +225,9 @@ class StoredPanels(Protocol):
         """Memory for a weight [outputs, I], for `linear` or, if it `is_gated`, for `gated_linear`; not initialised."""
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
-        """Replace rows from `start` on by a file's: numbers uint8 [n, I / 2], two a byte, the first in the low bits;
-        scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "nf4" the same with zeros; of
-        "e2m1" exponents, uint8 [n, G].
+        """Replace rows from `start` on by a file's: numbers uint8 [n, I / 2], two a byte, the first in the low bits, of
+        "e4m3" [n, I]; scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "nf4" the same
+        with zeros; of "e2m1" exponents, uint8 [n, G]; of "e4m3" float32 [n, G].
         """
 
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
@@ -356,8 +357,8 @@ class Kernels(Protocol):
         """[T, in] x [2 I, in] -> [T, I]: `silu_and_mul` of the GEMM. `weight` is plain or from `pack_gated`."""
 
     def stored_panels(self, dtype: torch.dtype) -> StoredPanels | None:
-        """Weights of 4 bits that `linear`, `gated_linear`, `linear_of_leaves` and `join_experts` take as they are
-        stored, for a model of this dtype; None: they take none. `unpack` and `repack_` do not take them either.
+        """Weights that `linear`, `gated_linear`, `linear_of_leaves` and `join_experts` take as they are stored, for a
+        model of this dtype; None: they take none. `unpack` and `repack_` do not take them either.
         """
 
     def expert_kernels(self) -> ExpertKernels | None:

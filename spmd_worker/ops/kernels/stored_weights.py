@@ -19,6 +19,8 @@ _FP8_FACTOR: Final = 256.0
 _MANTISSA_BITS: Final = 23
 _MOST_STEPS: Final = 32.0
 """Above any number less its zero point."""
+_FP8_MOST, _FP8_NAN = 512.0, 0x7F
+"""Above any number of FP8, also of those that are factors of scales; the bits of NaN, but for its sign."""
 _MAX_EXPONENT: Final = 254
 """Largest biased exponent of a finite float32."""
 
@@ -75,20 +77,24 @@ def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
         factors = (exponents << _MANTISSA_BITS).view(torch.float32).masked_fill(exponents > _MAX_EXPONENT, torch.nan)
         return halves.mul_(factors.unsqueeze(2)).flatten(1)
     halves = _halves(((wide & 0x7F) << 7) | ((wide & 0x80) << 8))
-    halves = halves.masked_fill_((wide & 0x7F) == 0x7F, torch.nan)
+    halves = halves.masked_fill_((wide & _FP8_NAN) == _FP8_NAN, torch.nan)
     factors = scales * _FP8_FACTOR
     num_inputs = numbers.shape[1]
     size = stored.group_inputs or num_inputs
     return halves.mul_(factors.repeat_interleave(size, dim=1)[:, :num_inputs])
 
 
-def are_surely_finite(stored: StoredFormat, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether scales are so far from infinity that `values` are finite in `dtype`; False of other formats than "int4"
-    and "nf4".
+def are_surely_finite(stored: StoredFormat, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
+    """Whether numbers and scales are such that `values` are finite in `dtype`, by a check that is faster than those of
+    all values; False of MXFP4.
     """
-    if not stored.is_of_panels:
+    if stored.is_mxfp4:
         return False
-    return bool((scales[..., 0].abs() * _MOST_STEPS).amax() < torch.finfo(dtype).max)
+    is_fp8 = stored.number == "e4m3"
+    most, factors = (_FP8_MOST, scales) if is_fp8 else (_MOST_STEPS, scales[..., 0])
+    if not (factors.abs() * most).amax() < torch.finfo(dtype).max:
+        return False
+    return not (is_fp8 and bool(((numbers & _FP8_NAN) == _FP8_NAN).any()))
 
 
 def _halves(bits: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def test_weight_equals_its_format_bit_for_bit(made: Made, name: str):
     assert 0 < (meant - matrix()).abs().max() < 1.0
 
 
-def test_stored_nibbles_mean_dequantised_values(made: Made, tmp_path: Path):
+def test_stored_numbers_mean_dequantised_values(made: Made, tmp_path: Path):
     """Whole, and shares that begin and end at groups, of rows in the middle of a word of AWQ."""
     borrowing = Format(
         {**FORMATS["gptq"].config, "sym": False},
@@ -85,17 +85,24 @@ def test_stored_nibbles_mean_dequantised_values(made: Made, tmp_path: Path):
     parts, meant = borrowing.pack(torch.cat((matrix(ROWS // 2).abs(), -matrix(ROWS // 2).abs())))
     cases = {name: made[name] for name in ("gptq", "gptq_rows", "awq", "w4a16", "w4a16_zeros")}
     cases["borrowing"] = opened(tmp_path, borrowing, named(parts)), meant
+    formats = {name: StoredFormat("int4", 1, 0 if name == "gptq_rows" else GROUP) for name in cases}
+    cases |= {name: made[name] for name in ("fp8_block", "fp8_tensor", "float_row", "modelopt_fp8")}
     for name, (checkpoint, values) in cases.items():
-        stored = StoredFormat("int4", 1, 0 if name == "gptq_rows" else GROUP)
+        stored = formats.get(name, StoredFormat("e4m3", 1, BLOCK[1] if name == "fp8_block" else 0))
         checkpoint.check_stored(NAME, stored)
         for rows, columns in (WHOLE, ((3, 41), (GROUP, 5 * GROUP))):
             numbers, scales = checkpoint.read_stored(NAME, (rows, columns), stored)
-            assert numbers.shape == (rows[1] - rows[0], (columns[1] - columns[0]) // 2)
+            assert numbers.shape == (rows[1] - rows[0], (columns[1] - columns[0]) * stored.bits // 8)
             found = stored_weights.values(stored, numbers, scales)
             assert torch.equal(found, values[slice(*rows), slice(*columns)]), name
-            assert stored_weights.are_surely_finite(stored, scales, torch.bfloat16)
-            # Some of their multiples are not.
-            assert not stored_weights.are_surely_finite(stored, torch.full_like(scales, 3e37), torch.bfloat16)
+            assert stored_weights.are_surely_finite(stored, numbers, scales, torch.bfloat16)
+            # Some of their multiples are not, and NaN is not.
+            large = torch.full_like(scales, 3e37)
+            assert not stored_weights.are_surely_finite(stored, numbers, large, torch.bfloat16)
+            numbers = numbers.clone()
+            numbers[-1, -1] = 0xFF
+            is_finite = stored_weights.are_surely_finite(stored, numbers, scales, torch.bfloat16)
+            assert is_finite == (stored.number == "int4")
         with pytest.raises(CheckpointError, match=r"not stored in 4-bit integers in groups of 32.*dequantize_weights"):
             checkpoint.check_stored(NAME, StoredFormat("int4", 1, 32))
     _, scales = cases["borrowing"][0].read_stored(NAME, WHOLE, StoredFormat("int4", 1, GROUP))
@@ -103,7 +110,7 @@ def test_stored_nibbles_mean_dequantised_values(made: Made, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["gptq_order", "w4a16_order", "gptq_v2_8bits"])
-def test_files_in_other_orders_are_not_nibbles(made: Made, tmp_path: Path, name: str):
+def test_files_in_other_orders_are_not_stored(made: Made, tmp_path: Path, name: str):
     """Also if config.json does not say that they are."""
     parts, _ = FORMATS[name].pack(matrix())
     for checkpoint in (made[name][0], opened(tmp_path, FORMATS[name], named(parts), desc_act=False)):

@@ -15,22 +15,22 @@ from spmd_worker.model_config.int8_format import PANEL, panel_bytes
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
-from spmd_worker.ops.kernels.cpu.nibbles import nibbles_fit
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
     are_byte_panels,
     are_gated_panels,
-    are_nibble_panels,
     are_panels,
+    are_stored_panels,
     check_tensor,
     contiguous_rows,
     dtype_name,
     leaf_integers,
 )
+from spmd_worker.ops.kernels.cpu.stored_panels import stored_panels_fit
 
 _IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
 """Ways to apply gates, numbered as in `experts.cpp`."""
-_ELEMENTS, _BYTES, _NIBBLES = range(3)
+_ELEMENTS, _BYTES, _STORED = range(3)
 """Kinds of weights, numbered as in `experts.cpp`."""
 
 
@@ -121,7 +121,7 @@ def join_experts(
         are_gates = are_gated_panels if is_gated else are_panels
         are_packed = all(are_gates(each.gates) and are_panels(each.down) for each in experts.values())
     else:
-        are_right = are_byte_panels if _kind(experts) == _BYTES else are_nibble_panels
+        are_right = are_byte_panels if _kind(experts) == _BYTES else are_stored_panels
         are_packed = all(are_right(each.gates) and are_right(each.down) for each in experts.values())
     if not are_packed:
         return None
@@ -132,7 +132,7 @@ def join_experts(
 
 def _kind(experts: Mapping[int, ExpertWeights]) -> int:
     """The kind of all weights, as those of the first expert."""
-    return {torch.int8: _BYTES, torch.uint8: _NIBBLES}.get(next(iter(experts.values())).down.dtype, _ELEMENTS)
+    return {torch.int8: _BYTES, torch.uint8: _STORED}.get(next(iter(experts.values())).down.dtype, _ELEMENTS)
 
 
 def _detached(tensors: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -151,22 +151,22 @@ def _gating(sizes: ExpertSizes) -> int:
 def _check_shapes(expert: ExpertWeights, sizes: ExpertSizes) -> None:
     """Raise AssertionError for weights that the compiled code would read out of bounds."""
     hidden, size, num_each = sizes.hidden_size, sizes.intermediate_size, 1 + sizes.is_gated
-    has_bytes, has_nibbles = are_byte_panels(expert.down), are_nibble_panels(expert.down)
+    has_bytes, is_stored = are_byte_panels(expert.down), are_stored_panels(expert.down)
 
     def count(num_outputs: int, num_inputs: int) -> int:
         return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_outputs * num_inputs
 
     for weight in (expert.gates, expert.down):
-        dtype = torch.int8 if has_bytes else torch.uint8 if has_nibbles else sizes.dtype
+        dtype = torch.int8 if has_bytes else torch.uint8 if is_stored else sizes.dtype
         check_tensor(weight, dtype, tuple(weight.shape))
-    if has_nibbles:
+    if is_stored:
         assert sizes.dtype == torch.bfloat16, sizes.dtype
-        assert nibbles_fit(expert.gates, num_each * size, hidden), (expert.gates.shape, sizes)
-        assert nibbles_fit(expert.down, hidden, size), (expert.down.shape, sizes)
+        assert stored_panels_fit(expert.gates, num_each * size, hidden), (expert.gates.shape, sizes)
+        assert stored_panels_fit(expert.down, hidden, size), (expert.down.shape, sizes)
     else:
         counts = (expert.gates.numel(), expert.down.numel())
         assert counts == (count(num_each * size, hidden), count(hidden, size)), (counts, sizes)
-    if has_bytes or has_nibbles:
+    if has_bytes or is_stored:
         num_parts = 2 if _gating(sizes) == _IN_PANELS else 1
         assert (expert.gates.shape[1], expert.down.shape[1]) == (num_parts, 1), (expert.gates.shape, expert.down.shape)
     assert not (has_bytes and sizes.leaf_ends), sizes

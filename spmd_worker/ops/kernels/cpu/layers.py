@@ -28,17 +28,17 @@ from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
-from spmd_worker.ops.kernels.cpu.nibbles import nibbles_fit
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
     are_byte_panels,
     are_gated_panels,
-    are_nibble_panels,
     are_panels,
+    are_stored_panels,
     check_tensor,
     dtype_name,
     leaf_integers,
 )
+from spmd_worker.ops.kernels.cpu.stored_panels import stored_panels_fit
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.shared_memory import SharedMemoryGroup
 
@@ -48,7 +48,7 @@ _NUM_ADAPTED: Final = 4
 """Linear layers of a layer, each with a stack of adapters."""
 _NORMS: Final = ("input_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")
 """Norms of the stream and of outputs."""
-_NUMBERS: Final = ("window", "rope", "nibbles")
+_NUMBERS: Final = ("window", "rope", "stored")
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name not in _NUMBERS)
 
 _MAX_CALL_TOKENS: Final = 4096
@@ -126,7 +126,7 @@ class NativeLayers:
         addresses = [
             _Layer(
                 *(None if each is None else each.data_ptr() for each in tensors),
-                *(layer.window, layer.rope, _nibbles(layer)),
+                *(layer.window, layer.rope, _stored(layer)),
             )
             for layer, tensors in zip(layers, self._memory, strict=True)
         ]
@@ -281,17 +281,17 @@ def _norms(layer: LayerWeights) -> tuple[Tensor | None, ...]:
 
 
 def _is_packed(layer: LayerWeights, *, is_gated: bool) -> bool:
-    """Whether all weights are elements or have 4 bits, in panels, gates and up projection in one if `is_gated`."""
+    """Whether all weights are elements or as stored, in panels, gates and up projection in one if `is_gated`."""
     are_gates = are_gated_panels if is_gated else are_panels
     others = (layer.qkv, layer.output, layer.down)
-    is_right = layer.gates.shape[1] == 1 + is_gated if are_nibble_panels(layer.gates) else are_gates(layer.gates)
-    return is_right and all(are_panels(each) or are_nibble_panels(each) for each in others)
+    is_right = layer.gates.shape[1] == 1 + is_gated if are_stored_panels(layer.gates) else are_gates(layer.gates)
+    return is_right and all(are_panels(each) or are_stored_panels(each) for each in others)
 
 
-def _nibbles(layer: LayerWeights) -> int:
-    """Bits of the weights of 4 bits a number, numbered as in `layers.cpp`."""
+def _stored(layer: LayerWeights) -> int:
+    """Bits of the weights that are as stored, numbered as in `layers.cpp`."""
     weights = (layer.qkv, layer.output, layer.gates, layer.down)
-    return sum(are_nibble_panels(each) << number for number, each in enumerate(weights))
+    return sum(are_stored_panels(each) << number for number, each in enumerate(weights))
 
 
 def _has_bytes(layer: LayerWeights) -> bool:
@@ -336,9 +336,9 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
         # An output is added with the next norm.
         assert [each is not None for each in _norms(layer)] == [True, False, True, False], _norms(layer)
     for name, tensor in zip(_TENSORS, _tensors(layer), strict=True):
-        if tensor is not None and name in _WEIGHTS and are_nibble_panels(tensor):
+        if tensor is not None and name in _WEIGHTS and are_stored_panels(tensor):
             assert dtype == torch.bfloat16, dtype
-            assert nibbles_fit(tensor, *weight_sizes[name]), (name, tensor.shape, weight_sizes[name])
+            assert stored_panels_fit(tensor, *weight_sizes[name]), (name, tensor.shape, weight_sizes[name])
         elif tensor is not None:
             is_of_bytes = has_bytes and name in _WEIGHTS
             assert tensor.numel() == counts[name], (name, tensor.shape, counts[name])

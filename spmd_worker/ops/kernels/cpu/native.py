@@ -31,13 +31,12 @@ from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ops.kernels.cpu.argmax_prefilter import ArgmaxPrefilter
 from spmd_worker.ops.kernels.cpu.experts import join_experts
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels
-from spmd_worker.ops.kernels.cpu.nibbles import NibblePanels, checked_nibble_input
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
     NATIVE_DTYPES,
     are_gated_panels,
-    are_nibble_panels,
     are_panels,
+    are_stored_panels,
     argmax_results,
     check_dtype,
     check_tensor,
@@ -54,6 +53,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     write_rows,
 )
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
+from spmd_worker.ops.kernels.cpu.stored_panels import NativePanels, checked_stored_input
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
@@ -88,7 +88,7 @@ class CpuKernels(PackedKernels):
             for name in _FUNCTIONS
             for dtype in NATIVE_DTYPES
         }
-        self._nibbles = {name: library.functions[f"nibble_{name}_bfloat16"] for name in ("gemm", "gemm_leaves")}
+        self._stored = {name: library.functions[f"stored_{name}_bfloat16"] for name in ("gemm", "gemm_leaves")}
         self._gemm_argmax, self._filter = library.functions["gemm_argmax_bfloat16"], library.functions["filter_float32"]
         self._prefilter = None
         if has_argmax_prefilter and library.functions["has_argmax_prefilter"]():
@@ -145,17 +145,17 @@ class CpuKernels(PackedKernels):
         is_supported = weight.device.type == "cpu" and dtype_name(weight.dtype) in self._gemm_dtypes
         return is_supported and fits_panels(weight, is_gated=is_gated)
 
-    def stored_panels(self, dtype: torch.dtype) -> NibblePanels | None:
+    def stored_panels(self, dtype: torch.dtype) -> NativePanels | None:
         takes = dtype == torch.bfloat16 and self.has_gemm(dtype)
-        return NibblePanels(bool(self._library.functions["nibbles_are_rows"]())) if takes else None
+        return NativePanels(bool(self._library.functions["stored_are_rows"]())) if takes else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        has_nibbles = are_nibble_panels(weight)
-        if are_gated_panels(weight) or (has_nibbles and weight.shape[1] > 1):
+        is_stored = are_stored_panels(weight)
+        if are_gated_panels(weight) or (is_stored and weight.shape[1] > 1):
             # Gate and up panels are interleaved, and so are the columns of the GEMM.
-            panels = weight.view(-1, 1, weight.shape[2]) if has_nibbles else weight.flatten(0, 1)
+            panels = weight.view(-1, 1, weight.shape[2]) if is_stored else weight.flatten(0, 1)
             return in_row_order(self.linear(x, panels, interleaved(bias)))
-        if not (has_nibbles or are_panels(weight)):
+        if not (is_stored or are_panels(weight)):
             return super().linear(x, weight, bias)
         num_outputs = weight.shape[0] * PANEL
         output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if out is None else out
@@ -174,18 +174,18 @@ class CpuKernels(PackedKernels):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        has_nibbles = are_nibble_panels(weight)
-        if not (has_nibbles or are_panels(weight)):
+        is_stored = are_stored_panels(weight)
+        if not (is_stored or are_panels(weight)):
             return super().linear_of_leaves(x, weight, bias, ends, dtype, out)
         num_outputs = weight.shape[0] * PANEL
-        x = checked_nibble_input(x, weight, num_outputs) if has_nibbles else checked_input(x, weight)
+        x = checked_stored_input(x, weight, num_outputs) if is_stored else checked_input(x, weight)
         assert ends[-1] == x.shape[1], (ends, x.shape)
         assert dtype in (x.dtype, torch.float32), dtype
         if bias is not None:
             check_tensor(bias, x.dtype, (num_outputs,))
         output = torch.empty((x.shape[0], num_outputs), dtype=dtype) if out is None else out
         check_tensor(output, dtype, (x.shape[0], num_outputs))
-        gemm_leaves = self._nibbles["gemm_leaves"] if has_nibbles else self._functions["gemm_leaves", x.dtype]
+        gemm_leaves = self._stored["gemm_leaves"] if is_stored else self._functions["gemm_leaves", x.dtype]
         gemm_leaves(
             *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), leaf_integers(tuple(ends)), len(ends)),
@@ -246,7 +246,7 @@ class CpuKernels(PackedKernels):
         return ArgmaxPrefilter(self, *self._prefilter, num_bytes) if num_bytes else None
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not (are_gated_panels(weight) or (are_nibble_panels(weight) and weight.shape[1] > 1)):
+        if not (are_gated_panels(weight) or (are_stored_panels(weight) and weight.shape[1] > 1)):
             return super().gated_linear(x, weight, bias)
         num_outputs = weight.shape[0] * 2 * PANEL
         output = torch.empty((x.shape[0], num_outputs // 2), dtype=x.dtype)
@@ -255,12 +255,12 @@ class CpuKernels(PackedKernels):
     def _gemm(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, output: Tensor, *, is_gated: bool
     ) -> Tensor:
-        has_nibbles = are_nibble_panels(panels)
-        x = checked_nibble_input(x, panels, num_outputs) if has_nibbles else checked_input(x, panels)
+        is_stored = are_stored_panels(panels)
+        x = checked_stored_input(x, panels, num_outputs) if is_stored else checked_input(x, panels)
         if bias is not None:
             check_tensor(bias, x.dtype, (num_outputs,))
         check_tensor(output, x.dtype, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
-        gemm = self._nibbles["gemm"] if has_nibbles else self._functions["gemm", x.dtype]
+        gemm = self._stored["gemm"] if is_stored else self._functions["gemm", x.dtype]
         gemm(
             *(x.data_ptr(), x.stride(0), *x.shape, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, num_threads()),

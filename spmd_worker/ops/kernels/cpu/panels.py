@@ -45,8 +45,8 @@ def are_byte_panels(weight: Tensor) -> bool:
     return weight.dtype == torch.int8 and weight.ndim == _BYTES_NDIM
 
 
-def are_nibble_panels(weight: Tensor) -> bool:
-    """Whether a weight has 4 bits a number, in panels (`nibbles.py`)."""
+def are_stored_panels(weight: Tensor) -> bool:
+    """Whether a weight is as its file stores it, in panels (`stored_panels.py`)."""
     return weight.dtype == torch.uint8 and weight.ndim == _BYTES_NDIM
 
 

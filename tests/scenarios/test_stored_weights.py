@@ -1,4 +1,4 @@
-"""Answers of models whose weights stay in 4 bits are those of dequantised ones, bit for bit."""
+"""Answers of models whose weights stay as files store them are those of dequantised ones, bit for bit."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import CheckpointError
 
 LIMIT_S = 120.0
-KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4")
+KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4", "fp8_dense", "fp8_shared", "fp8_whole")
 PROMPTS = [[7 * token % 61 + 3 for token in range(length)] for length in (3, 17, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "num_blocks": 64, "max_model_len": 64}
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "num_blocks": 
 ON_EACH_RANK = """
     import json, os, sys
     from pathlib import Path
-    from test_weights_in_4_bits import SETTINGS, answers, num_held
+    from test_stored_weights import SETTINGS, answers, num_held
     from spmd_worker import LLM
 
     folder, *models = sys.argv[1:]
@@ -55,12 +55,12 @@ def num_held(llm: LLM) -> int:
 
 @pytest.mark.guarantee("Weights that stay as stored give the answers of dequantised ones")
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_in_4_bits_answer_as_dequantised(tmp_path: Path, kind: str):
+def test_weights_as_stored_answer_as_dequantised(tmp_path: Path, kind: str):
     """Files say float16 and the dtype is the default: they were computed in float32, dequantised."""
     folder, settings = write_stored(tmp_path / kind, kind, dtype="float16"), SETTINGS | {"dtype": "auto"}
     with LLM(folder, **settings) as llm:
         # Two matrices of each expert, and four of a dense layer.
-        assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
+        assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4, "fp8_shared": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
         llm.check_weights()
         found = answers(llm), llm.weights_digest()
     with LLM(folder, **settings, dequantize_weights=True) as llm:
@@ -81,7 +81,7 @@ def test_comparison_sees_one_zero_point(tmp_path: Path):
 
 
 @pytest.mark.matrix
-def test_two_ranks_with_4_bits_answer_as_dequantised(tmp_path: Path):
+def test_two_ranks_answer_as_with_dequantised_weights(tmp_path: Path):
     folders = [write_stored(tmp_path / kind, kind) for kind in KINDS]
     done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, [tmp_path, *folders])
     assert done.returncode == 0, done.output
@@ -93,7 +93,7 @@ def test_two_ranks_with_4_bits_answer_as_dequantised(tmp_path: Path):
 
 
 @pytest.mark.matrix
-def test_adapters_and_drafts_take_weights_in_4_bits(tmp_path: Path):
+def test_adapters_and_drafts_take_stored_weights(tmp_path: Path):
     folder = write_stored(tmp_path / "gptq", "gptq")
     # Adapters are written for plain files, by names and shapes.
     names = [(f"model.layers.{index}.{name}.weight", shape) for index in (0, 1) for name, shape in ADAPTED.items()]

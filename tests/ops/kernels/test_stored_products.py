@@ -1,4 +1,4 @@
-"""Weights of 4 bits a number: products have the bits of those with the dequantised weight, on every instruction set.
+"""Weights as files store them: products have the bits of those with the dequantised weight, on every instruction set.
 
 The model is the definition, (number - zero) * scale in float32 rounded once, and the compiled product with that weight.
 """
@@ -14,7 +14,7 @@ from spmd_worker.model_config.stored_format import MXFP4, NF4_LEVELS, StoredForm
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
 from spmd_worker.ops.kernels.cpu.experts import NativeExperts
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
-from spmd_worker.ops.kernels.cpu.nibbles import NibblePanels
+from spmd_worker.ops.kernels.cpu.stored_panels import NativePanels
 
 BFLOAT16 = torch.bfloat16
 LEVELS = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
@@ -53,13 +53,20 @@ def weight_of(
     exponents_of: tuple[int, int] = (118, 130),
 ) -> Stored:
     generator = torch.Generator().manual_seed(seed + num_outputs + num_inputs)
+    size = group or num_inputs
+    if kind == "e4m3":
+        found = torch.randint(0, 254, (num_outputs, num_inputs), generator=generator)
+        # No NaN: 127 and 255.
+        numbers = (found + (found >= 127)).to(torch.uint8)
+        factors = torch.rand(num_outputs, num_inputs // size, generator=generator) * 1e-4
+        values = numbers.view(torch.float8_e4m3fn).float() * factors.repeat_interleave(size, 1)
+        return Stored(StoredFormat(kind, 1, group), numbers, factors, values)
     q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
     numbers = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
     if kind == "mxfp4":
         exponents = torch.randint(*exponents_of, (num_outputs, num_inputs // 32), generator=generator)
         factors = torch.exp2(exponents.double() - 127).float().repeat_interleave(32, 1)
         return Stored(MXFP4, numbers, exponents.to(torch.uint8), LEVELS[q] * factors)
-    size = group or num_inputs
     # Of 24 bits, so that products are rounded in float32 too.
     scales = torch.rand(num_outputs, num_inputs // size, generator=generator) * 0.02
     zeros = torch.randint(0, 17, scales.shape, generator=generator).float() * (kind == "int4")
@@ -72,7 +79,7 @@ def numbers_of(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(BFLOAT16)
 
 
-def panels_of(kernels: CpuKernels) -> NibblePanels:
+def panels_of(kernels: CpuKernels) -> NativePanels:
     panels = kernels.stored_panels(BFLOAT16)
     assert panels is not None
     return panels
@@ -88,7 +95,7 @@ def kernels_of(instruction_set: str) -> CpuKernels:
 
 
 @each_library
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3"])
 def test_products_are_those_of_dequantised_weights(instruction_set: str, kind: str):
     kernels = kernels_of(instruction_set)
     for shape in SHAPES:
@@ -122,9 +129,10 @@ def test_exponents_at_their_ends_are_exact(instruction_set: str, exponents_of: t
 
 
 @each_library
-def test_gated_products_and_leaves_follow_too(instruction_set: str):
+@pytest.mark.parametrize("kind", ["int4", "e4m3"])
+def test_gated_products_and_leaves_follow_too(instruction_set: str, kind: str):
     kernels = kernels_of(instruction_set)
-    weight, num_inputs = weight_of(64, 1376, 32), 1376
+    weight, num_inputs = weight_of(64, 1376, 32, kind=kind), 1376
     plain, x, bias = weight.values.to(BFLOAT16), numbers_of(ROWS[-1], num_inputs), numbers_of(64)
     gated, dequantised = weight.packed(kernels, is_gated=True, cut=45), kernels.pack_gated(plain)
     packed, leaves = weight.packed(kernels), kernels.pack_leaves(plain)
@@ -139,7 +147,7 @@ def test_gated_products_and_leaves_follow_too(instruction_set: str):
                 assert torch.equal(*parts), (num_rows, ends, dtype)
 
 
-@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "e4m3"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_joined_experts_have_the_same_bits(kind: str, activation: str):
     kernels, hidden, size = kernels_of(NATIVE), 128, 96
@@ -177,7 +185,7 @@ def test_joined_experts_have_the_same_bits(kind: str, activation: str):
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3"])
 @each_library
 def test_rows_are_read_as_written(instruction_set: str, kind: str, is_gated: bool):
     kernels, weight = kernels_of(instruction_set), weight_of(96, 160, 32, kind=kind)

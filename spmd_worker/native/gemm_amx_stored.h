@@ -1,12 +1,12 @@
-// The micro-kernel of AMX for weights of 4 bits (nibbles.h): tiles of outputs by tiles of rows, so that outputs need no
-// interleaving. Sums are transposed at the end of their chain; a chain is that of `AmxBf16`, in which a product's two factors
+// The micro-kernel of AMX for weights as files store them (stored.h): tiles of outputs by tiles of rows, so that outputs
+// need no interleaving. Sums are transposed at the end of their chain; a chain is that of `AmxBf16`, in which a product's two factors
 // have changed places.
 #pragma once
 
 #include <limits>
 
 #include "gemm_amx.h"
-#include "nibbles.h"
+#include "stored.h"
 
 #if defined(SPMD_HAS_AMX)
 
@@ -20,14 +20,16 @@ class RowExpansion : public Expansion {
     while (count > 0 && num_panels_ > 0) {
       const int64_t line = input_ / kLineInputs, end = std::min(end_, (line + 1) * kLineInputs);
       if (output_ == 0) begin_line(end);
-      const uint8_t* const from = panel_ + kNibbleLine + line * kPanel * kNibbleLine;
+      const uint8_t* const from = panel_ + kLine + line * kLineInputs * head_.input_bytes();
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
       const int64_t last = std::min(int64_t(kPanel), output_ + count);
       count -= last - output_;
-      if (has_all_ && has_one_group_)
-        for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kNibbleInputs, to);
+      if (head_.kind == kFp8)
+        for (; output_ < last; ++output_) expand_bytes_of(from, (end - input_) / kBlockInputs, to);
+      else if (has_all_ && has_one_group_)
+        for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kBlockInputs, to);
       else
-        for (; output_ < last; ++output_) expand_output<false>(from, (end - input_) / kNibbleInputs, to);
+        for (; output_ < last; ++output_) expand_output<false>(from, (end - input_) / kBlockInputs, to);
       if (output_ < kPanel) return;
       output_ = 0;
       advance(end);
@@ -44,11 +46,11 @@ class RowExpansion : public Expansion {
   // Scales and zero points of the outputs, of one group or of each 32 inputs.
   void begin_line(int64_t end) {
     has_all_ = end - input_ == kLineInputs, has_one_group_ = head_.group_inputs % kLineInputs == 0;
-    skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kNibbleInputs * 4);
-    levels_ = load<Floats>(kLevels[head_.kind]);
+    skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
+    if (head_.kind != kFp8) levels_ = load<Floats>(kLevels[head_.kind]);
     fetch_scales(group_at(input_));
     int64_t input = input_;
-    for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kNibbleInputs, ++block) {
+    for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kBlockInputs, ++block) {
       Floats scales, zeros;
       load_scales(group_at(input), head_.kind, 0, scales, zeros);
       store(scales_[block], scales), store(zeros_[block], zeros);
@@ -57,18 +59,30 @@ class RowExpansion : public Expansion {
 
   template <bool kIsPlain>
   SPMD_INLINE_MEMBER void expand_output(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
-    const uint8_t* const from = line + output_ * kNibbleLine;
+    const uint8_t* const from = line + output_ * kLine;
     __builtin_prefetch(from + ahead_, 0, 2);
     __m512i numbers = _mm512_loadu_si512(from), values = table(0);
-    to += output_ * kNibbleInputs;
+    to += output_ * kBlockInputs;
     if constexpr (!kIsPlain) numbers = _mm512_srl_epi16(numbers, skipped_);
 #pragma GCC unroll 4
-    for (int64_t block = 0; block < (kIsPlain ? 4 : num_blocks); ++block, to += kNibbleInputs * kPanel) {
+    for (int64_t block = 0; block < (kIsPlain ? 4 : num_blocks); ++block, to += kBlockInputs * kPanel) {
       if constexpr (!kIsPlain)
         if (block > 0 && !has_one_group_) values = table(block);
       // Its lowest five bits are taken: the table is there twice.
       _mm512_store_si512(to, _mm512_permutexvar_epi16(numbers, values));
       numbers = _mm512_srli_epi16(numbers, 4);
+    }
+  }
+
+  SPMD_INLINE_MEMBER void expand_bytes_of(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
+    const uint8_t* from = line + output_ * kLineInputs;
+    __builtin_prefetch(from + ahead_, 0, 2), __builtin_prefetch(from + ahead_ + kLine, 0, 2);
+    from += input_ % kLineInputs, to += output_ * kBlockInputs;
+    for (int64_t block = 0; block < num_blocks; ++block, from += kBlockInputs, to += kBlockInputs * kPanel) {
+      const Floats scale = broadcast(scales_[has_one_group_ ? 0 : block][output_]);
+      Floats first, second;
+      load_fp8(from, first, second);
+      store_halves(to, first * scale, second * scale);
     }
   }
 
@@ -88,7 +102,7 @@ class RowExpansion : public Expansion {
 // Transposes a matrix of 32-bit numbers.
 SPMD_INLINE void transpose_tile(__m512i (&rows)[16]) {
   for (int first = 0; first < 16; first += 4) {
-    NibbleVector four[4] = {rows[first], rows[first + 1], rows[first + 2], rows[first + 3]};
+    ByteVector four[4] = {rows[first], rows[first + 1], rows[first + 2], rows[first + 3]};
     transpose(four);
 #pragma GCC unroll 4
     for (int row = 0; row < 4; ++row) rows[first + row] = four[row];
@@ -107,7 +121,7 @@ SPMD_INLINE void transpose_tile(__m512i (&rows)[16]) {
   }
 }
 
-struct AmxNibbles : OfTiles<AmxNibbles, uint16_t, float> {
+struct AmxStored : OfTiles<AmxStored, uint16_t, float> {
   using Expansion = RowExpansion;
   static constexpr int kStep = 32, kCutInputs = kLineInputs;
   static constexpr bool kPacks = false, kTransposes = true;

@@ -1,4 +1,4 @@
-"""Weights of 4 bits a number in panels, as compiled products expand them: the layout of `native/nibbles.h`.
+"""Weights as files store them in panels, as compiled products expand them: the layout of `native/stored.h`.
 
 A packed weight is uint8 [O / 16, 1, bytes of a panel]; a gated one [O / 32, 2, bytes of a panel], panels of gate and up
 projection interleaved.
@@ -19,8 +19,11 @@ from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.cpu.panels import byte_panel_indices, contiguous_rows
 
 _HEAD_BYTES: Final = 64
-_KINDS: Final = {"int4": 0, "e2m1": 1, "nf4": 2}
-"""Kinds of numbers, as in `nibbles.h`."""
+_KINDS: Final = {"int4": 0, "e2m1": 1, "nf4": 2, "e4m3": 3}
+"""Kinds of numbers, as in `stored.h`."""
+_WIDTHS: Final = (StoredFormat("int4", 1, STEP), StoredFormat("e4m3", 1, STEP))
+"""Formats of 4 and of 8 bits."""
+_MOST_GROUP_BYTES: Final = max(each.group_bytes for each in _WIDTHS)
 _HALF: Final = STEP // 2
 _LINE_INPUTS: Final = 4 * STEP
 _LINES: Final = 4
@@ -28,7 +31,7 @@ _LINES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class NibblePanels:
+class NativePanels:
     """Implements `kernels.api.StoredPanels`. `are_rows`: the order of numbers is the one that tiles read."""
 
     are_rows: bool
@@ -42,10 +45,14 @@ class NibblePanels:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
-        num_inputs = numbers.shape[1] * 2
+        num_inputs = numbers.shape[1] * 8 // stored.bits
         heads, numbers_of, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, start, start + len(numbers))
         heads[panel, part] = torch.tensor([stored.group_inputs or num_inputs, _KINDS[stored.number]], dtype=torch.int32)
+        if stored.number == "e4m3":
+            self._write_bytes(numbers_of, (panel, part, output), numbers)
+            groups.view(torch.float32)[panel, part, :, output] = scales
+            return
         self._write_numbers(numbers_of, (panel, part, output), numbers)
         if stored.is_mxfp4:
             groups[panel, part, :, output] = scales
@@ -57,6 +64,9 @@ class NibblePanels:
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:
         _, numbers_of, groups = _parts_of(packed.detach(), stored, num_inputs)
         panel, part, output = byte_panel_indices(packed, *rows)
+        if stored.number == "e4m3":
+            numbers = self._read_bytes(numbers_of, (panel, part, output))[:, :num_inputs]
+            return stored_weights.values(stored, numbers, groups.view(torch.float32)[panel, part, :, output])
         numbers = self._read_numbers(numbers_of, (panel, part, output))[:, : num_inputs // 2]
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, groups[panel, part, :, output])
@@ -89,37 +99,54 @@ class NibblePanels:
         pairs = _parted(torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2).flatten(1), -1, 2)
         return pairs[..., 0] | pairs[..., 1] << 4
 
+    def _write_bytes(self, to: Tensor, index: "tuple[Tensor, Tensor, Tensor]", numbers: Tensor) -> None:
+        """Write numbers uint8 [n, I] as rows `index` of panels [..., bytes]."""
+        panel, part, output = index
+        num_inputs, width = numbers.shape[1], self._byte_width
+        padded = F.pad(numbers, (0, -num_inputs % width)).view(len(numbers), -1, width)
+        _parted(to[..., : padded[0].numel() * PANEL], -1, PANEL, width)[panel, part, :, output] = padded
+
+    def _read_bytes(self, source: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
+        """The numbers that `_write_bytes` wrote, uint8 [n, a multiple of 128]."""
+        panel, part, output = index
+        return _parted(source, -1, PANEL, self._byte_width)[panel, part, :, output].flatten(1)
+
+    @property
+    def _byte_width(self) -> int:
+        """Inputs of an output that are side by side, of numbers of 8 bits."""
+        return _LINE_INPUTS if self.are_rows else 2
+
 
 def _parted(tensor: Tensor, *sizes: int) -> Tensor:
     """A view with the last dimension, of part of a panel perhaps, as several."""
     return torch.unflatten(tensor, -1, sizes)
 
 
-def nibbles_fit(weight: Tensor, num_outputs: int, num_inputs: int) -> bool:
-    """Whether panels of 4 bits may have these sizes: groups have 32 inputs or more."""
-    num_bytes = _HEAD_BYTES + -(-num_inputs // _LINE_INPUTS) * _LINE_INPUTS * PANEL // 2
-    least, most = (num_bytes + size for size in (0, 5 * PANEL * num_inputs // STEP + 63))
+def stored_panels_fit(weight: Tensor, num_outputs: int, num_inputs: int) -> bool:
+    """Whether panels of weights as files store them may have these sizes: groups have 32 inputs or more."""
+    most = num_inputs // STEP * _MOST_GROUP_BYTES + _HEAD_BYTES - 1
+    ends = (_HEAD_BYTES + each.panel_number_bytes(num_inputs) for each in _WIDTHS)
     num_panels = weight.shape[0] * weight.shape[1]
     return (
         num_panels * PANEL == num_outputs
-        and least < weight.shape[2] <= most
+        and any(end < weight.shape[2] <= end + most for end in ends)
         and weight.is_contiguous()
         and weight.is_cpu
     )
 
 
-def checked_nibble_input(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
-    """The input rows of a GEMM with a weight of 4 bits, each contiguous."""
+def checked_stored_input(x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
+    """The input rows of a GEMM with a weight as its file stores it, each contiguous."""
     assert x.dtype == torch.bfloat16, x.dtype
     assert x.is_cpu, x.device
     assert x.ndim == 2, x.shape
-    assert nibbles_fit(weight, num_outputs, x.shape[1]), (weight.shape, num_outputs, x.shape)
+    assert stored_panels_fit(weight, num_outputs, x.shape[1]), (weight.shape, num_outputs, x.shape)
     return contiguous_rows(x)
 
 
 def _parts_of(packed: Tensor, stored: StoredFormat, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of panels: heads int32 [..., 2]; numbers [..., bytes]; scales [..., G, bytes of a group]."""
-    end = _HEAD_BYTES + -(-num_inputs // _LINE_INPUTS) * _LINE_INPUTS * PANEL // 2
-    num_groups, num_bytes = stored.num_groups(num_inputs), PANEL if stored.is_mxfp4 else 5 * PANEL
+    end = _HEAD_BYTES + stored.panel_number_bytes(num_inputs)
+    num_groups, num_bytes = stored.num_groups(num_inputs), stored.group_bytes
     groups = _parted(packed[..., end : end + num_groups * num_bytes], num_groups, num_bytes)
     return packed[..., :8].view(torch.int32), packed[..., _HEAD_BYTES:end], groups

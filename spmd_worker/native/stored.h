@@ -1,24 +1,31 @@
-// Weights of 4 bits a number, which a product expands to panels of bfloat16 (gemm.h) while it reads them.
+// Weights as their files store them, in 4 or 8 bits a number, which a product expands to panels of bfloat16 (gemm.h) while
+// it reads them.
 //
 // The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float, or a
-// number's level times scale. So the product has the bits of one with the dequantised weight, and reads a quarter of its bytes.
-// (AVX-512's rounding takes subnormal values, below 1.2e-38, as zero.)
+// number's level times scale. So the product has the bits of one with the dequantised weight, and reads a quarter of its
+// bytes, or half of them. (AVX-512's rounding takes subnormal values, below 1.2e-38, as zero.)
 //
 // Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; its numbers, for inputs
-// filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group of
-// integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points, one of NF4 (bitsandbytes) has
-// zeros for them; a group of FP4 (MXFP4) has 16 exponents. Numbers are in one of two orders, that of the library
-// (`spmd_nibbles_are_rows`):
+// filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group
+// of integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points, one of NF4 (bitsandbytes)
+// has zeros for them; a group of FP4 (MXFP4) has 16 exponents, one of FP8 (e4m3) 16 floats. Numbers are in one of two
+// orders, that of the library (`spmd_stored_are_rows`):
 //
-//   pairs  a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and 12 + i, 16
-//          bytes each: byte b has input b in its low bits, and input 16 + b in its high ones
-//   rows   for every 128 inputs a line of each output: half b of 32 has input b in its lowest bits, then 32 + b, 64 + b, 96 + b
+//   pairs  4 bits: a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and
+//          12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in its high ones. 8 bits: for every
+//          2 inputs 32 bytes, as panels of bfloat16 have them
+//   rows   for every 128 inputs a line of each output: half b of 32 has input b in its lowest bits, then 32 + b, 64 + b,
+//          96 + b; in 8 bits two lines, in the order of inputs
 //
-// Expanding. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector instructions take
-// panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an output at a time, and
-// three steps of interleaving put pairs side by side. Line i of a block has the outputs that the interleaving takes from its
-// vector i. Tiles take outputs as rows, too: `RowExpansion` looks up 32 numbers of an output, which is all. Groups of FP4 are
-// short, and their scales powers of two: pairs come from a common table, and their exponents are added afterwards.
+// Expanding 4 bits. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector
+// instructions take panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an
+// output at a time, and three steps of interleaving put pairs side by side. Line i of a block has the outputs that the
+// interleaving takes from its vector i. Tiles take outputs as rows, too: `RowExpansion` looks up 32 numbers of an output,
+// which is all. Groups of FP4 are short, and their scales powers of two: pairs come from a common table, and their exponents
+// are added afterwards.
+//
+// Expanding FP8. The bits of a number, shifted, are those of a float16 that is 256 times smaller, subnormal ones too:
+// processors widen it, and it is multiplied by its scale times 256. NaN is not looked for: files with it are refused.
 #pragma once
 
 #include <algorithm>
@@ -28,34 +35,39 @@
 #include "gemm.h"
 #include "vector.h"
 
-constexpr int64_t kNibbleLine = 64, kNibbleInputs = 32, kLineInputs = 128;
+constexpr int64_t kLine = 64, kBlockInputs = 32, kLineInputs = 128;
 
-enum NibbleKind : int32_t { kIntegers, kFp4, kNf4 };
+enum StoredKind : int32_t { kIntegers, kFp4, kNf4, kFp8 };
+
+constexpr float kFp8Factor = 256.0f;
 
 // Inputs of a group, a multiple of 32, and how its scales are stored.
-struct NibbleHead {
+struct StoredHead {
   int32_t group_inputs, kind;
 
-  int64_t group_bytes() const { return kPanel * (kind == kFp4 ? 1 : 5); }
+  int64_t group_bytes() const { return kPanel * (kind == kFp4 ? 1 : kind == kFp8 ? 4 : 5); }
+  // Of a panel's numbers of an input.
+  int64_t input_bytes() const { return kind == kFp8 ? kPanel : kPanel / 2; }
+  int64_t number_bytes(int64_t num_inputs) const {
+    return (num_inputs + kLineInputs - 1) / kLineInputs * kLineInputs * input_bytes();
+  }
 };
 
-SPMD_INLINE NibbleHead nibble_head(const uint8_t* panel) {
-  NibbleHead head;
+SPMD_INLINE StoredHead stored_head(const uint8_t* panel) {
+  StoredHead head;
   std::memcpy(&head, panel, sizeof head);
   return head;
 }
 
-inline int64_t nibble_bytes(int64_t num_inputs) { return (num_inputs + kLineInputs - 1) / kLineInputs * 1024; }
-
-inline int64_t nibble_panel_bytes(const uint8_t* panel, int64_t num_inputs) {
-  const NibbleHead head = nibble_head(panel);
+inline int64_t stored_panel_bytes(const uint8_t* panel, int64_t num_inputs) {
+  const StoredHead head = stored_head(panel);
   const int64_t scales = num_inputs / head.group_inputs * head.group_bytes();
-  return kNibbleLine + nibble_bytes(num_inputs) + (scales + kNibbleLine - 1) / kNibbleLine * kNibbleLine;
+  return kLine + head.number_bytes(num_inputs) + (scales + kLine - 1) / kLine * kLine;
 }
 
 // Values of a group's numbers, as bfloat16: line i has those of the outputs of line i of a block.
-struct NibbleTables {
-  alignas(64) uint8_t low[4][kNibbleLine], high[4][kNibbleLine];
+struct NumberTables {
+  alignas(64) uint8_t low[4][kLine], high[4][kLine];
 };
 
 alignas(64) constexpr float kLevels[3][16] = {
@@ -67,15 +79,15 @@ alignas(64) constexpr float kLevels[3][16] = {
      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f}};
 
 #if defined(SPMD_AVX512)
-constexpr int kNibbleBytes = 64;  // of a vector
-typedef __m512i NibbleVector;
-#define SPMD_OF_NIBBLES(operation) _mm512_##operation
-#define SPMD_ALL_NIBBLES(operation) _mm512_##operation##_si512
+constexpr int kVectorBytes = 64;  // of a vector
+typedef __m512i ByteVector;
+#define SPMD_OF_BYTES(operation) _mm512_##operation
+#define SPMD_ALL_BYTES(operation) _mm512_##operation##_si512
 #elif defined(SPMD_AVX2)
-constexpr int kNibbleBytes = 32;
-typedef __m256i NibbleVector;
-#define SPMD_OF_NIBBLES(operation) _mm256_##operation
-#define SPMD_ALL_NIBBLES(operation) _mm256_##operation##_si256
+constexpr int kVectorBytes = 32;
+typedef __m256i ByteVector;
+#define SPMD_OF_BYTES(operation) _mm256_##operation
+#define SPMD_ALL_BYTES(operation) _mm256_##operation##_si256
 #endif
 
 
@@ -86,6 +98,8 @@ SPMD_INLINE void load_scales(const uint8_t* group, int32_t kind, int output, Flo
     const Words exponents = __builtin_convertvector(load<Bytes>(group + output), Words);
     // 2^-127 is subnormal.
     scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23), zeros = Floats{};
+  } else if (kind == kFp8) {
+    scales = load<Floats>(group + output * 4) * broadcast(kFp8Factor), zeros = Floats{};
   } else {
     scales = load<Floats>(group + output * 4);
     zeros = __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
@@ -99,11 +113,11 @@ SPMD_INLINE Words rounded_up_halves(Floats value) {
 }
 
 // Numbers of FP4 times one.
-struct Fp4Tables : NibbleTables {
-  constexpr Fp4Tables() : NibbleTables{} {
+struct Fp4Tables : NumberTables {
+  constexpr Fp4Tables() : NumberTables{} {
     constexpr uint16_t kHalves[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
     for (int line = 0; line < 4; ++line)
-      for (int at = 0; at < kNibbleLine; ++at) {
+      for (int at = 0; at < kLine; ++at) {
         low[line][at] = uint8_t(kHalves[at % 8]);
         high[line][at] = uint8_t(kHalves[at % 8] >> 8 | (at % 16 < 8 ? 0 : 0x80));
       }
@@ -129,15 +143,15 @@ SPMD_INLINE bool has_exponents(const uint8_t* group, uint32_t* exponents) {
 #if defined(SPMD_AVX512) || defined(SPMD_AVX2)
 
 // Transposes 32-bit numbers within lanes of 128 bits: number j of vector i becomes number i of vector j.
-SPMD_INLINE void transpose(NibbleVector (&vectors)[4]) {
-  const NibbleVector first = SPMD_OF_NIBBLES(unpacklo_epi32)(vectors[0], vectors[1]),
-                     second = SPMD_OF_NIBBLES(unpackhi_epi32)(vectors[0], vectors[1]),
-                     third = SPMD_OF_NIBBLES(unpacklo_epi32)(vectors[2], vectors[3]),
-                     fourth = SPMD_OF_NIBBLES(unpackhi_epi32)(vectors[2], vectors[3]);
-  vectors[0] = SPMD_OF_NIBBLES(unpacklo_epi64)(first, third);
-  vectors[1] = SPMD_OF_NIBBLES(unpackhi_epi64)(first, third);
-  vectors[2] = SPMD_OF_NIBBLES(unpacklo_epi64)(second, fourth);
-  vectors[3] = SPMD_OF_NIBBLES(unpackhi_epi64)(second, fourth);
+SPMD_INLINE void transpose(ByteVector (&vectors)[4]) {
+  const ByteVector first = SPMD_OF_BYTES(unpacklo_epi32)(vectors[0], vectors[1]),
+                     second = SPMD_OF_BYTES(unpackhi_epi32)(vectors[0], vectors[1]),
+                     third = SPMD_OF_BYTES(unpacklo_epi32)(vectors[2], vectors[3]),
+                     fourth = SPMD_OF_BYTES(unpackhi_epi32)(vectors[2], vectors[3]);
+  vectors[0] = SPMD_OF_BYTES(unpacklo_epi64)(first, third);
+  vectors[1] = SPMD_OF_BYTES(unpackhi_epi64)(first, third);
+  vectors[2] = SPMD_OF_BYTES(unpacklo_epi64)(second, fourth);
+  vectors[3] = SPMD_OF_BYTES(unpackhi_epi64)(second, fourth);
 }
 
 #if defined(SPMD_AVX512)
@@ -185,7 +199,7 @@ struct LevelsLessZero {
 };
 
 // A vector has the 16 values of an output.
-SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   static constexpr LevelsLessZero kLessZero;
   alignas(64) static constexpr uint8_t kNone[kPanel] = {};
   alignas(64) float powers[kPanel];
@@ -213,16 +227,16 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
 #else
 
 // Each lane's two floats as bfloat16, the first in the low half.
-SPMD_INLINE NibbleVector pairs_of(Floats first, Floats second) {
-  return (NibbleVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
+SPMD_INLINE ByteVector pairs_of(Floats first, Floats second) {
+  return (ByteVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
 }
 
 // Lanes are outputs until pairs of values have been put into them.
-SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   for (int output = 0; output < kPanel; output += kLanes) {
     Floats scales, zeros;
     load_scales(group, kind, output, scales, zeros);
-    NibbleVector pairs[2][4];
+    ByteVector pairs[2][4];
 #pragma GCC unroll 8
     for (int pair = 0; pair < 8; ++pair) {
       const float* const levels = kLevels[kind] + 2 * pair;
@@ -230,16 +244,16 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
           pairs_of((broadcast(levels[0]) - zeros) * scales, (broadcast(levels[1]) - zeros) * scales);
     }
     transpose(pairs[0]), transpose(pairs[1]);
-    const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi16)(255);
+    const ByteVector mask = SPMD_OF_BYTES(set1_epi16)(255);
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line) {
-      const NibbleVector first = pairs[0][line], second = pairs[1][line];
+      const ByteVector first = pairs[0][line], second = pairs[1][line];
       store(
           tables.low[line] + output * 4,
-          SPMD_OF_NIBBLES(packus_epi16)(SPMD_ALL_NIBBLES(and)(first, mask), SPMD_ALL_NIBBLES(and)(second, mask)));
+          SPMD_OF_BYTES(packus_epi16)(SPMD_ALL_BYTES(and)(first, mask), SPMD_ALL_BYTES(and)(second, mask)));
       store(
           tables.high[line] + output * 4,
-          SPMD_OF_NIBBLES(packus_epi16)(SPMD_OF_NIBBLES(srli_epi16)(first, 8), SPMD_OF_NIBBLES(srli_epi16)(second, 8)));
+          SPMD_OF_BYTES(packus_epi16)(SPMD_OF_BYTES(srli_epi16)(first, 8), SPMD_OF_BYTES(srli_epi16)(second, 8)));
     }
   }
 }
@@ -247,8 +261,8 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& t
 #endif
 
 // Adds to the exponents of what is not zero.
-SPMD_INLINE NibbleVector scaled(NibbleVector halves, NibbleVector exponents) {
-  const NibbleVector magnitude = SPMD_OF_NIBBLES(set1_epi16)(0x7fff);
+SPMD_INLINE ByteVector scaled(ByteVector halves, ByteVector exponents) {
+  const ByteVector magnitude = SPMD_OF_BYTES(set1_epi16)(0x7fff);
 #if defined(SPMD_AVX512)
   return _mm512_mask_add_epi16(halves, _mm512_test_epi16_mask(halves, magnitude), halves, exponents);
 #else
@@ -260,34 +274,34 @@ SPMD_INLINE NibbleVector scaled(NibbleVector halves, NibbleVector exponents) {
 // Blocks of a group; the memory `ahead` bytes behind each is fetched. `kScales`: values of tables are scaled.
 template <bool kScales>
 SPMD_INLINE void expand_blocks(
-    const uint8_t* blocks, int64_t count, int64_t ahead, const NibbleTables& tables, const uint32_t* exponents,
+    const uint8_t* blocks, int64_t count, int64_t ahead, const NumberTables& tables, const uint32_t* exponents,
     uint16_t* to) {
-  const NibbleVector mask = SPMD_OF_NIBBLES(set1_epi8)(15);
-  for (int at = 0; at < kNibbleLine; at += kNibbleBytes) {
-    NibbleVector low[4], high[4];
+  const ByteVector mask = SPMD_OF_BYTES(set1_epi8)(15);
+  for (int at = 0; at < kLine; at += kVectorBytes) {
+    ByteVector low[4], high[4];
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line) {
-      low[line] = load<NibbleVector>(tables.low[line] + at);
-      high[line] = load<NibbleVector>(tables.high[line] + at);
+      low[line] = load<ByteVector>(tables.low[line] + at);
+      high[line] = load<ByteVector>(tables.high[line] + at);
     }
-    NibbleVector scales;
-    if constexpr (kScales) scales = load<NibbleVector>(exponents + at / 4);
+    ByteVector scales;
+    if constexpr (kScales) scales = load<ByteVector>(exponents + at / 4);
     for (int64_t block = 0; block < count; ++block) {
-      const uint8_t* const from = blocks + block * kNibbleInputs * kPanel / 2 + at;
-      uint16_t* const of_block = to + block * kNibbleInputs * kPanel + at / 2;
+      const uint8_t* const from = blocks + block * kBlockInputs * kPanel / 2 + at;
+      uint16_t* const of_block = to + block * kBlockInputs * kPanel + at / 2;
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        NibbleVector first[4], second[4];
+        ByteVector first[4], second[4];
 #pragma GCC unroll 4
         for (int line = 0; line < 4; ++line) {
-          const NibbleVector both = load<NibbleVector>(from + line * kNibbleLine);
-          if (half == 0 && at == 0) __builtin_prefetch(from + ahead + line * kNibbleLine, 0, 2);
-          const NibbleVector numbers =
-              SPMD_ALL_NIBBLES(and)(half == 0 ? both : SPMD_OF_NIBBLES(srli_epi16)(both, 4), mask);
-          const NibbleVector low_bytes = SPMD_OF_NIBBLES(shuffle_epi8)(low[line], numbers),
-                             high_bytes = SPMD_OF_NIBBLES(shuffle_epi8)(high[line], numbers);
-          first[line] = SPMD_OF_NIBBLES(unpacklo_epi8)(low_bytes, high_bytes);
-          second[line] = SPMD_OF_NIBBLES(unpackhi_epi8)(low_bytes, high_bytes);
+          const ByteVector both = load<ByteVector>(from + line * kLine);
+          if (half == 0 && at == 0) __builtin_prefetch(from + ahead + line * kLine, 0, 2);
+          const ByteVector numbers =
+              SPMD_ALL_BYTES(and)(half == 0 ? both : SPMD_OF_BYTES(srli_epi16)(both, 4), mask);
+          const ByteVector low_bytes = SPMD_OF_BYTES(shuffle_epi8)(low[line], numbers),
+                             high_bytes = SPMD_OF_BYTES(shuffle_epi8)(high[line], numbers);
+          first[line] = SPMD_OF_BYTES(unpacklo_epi8)(low_bytes, high_bytes);
+          second[line] = SPMD_OF_BYTES(unpackhi_epi8)(low_bytes, high_bytes);
         }
         transpose(first), transpose(second);
         if constexpr (kScales)
@@ -306,7 +320,7 @@ SPMD_INLINE void expand_blocks(
 
 #else
 
-inline void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables) {
+inline void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   for (int output = 0; output < kPanel; output += kLanes) {
     Floats scales, zeros;
     load_scales(group, kind, output, scales, zeros);
@@ -322,14 +336,14 @@ inline void fill_tables(const uint8_t* group, int32_t kind, NibbleTables& tables
 
 template <bool kScales>
 inline void expand_blocks(
-    const uint8_t* blocks, int64_t count, int64_t, const NibbleTables& tables, const uint32_t* exponents,
+    const uint8_t* blocks, int64_t count, int64_t, const NumberTables& tables, const uint32_t* exponents,
     uint16_t* to) {
-  for (int64_t input = 0; input < count * kNibbleInputs; ++input)
+  for (int64_t input = 0; input < count * kBlockInputs; ++input)
     for (int output = 0; output < kPanel; ++output) {
-      const uint8_t* const block = blocks + input / kNibbleInputs * kNibbleInputs * kPanel / 2;
+      const uint8_t* const block = blocks + input / kBlockInputs * kBlockInputs * kPanel / 2;
       const int line = output % 4, at = output / 4 * 16;
-      const uint8_t both = block[line * kNibbleLine + at + input % 16];
-      const int number = at + (input % kNibbleInputs < 16 ? both & 15 : both >> 4);
+      const uint8_t both = block[line * kLine + at + input % 16];
+      const int number = at + (input % kBlockInputs < 16 ? both & 15 : both >> 4);
       const int half = tables.low[line][number] | tables.high[line][number] << 8;
       const bool is_scaled = kScales && (half & 0x7fff) != 0;
       to[(input / 2 * kPanel + output) * 2 + input % 2] = uint16_t(half + (is_scaled ? exponents[output] : 0));
@@ -338,6 +352,66 @@ inline void expand_blocks(
 
 #endif
 
+// ---- FP8 ----------------------------------------------------------------------------------------------------------
+
+// Numbers divided by 256, of twice `kLanes` bytes.
+#if defined(SPMD_AVX512)
+SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
+  const __m512i bits = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load<__m256i>(from)), 7);
+  const __m512i halves = _mm512_add_epi16(bits, _mm512_and_si512(bits, _mm512_set1_epi16(0x4000)));
+  first = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  second = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) { store(to, halves_of(first, second)); }
+#elif defined(SPMD_AVX2) && defined(__F16C__)
+SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
+  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load<__m128i>(from)), 7);
+  const __m256i halves = _mm256_add_epi16(bits, _mm256_and_si256(bits, _mm256_set1_epi16(0x4000)));
+  first = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+  second = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+}
+SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) {
+  const __m256i one = (__m256i)(rounded_up_halves(first) >> 16), other = (__m256i)(rounded_up_halves(second) >> 16);
+  store(to, _mm256_permute4x64_epi64(_mm256_packus_epi32(one, other), 0xd8));
+}
+#else
+struct Fp8Values {
+  float values[256] = {};
+  constexpr Fp8Values() {
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = bits >> 3 & 15, rest = bits & 7;
+      float value = float(exponent == 0 ? rest : 8 + rest) / (kFp8Factor * 512);
+      for (int step = 1; step < exponent; ++step) value *= 2;
+      values[bits] = bits < 128 ? value : -value;
+    }
+  }
+};
+SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
+  static constexpr Fp8Values kTable;
+  for (int lane = 0; lane < kLanes; ++lane)
+    first[lane] = kTable.values[from[lane]], second[lane] = kTable.values[from[kLanes + lane]];
+}
+SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) {
+  store(to, __builtin_convertvector(rounded_up_halves(first) >> 16, Halves));
+  store(to + kLanes, __builtin_convertvector(rounded_up_halves(second) >> 16, Halves));
+}
+#endif
+
+// `count` blocks of 32 inputs as pairs; `scales` of the outputs, each twice. The memory `ahead` bytes behind is fetched.
+SPMD_INLINE void expand_bytes(
+    const uint8_t* from, int64_t count, int64_t ahead, const float* scales, uint16_t* to) {
+  for (const uint8_t* const end = from + count * kBlockInputs * kPanel; from < end;) {
+    __builtin_prefetch(from + ahead, 0, 2);
+#pragma GCC unroll 4
+    for (int at = 0; at < kLine; at += 2 * kLanes, from += 2 * kLanes, to += 2 * kLanes) {
+      Floats first, second;
+      load_fp8(from, first, second);
+      const float* const of_lanes = scales + at % (2 * kPanel);
+      store_halves(to, first * load<Floats>(of_lanes), second * load<Floats>(of_lanes + kLanes));
+    }
+  }
+}
+
 // The expansion of some inputs of one or two panels, in pieces.
 class Expansion {
  public:
@@ -345,28 +419,28 @@ class Expansion {
   void begin(
       const uint8_t* panels, int64_t panel_bytes, int num_panels, int64_t num_inputs, int64_t first, int64_t end,
       uint16_t* to, int64_t stride) {
-    head_ = nibble_head(panels), panel_ = panels, panel_bytes_ = panel_bytes, num_panels_ = num_panels;
+    head_ = stored_head(panels), panel_ = panels, panel_bytes_ = panel_bytes, num_panels_ = num_panels;
     num_inputs_ = num_inputs, first_ = input_ = first, end_ = end, to_ = to, stride_ = stride;
     ahead_ = scales_ahead_ = 0;
   }
   // Meanwhile numbers and scales from input `first` of `panels` on are fetched.
   void fetch(const uint8_t* panels, int64_t first) {
     const int64_t panels_between = panels - panel_;
-    ahead_ = panels_between + (first - first_) * kPanel / 2;
+    ahead_ = panels_between + (first - first_) * head_.input_bytes();
     scales_ahead_ = panels_between + (first / head_.group_inputs - first_ / head_.group_inputs) * head_.group_bytes();
   }
   // Blocks of 32 inputs of a panel.
   int64_t num_left() const {
-    return num_panels_ == 0 ? 0 : (end_ - input_ + (num_panels_ - 1) * (end_ - first_)) / kNibbleInputs;
+    return num_panels_ == 0 ? 0 : (end_ - input_ + (num_panels_ - 1) * (end_ - first_)) / kBlockInputs;
   }
 
  protected:
   const uint8_t* group_at(int64_t input) const {
-    return panel_ + kNibbleLine + nibble_bytes(num_inputs_) + input / head_.group_inputs * head_.group_bytes();
+    return panel_ + kLine + head_.number_bytes(num_inputs_) + input / head_.group_inputs * head_.group_bytes();
   }
   void fetch_scales(const uint8_t* group) const {
     __builtin_prefetch(group + scales_ahead_, 0, 2);
-    __builtin_prefetch(group + scales_ahead_ + kNibbleLine, 0, 2);
+    __builtin_prefetch(group + scales_ahead_ + kLine, 0, 2);
   }
   // Inputs of the panel before `end` are done.
   void advance(int64_t end) {
@@ -374,7 +448,7 @@ class Expansion {
     if (input_ == end_) input_ = first_, panel_ += panel_bytes_, to_ += stride_, --num_panels_;
   }
 
-  NibbleHead head_ = {32, kIntegers};
+  StoredHead head_ = {32, kIntegers};
   const uint8_t* panel_ = nullptr;
   int64_t panel_bytes_ = 0, num_inputs_ = 0, first_ = 0, input_ = 0, end_ = 0, stride_ = 0;
   int64_t ahead_ = 0, scales_ahead_ = 0;
@@ -389,12 +463,14 @@ class PairExpansion : public Expansion {
   void take(int64_t count) {
     while (count > 0 && num_panels_ > 0) {
       const int64_t end_of_group = (input_ / head_.group_inputs + 1) * head_.group_inputs;
-      const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kNibbleInputs);
+      const int64_t end = std::min(std::min(end_, end_of_group), input_ + count * kBlockInputs);
       if (input_ == first_ || input_ % head_.group_inputs == 0) begin_group(group_at(input_));
-      const int64_t num_blocks = (end - input_) / kNibbleInputs;
-      const uint8_t* const blocks = panel_ + kNibbleLine + input_ * kPanel / 2;
+      const int64_t num_blocks = (end - input_) / kBlockInputs;
+      const uint8_t* const blocks = panel_ + kLine + input_ * head_.input_bytes();
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
-      if (is_scaled_)
+      if (head_.kind == kFp8)
+        expand_bytes(blocks, num_blocks, ahead_, pair_scales_, to);
+      else if (is_scaled_)
         expand_blocks<true>(blocks, num_blocks, ahead_, kUnscaled, exponents_, to);
       else
         expand_blocks<false>(blocks, num_blocks, ahead_, tables_, exponents_, to);
@@ -406,6 +482,12 @@ class PairExpansion : public Expansion {
  private:
   void begin_group(const uint8_t* group) {
     fetch_scales(group);
+    if (head_.kind == kFp8) {
+      for (int output = 0; output < kPanel; ++output)
+        pair_scales_[2 * output] = pair_scales_[2 * output + 1] =
+            reinterpret_cast<const float*>(group)[output] * kFp8Factor;
+      return;
+    }
     is_scaled_ = head_.kind == kFp4 && has_exponents(group, exponents_);
     if (!is_scaled_) fill_tables(group, head_.kind, tables_);
   }
@@ -413,5 +495,6 @@ class PairExpansion : public Expansion {
   static constexpr Fp4Tables kUnscaled = {};
   bool is_scaled_ = false;
   alignas(64) uint32_t exponents_[kPanel];
-  NibbleTables tables_;
+  alignas(64) float pair_scales_[2 * kPanel];
+  NumberTables tables_;
 };
