@@ -110,14 +110,15 @@ read as they are. Other methods (GGUF, torchao and others) are rejected with the
 
 ### Weights as files store them
 
-On CPUs with the compiled kernels, in bfloat16, weights of 4 bits stay so, and products expand them as they read them:
-an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../guides/gpus.md) stay.
+On CPUs with the compiled kernels, in bfloat16, weights of 4 bits and FP8 stay so, and products expand them as they read
+them: an 8B model takes 5.9 or 9.1 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../guides/gpus.md) stay.
 
 | file | weights that stay on CPUs |
 | --- | --- |
 | GPTQ, AWQ, compressed-tensors' W4A16 (pack-quantized), without act-order | attention, feed-forward, experts |
 | NF4 (`bitsandbytes`) in blocks of 64 | the same |
 | MXFP4 | routed experts |
+| FP8 with a scale a tensor, a row or a block, in any of the formats above | attention, feed-forward, experts |
 
 * Where config.json says float16, as most such files do, `model.dtype=auto` is bfloat16 on CPUs, whose numbers have 8
   bits instead of 11; `model.dtype=float32` is more exact, and dequantises.
@@ -129,7 +130,7 @@ an 8B model takes 5.9 GB instead of 16. On GPUs [experts in MXFP4 and FP8](../gu
   dequantised.
 * Weights that a file has otherwise than its config.json says, mostly plain ones that it does not list, are dequantised
   too, with those they are multiplied with, or all experts of the layer; a plan, which reads config.json alone, counts
-  them in 4 bits.
+  them as it says.
 * Such weights are replaced by quantised files alone (`reload_weights`): `update_weights` and changes in `apply_model`
   are refused. `model.dequantize_weights=true` dequantises them when they are loaded, for trainers. LoRA adapters work,
   and saved models have the dequantised weights.
