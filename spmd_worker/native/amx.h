@@ -178,6 +178,16 @@ SPMD_INLINE void set_up_for(int num_rows) {
   use(shapes);
 }
 
+// The same where outputs are rows of tiles: 4 and 5 hold the weight, 6 and 7 up to 32 rows as columns.
+SPMD_INLINE void set_up_transposed(int num_rows) {
+  const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
+  Shapes shapes;
+  for (int tile : {0, 1, 6}) shapes.set(tile, 16, first);
+  for (int tile : {2, 3, 7}) shapes.set(tile, 16, second > 0 ? second : 1);
+  for (int tile : {4, 5}) shapes.set(tile, 16, 16);
+  use(shapes);
+}
+
 // The sums [32][32], float or int32, of up to two tiles of rows by two panels, as by `set_up_for`.
 template <bool kTwoTiles, bool kTwoPanels>
 SPMD_INLINE void zero_sums() {

@@ -58,6 +58,7 @@ struct Block {
   float* kept = nullptr;             // sums of the chains between two parts, for micro-kernels that take them there
   int64_t number, num_blocks;  // among those by this pair
   int64_t index;               // among those of the item
+  bool is_alone;               // of its item: from part to part no other block follows
   void* expansion = nullptr;   // a `Micro::Expansion` to continue meanwhile, for micro-kernels that do
 
   // Micro-kernels in vector registers prefetch the panels during the first blocks, a share in each: memory takes longer than

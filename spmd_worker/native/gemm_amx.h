@@ -63,8 +63,8 @@ class ByTiles {
   explicit ByTiles(Epilogue& epilogue) : pending_{&epilogue, nullptr, 0, 0, 0, 0, 0} {}
 
   void multiply(const Block<Element>& block) {
-    const int num_rows = Micro::kTransposes ? kAmxRows : block.num_rows;
-    if (num_rows_ != num_rows) amx::set_up_for(num_rows_ = num_rows);
+    const int num_rows = Micro::kTransposes ? int(block.x_stride) : block.num_rows;
+    if (num_rows_ != num_rows) Micro::set_up(num_rows_ = num_rows);
     if (block.num_rows > 16)
       block.num_panels == 2 ? multiply_tiles<true, true>(block) : multiply_tiles<true, false>(block);
     else
@@ -117,7 +117,7 @@ class ByTiles {
   void multiply_tiles(const Block<Element>& block) {
     if (block.is_first_part)
       amx::zero_sums<kTwoTiles, kTwoPanels>();
-    else
+    else if (!block.is_alone)  // else they are still in the tiles
       amx::load_sums<kTwoTiles, kTwoPanels>(kept_sums(block.index));
     const int64_t num_steps = (block.num_inputs + Micro::kStep - 1) / Micro::kStep;
     // With leaves there may be fewer steps than rows to take.
@@ -140,6 +140,7 @@ class ByTiles {
       pending.take(num_taken);
     });
     pending_.next = pending.next;
+    if (block.is_alone && !block.is_last_part) return;
     Sum* const to = block.is_last_part ? sums_[current_] : kept_sums(block.index);
     amx::store_sums<kTwoTiles, kTwoPanels>(to);
     if (!block.is_last_part) return;
@@ -167,6 +168,7 @@ struct OfTiles {
   static constexpr bool kIsEven = false;  // another number of rows needs another tile configuration
   static constexpr bool kWidens = false, kSpreads = false, kSplits = false;
   static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;
+  static void set_up(int num_rows) { amx::set_up_for(num_rows); }
   static constexpr int64_t kMaxProducts = 1 << 29;
   static constexpr bool kLeavesAreParts = true, kTransposes = false;
   static constexpr int64_t kExpandingRows = 0;

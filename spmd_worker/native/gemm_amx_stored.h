@@ -25,8 +25,8 @@ class RowExpansion : public Expansion {
       const int64_t last = std::min(int64_t(kPanel), output_ + count);
       count -= last - output_;
       if (head_.kind == kFp8)
-        for (; output_ < last; ++output_) expand_bytes_of(from, (end - input_) / kBlockInputs, to);
-      else if (has_all_ && has_one_group_)
+        expand_fp8(from, (end - input_) / kBlockInputs, last, to);
+      else if (is_plain_)
         for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kBlockInputs, to);
       else
         for (; output_ < last; ++output_) expand_output<false>(from, (end - input_) / kBlockInputs, to);
@@ -45,15 +45,20 @@ class RowExpansion : public Expansion {
  private:
   // Scales and zero points of the outputs, of one group or of each 32 inputs.
   void begin_line(int64_t end) {
-    has_all_ = end - input_ == kLineInputs, has_one_group_ = head_.group_inputs % kLineInputs == 0;
+    const bool has_all = end - input_ == kLineInputs;
+    has_one_group_ = head_.group_inputs % kLineInputs == 0 || head_.group_inputs == num_inputs_;
     skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
-    if (head_.kind != kFp8) levels_ = load<Floats>(kLevels[head_.kind]);
+    levels_ = load<Floats>(kLevels[head_.kind]);
     fetch_scales(group_at(input_));
+    is_plain_ = has_all && has_one_group_;
     int64_t input = input_;
     for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kBlockInputs, ++block) {
       Floats scales, zeros;
       load_scales(group_at(input), head_.kind, 0, scales, zeros);
       store(scales_[block], scales), store(zeros_[block], zeros);
+      is_plain_ = is_plain_ && !(head_.kind == kFp8 && has_small_scales(scales_[block]));
+      if (block == 0)
+        has_one_scale_ = _mm512_cmpneq_ps_mask((__m512)scales, (__m512)broadcast(scales[0])) == 0;
     }
   }
 
@@ -74,16 +79,60 @@ class RowExpansion : public Expansion {
     }
   }
 
-  SPMD_INLINE_MEMBER void expand_bytes_of(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
-    const uint8_t* from = line + output_ * kLineInputs;
-    __builtin_prefetch(from + ahead_, 0, 2), __builtin_prefetch(from + ahead_ + kLine, 0, 2);
-    from += input_ % kLineInputs, to += output_ * kBlockInputs;
-    for (int64_t block = 0; block < num_blocks; ++block, from += kBlockInputs, to += kBlockInputs * kPanel) {
-      const Floats scale = broadcast(scales_[has_one_group_ ? 0 : block][output_]);
-      Floats first, second;
-      load_fp8(from, first, second);
-      store_halves(to, first * scale, second * scale);
+  // Of the outputs up to `last`.
+  SPMD_INLINE_MEMBER void expand_fp8(const uint8_t* line, int64_t num_blocks, int64_t last, uint16_t* to) {
+    const __m512i exponent = _mm512_set1_epi8(char(0xe8));
+    __m512i values = signed_table(levels_, scales_[0][output_]);
+    for (; output_ < last; ++output_) {
+      const uint8_t* const from = line + output_ * kLineInputs;
+      uint16_t* const of_output = to + output_ * kBlockInputs;
+      __builtin_prefetch(from + ahead_, 0, 2), __builtin_prefetch(from + ahead_ + kLine, 0, 2);
+      const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + kLine);
+      const __mmask64 are_small = _mm512_testn_epi8_mask(first, exponent) | _mm512_testn_epi8_mask(second, exponent);
+      if (__builtin_expect(!is_plain_ || are_small != 0, false)) {
+        expand_fp8_blocks(from, num_blocks, of_output);
+        continue;
+      }
+      if (!has_one_scale_) values = signed_table(levels_, scales_[0][output_]);
+      store_two(first, values, of_output), store_two(second, values, of_output + 2 * kBlockInputs * kPanel);
     }
+  }
+
+  // Two blocks, of which no number is without an exponent.
+  static SPMD_INLINE_MEMBER void store_two(__m512i both, __m512i values, uint16_t* to) {
+    const __m512i mask = _mm512_set1_epi16(0x700), second = _mm512_srli_epi16(both, 8);
+    const __m512i exponents = _mm512_and_si512(_mm512_slli_epi16(both, 3), mask);
+    const __m512i second_exponents = _mm512_and_si512(_mm512_srli_epi16(both, 5), mask);
+    _mm512_store_si512(to, _mm512_add_epi16(_mm512_permutexvar_epi16(both, values), exponents));
+    _mm512_store_si512(
+        to + kBlockInputs * kPanel, _mm512_add_epi16(_mm512_permutexvar_epi16(second, values), second_exponents));
+  }
+
+  // Any blocks of a line.
+  __attribute__((noinline)) void expand_fp8_blocks(const uint8_t* from, int64_t num_blocks, uint16_t* to) const {
+    const int64_t first = input_ % kLineInputs / kBlockInputs;
+    for (int64_t block = 0; block < num_blocks; ++block, to += kBlockInputs * kPanel) {
+      const int64_t place = first + block;
+      const float scale = scales_[has_one_group_ ? 0 : block][output_];
+      const uint8_t* const bytes = from + place / 2 * kLine;
+      const __m512i both = _mm512_loadu_si512(bytes), numbers = place % 2 == 0 ? both : _mm512_srli_epi16(both, 8);
+      const __m512i exponents = _mm512_and_si512(_mm512_slli_epi16(numbers, 3), _mm512_set1_epi16(0x700));
+      const __m512i usual = _mm512_permutexvar_epi16(numbers, signed_table(levels_, scale));
+      const __mmask32 is_small = _mm512_testn_epi16_mask(numbers, _mm512_set1_epi16(0xe8));
+      const __m512i small = signed_table(load<Floats>(kLevels[kSmallFp8]), scale);
+      _mm512_store_si512(
+          to, _mm512_mask_permutexvar_epi16(_mm512_add_epi16(usual, exponents), is_small, numbers, small));
+      if (!is_small_scale(scale)) continue;
+      for (int64_t input = 0; input < kBlockInputs; ++input)
+        to[input] = scaled_fp8(fp8_of_row(bytes[2 * input + place % 2]), scale);
+    }
+  }
+
+  // Of positive and of negative numbers.
+  static SPMD_INLINE_MEMBER __m512i signed_table(Floats levels, float scale) {
+    const __m256i values = (__m256i)narrowed_vector(levels * broadcast(scale));
+    return _mm512_inserti64x4(
+        _mm512_castsi256_si512(values), _mm256_xor_si256(values, _mm256_set1_epi16(int16_t(0x8000))), 1);
   }
 
   // The 16 values of a group of the output, twice.
@@ -93,7 +142,7 @@ class RowExpansion : public Expansion {
   }
 
   int64_t output_ = 0;
-  bool has_all_ = false, has_one_group_ = false;
+  bool has_one_group_ = false, has_one_scale_ = false, is_plain_ = false;
   __m128i skipped_;
   Floats levels_;
   alignas(64) float scales_[4][kPanel], zeros_[4][kPanel];
@@ -134,15 +183,24 @@ struct AmxStored : OfTiles<AmxStored, uint16_t, float> {
     return (num_cuts + most - 1) / most;
   }
 
-  // Up to 32 rows as [inputs / 32][2][16 pairs][16 rows][2], as tiles take them.
-  static void transpose_rows(const uint16_t* x, int64_t stride, int64_t num_inputs, int num_rows, uint16_t* to) {
+  static void set_up(int num_rows) { amx::set_up_transposed(num_rows); }
+
+  // Columns of the tiles of all blocks: few rows take the first-level cache no more than they need.
+  static constexpr int64_t columns_of(int64_t num_rows) { return num_rows <= 16 ? num_rows : kAmxRows; }
+
+  // Rows as [inputs / 32][16 pairs][columns][2], of more columns than 16 in two such tiles.
+  static void transpose_rows(
+      const uint16_t* x, int64_t stride, int64_t num_inputs, int num_rows, int64_t num_columns, uint16_t* to) {
+    const int64_t width = std::min<int64_t>(num_columns, 16);
+    const __mmask16 columns = __mmask16((1u << width) - 1);
     for (int64_t input = 0; input < num_inputs; input += kStep)
-      for (int first = 0; first < num_rows; first += 16) {
+      for (int first = 0; first < num_columns; first += 16) {
         __m512i rows[16];
         for (int row = 0; row < 16; ++row)
           rows[row] = first + row < num_rows ? _mm512_loadu_si512(x + (first + row) * stride + input) : __m512i{};
         transpose_tile(rows);
-        for (int row = 0; row < 16; ++row) _mm512_store_si512(to + input * kAmxRows + first * kStep + row * 32, rows[row]);
+        uint16_t* const tile = to + input * num_columns + first * kStep;
+        for (int row = 0; row < 16; ++row) _mm512_mask_storeu_epi32(tile + row * width * 2, columns, rows[row]);
       }
   }
 
@@ -161,9 +219,10 @@ struct AmxStored : OfTiles<AmxStored, uint16_t, float> {
   template <bool kTwoTiles, bool kTwoPanels, class Meanwhile>
   SPMD_INLINE void multiply(const Block<uint16_t>& block, int64_t num_steps, const Meanwhile& meanwhile) {
     const uint16_t *x = block.x, *panel = block.panels, *second_panel = panel + block.panel_size;
-    for (int64_t step = 0; step < num_steps; ++step, x += 1024, panel += 512, second_panel += 512) {
+    const int64_t x_size = kStep * block.x_stride, x_bytes = 4 * std::min<int64_t>(block.x_stride, 16);
+    for (int64_t step = 0; step < num_steps; ++step, x += x_size, panel += 512, second_panel += 512) {
       amx::load<4>(panel, 64);
-      amx::load<6>(x, 64);
+      amx::load<6>(x, x_bytes);
       amx::multiply<0, 4, 6>();
       if (kTwoPanels) {
         amx::load<5>(second_panel, 64);

@@ -228,7 +228,9 @@ class OwnRows {
     if (is_here_[size_t(number)]) return block;
     is_here_[size_t(number)] = true;
     if constexpr (Micro::kTransposes) {
-      Micro::transpose_rows(gemm.x + row * gemm.x_stride, gemm.x_stride, gemm.num_inputs, num_rows, block);
+      Micro::transpose_rows(
+          gemm.x + row * gemm.x_stride, gemm.x_stride, gemm.num_inputs, num_rows, Micro::columns_of(gemm.num_rows),
+          block);
       return block;
     }
     for (int each = 0; each < num_rows; ++each) {
@@ -268,14 +270,17 @@ class GemmThread {
       kHasLeaves<Epilogue>, typename Micro::template LeafKernel<Epilogue>, typename Micro::template Kernel<Epilogue>>;
 
   // Elements of an input's place in rows: widened rows count as twice as many, transposed ones are side by side.
-  static constexpr int64_t kElementsEach =
-      Micro::kTransposes ? Micro::kRows : sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
+  static int64_t elements_each(const Gemm<Element>& gemm) {
+    if constexpr (Micro::kTransposes) return Micro::columns_of(gemm.num_rows);
+    return sizeof(typename OwnRows<Micro>::Number) / sizeof(Element);
+  }
 
   GemmThread(
       const Gemm<Element>& gemm, const TilingOf& tiling, Epilogue& epilogue, Items& items, int64_t num_threads)
       : gemm_(gemm), tiling_(tiling), items_(items), num_threads_(num_threads), kernel_(epilogue),
-        has_own_rows_(OwnRows<Micro>::is_used(gemm, num_threads)) {
-    block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * kElementsEach : gemm.x_stride;
+        has_own_rows_(OwnRows<Micro>::is_used(gemm, num_threads)), elements_each_(elements_each(gemm)) {
+    block_.x_stride = has_own_rows_ ? OwnRows<Micro>::stride(gemm.num_inputs) * elements_each_ : gemm.x_stride;
+    if (Micro::kTransposes) block_.x_stride = elements_each_;
     block_.panel_size = gemm.panel_size(), block_.num_all_inputs = gemm.num_inputs;
   }
 
@@ -309,6 +314,7 @@ class GemmThread {
       block_.is_first_part = block_.is_first_part || tiling_.leaf(part - 1) != leaf;
       block_.is_last_part = block_.is_last_part || tiling_.leaf(part + 1) != leaf;
     }
+    block_.is_alone = end - start == 1;
     Tile tile = first;
     for (int64_t number = start; number < end;) {
       // The blocks of the group by one pair that belong to the item.
@@ -329,7 +335,7 @@ class GemmThread {
         block_.row = row, row = tiling_.first_row(tile.block + 1);
         block_.num_rows = int(row - block_.row);
         block_.x = has_own_rows_ ? own_rows(tile, end_block) : gemm_.x + block_.row * gemm_.x_stride;
-        block_.x += input * kElementsEach;
+        block_.x += input * elements_each_;
         ++tile.block;
         block_.index = number - start;
         kernel_.multiply(block_);
@@ -427,6 +433,7 @@ class GemmThread {
   Kernel kernel_;
   OwnRows<Micro> own_rows_;
   const bool has_own_rows_;
+  const int64_t elements_each_;
   Block<Element> block_;
   Expanded expanded_;
   bool has_next_ = false;  // it is claimed, if there is one

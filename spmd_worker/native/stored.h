@@ -12,10 +12,11 @@
 // orders, that of the library (`spmd_stored_are_rows`):
 //
 //   pairs  4 bits: a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and
-//          12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in its high ones. 8 bits: for every
-//          2 inputs 32 bytes, as panels of bfloat16 have them
+//          12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in its high ones. 8 bits: such a
+//          block for every 16 inputs
 //   rows   for every 128 inputs a line of each output: half b of 32 has input b in its lowest bits, then 32 + b, 64 + b,
-//          96 + b; in 8 bits two lines, in the order of inputs
+//          96 + b; in 8 bits two lines, of which half b has input b in its low byte and 32 + b in its high one, a byte
+//          beginning with three bits of the exponent, then the sign, then what is left: `fp8_of_row`
 //
 // Expanding 4 bits. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector
 // instructions take panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an
@@ -24,11 +25,14 @@
 // which is all. Groups of FP4 are short, and their scales powers of two: pairs come from a common table, and their exponents
 // are added afterwards.
 //
-// Expanding FP8. The bits of a number, shifted, are those of a float16 that is 256 times smaller, subnormal ones too:
-// processors widen it, and it is multiplied by its scale times 256. NaN is not looked for: files with it are refused.
+// Expanding FP8. The last bit of the exponent and the mantissa choose one of 16 values of the output. What is left of the
+// exponent is added to that of the value, as it is even: rounding does not depend on exponents. Numbers without an exponent
+// (zero, and subnormal ones) have a table of their own, which is made when one is found. Scales that are too small for this,
+// zero among them, are multiplied number by number. NaN is not looked for: files with it are refused.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -39,7 +43,8 @@ constexpr int64_t kLine = 64, kBlockInputs = 32, kLineInputs = 128;
 
 enum StoredKind : int32_t { kIntegers, kFp4, kNf4, kFp8 };
 
-constexpr float kFp8Factor = 256.0f;
+// Scales from here on have expanded values that are not subnormal.
+constexpr float kLeastFp8Scale = 0x1p-100f;
 
 // Inputs of a group, a multiple of 32, and how its scales are stored.
 struct StoredHead {
@@ -70,13 +75,20 @@ struct NumberTables {
   alignas(64) uint8_t low[4][kLine], high[4][kLine];
 };
 
-alignas(64) constexpr float kLevels[3][16] = {
+// By `StoredKind`; of FP8 those of the exponents 0 and 1, were 0 one like others, and last those without an exponent.
+alignas(64) constexpr float kLevels[5][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f},
     // https://arxiv.org/abs/2305.14314, appendix E.
     {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f}};
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {8 * 0x1p-10f, 9 * 0x1p-10f, 10 * 0x1p-10f, 11 * 0x1p-10f, 12 * 0x1p-10f, 13 * 0x1p-10f, 14 * 0x1p-10f,
+     15 * 0x1p-10f, 8 * 0x1p-9f, 9 * 0x1p-9f, 10 * 0x1p-9f, 11 * 0x1p-9f, 12 * 0x1p-9f, 13 * 0x1p-9f, 14 * 0x1p-9f,
+     15 * 0x1p-9f},
+    {0, 1 * 0x1p-9f, 2 * 0x1p-9f, 3 * 0x1p-9f, 4 * 0x1p-9f, 5 * 0x1p-9f, 6 * 0x1p-9f, 7 * 0x1p-9f,
+     0, 1 * 0x1p-9f, 2 * 0x1p-9f, 3 * 0x1p-9f, 4 * 0x1p-9f, 5 * 0x1p-9f, 6 * 0x1p-9f, 7 * 0x1p-9f}};
+constexpr int32_t kSmallFp8 = 4;  // a kind of tables
 
 #if defined(SPMD_AVX512)
 constexpr int kVectorBytes = 64;  // of a vector
@@ -98,8 +110,8 @@ SPMD_INLINE void load_scales(const uint8_t* group, int32_t kind, int output, Flo
     const Words exponents = __builtin_convertvector(load<Bytes>(group + output), Words);
     // 2^-127 is subnormal.
     scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23), zeros = Floats{};
-  } else if (kind == kFp8) {
-    scales = load<Floats>(group + output * 4) * broadcast(kFp8Factor), zeros = Floats{};
+  } else if (kind >= kFp8) {
+    scales = load<Floats>(group + output * 4), zeros = Floats{};
   } else {
     scales = load<Floats>(group + output * 4);
     zeros = __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
@@ -206,6 +218,7 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& t
   const float *levels = kLessZero.numbers + 255, *scales = reinterpret_cast<const float*>(group);
   const uint8_t* zeros = group + kPanel * 4;
   if (kind != kIntegers) levels = kLevels[kind];
+  if (kind >= kFp8) zeros = kNone;
   if (kind == kFp4) {
     Floats all, none;
     load_scales(group, kind, 0, all, none);
@@ -354,63 +367,122 @@ inline void expand_blocks(
 
 // ---- FP8 ----------------------------------------------------------------------------------------------------------
 
-// Numbers divided by 256, of twice `kLanes` bytes.
-#if defined(SPMD_AVX512)
-SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
-  const __m512i bits = _mm512_slli_epi16(_mm512_cvtepu8_epi16(load<__m256i>(from)), 7);
-  const __m512i halves = _mm512_add_epi16(bits, _mm512_and_si512(bits, _mm512_set1_epi16(0x4000)));
-  first = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-  second = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-}
-SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) { store(to, halves_of(first, second)); }
-#elif defined(SPMD_AVX2) && defined(__F16C__)
-SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
-  const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load<__m128i>(from)), 7);
-  const __m256i halves = _mm256_add_epi16(bits, _mm256_and_si256(bits, _mm256_set1_epi16(0x4000)));
-  first = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-  second = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
-}
-SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) {
-  const __m256i one = (__m256i)(rounded_up_halves(first) >> 16), other = (__m256i)(rounded_up_halves(second) >> 16);
-  store(to, _mm256_permute4x64_epi64(_mm256_packus_epi32(one, other), 0xd8));
-}
-#else
-struct Fp8Values {
-  float values[256] = {};
-  constexpr Fp8Values() {
-    for (int bits = 0; bits < 256; ++bits) {
-      const int exponent = bits >> 3 & 15, rest = bits & 7;
-      float value = float(exponent == 0 ? rest : 8 + rest) / (kFp8Factor * 512);
-      for (int step = 1; step < exponent; ++step) value *= 2;
-      values[bits] = bits < 128 ? value : -value;
-    }
-  }
-};
-SPMD_INLINE void load_fp8(const uint8_t* from, Floats& first, Floats& second) {
-  static constexpr Fp8Values kTable;
-  for (int lane = 0; lane < kLanes; ++lane)
-    first[lane] = kTable.values[from[lane]], second[lane] = kTable.values[from[kLanes + lane]];
-}
-SPMD_INLINE void store_halves(uint16_t* to, Floats first, Floats second) {
-  store(to, __builtin_convertvector(rounded_up_halves(first) >> 16, Halves));
-  store(to + kLanes, __builtin_convertvector(rounded_up_halves(second) >> 16, Halves));
-}
-#endif
+SPMD_INLINE uint8_t fp8_of_row(uint8_t byte) { return uint8_t((byte & 0xe0) >> 1 | (byte & 0x10) << 3 | (byte & 0x0f)); }
 
-// `count` blocks of 32 inputs as pairs; `scales` of the outputs, each twice. The memory `ahead` bytes behind is fetched.
-SPMD_INLINE void expand_bytes(
-    const uint8_t* from, int64_t count, int64_t ahead, const float* scales, uint16_t* to) {
-  for (const uint8_t* const end = from + count * kBlockInputs * kPanel; from < end;) {
-    __builtin_prefetch(from + ahead, 0, 2);
-#pragma GCC unroll 4
-    for (int at = 0; at < kLine; at += 2 * kLanes, from += 2 * kLanes, to += 2 * kLanes) {
-      Floats first, second;
-      load_fp8(from, first, second);
-      const float* const of_lanes = scales + at % (2 * kPanel);
-      store_halves(to, first * load<Floats>(of_lanes), second * load<Floats>(of_lanes + kLanes));
-    }
-  }
+inline float fp8_value(uint8_t bits) {
+  const int exponent = bits >> 3 & 15;
+  const float level = exponent == 0 ? kLevels[kSmallFp8][bits & 7] : kLevels[kFp8][bits & 15];
+  const float value = level * float(1 << exponent / 2 * 2);
+  return bits < 128 ? value : -value;
 }
+
+SPMD_INLINE uint16_t scaled_fp8(uint8_t bits, float scale) { return narrowed(fp8_value(bits) * scale); }
+
+SPMD_INLINE bool is_small_scale(float scale) { return !(std::abs(scale) >= kLeastFp8Scale); }
+
+SPMD_INLINE bool has_small_scales(const float* scales) {
+  return std::any_of(scales, scales + kPanel, is_small_scale);
+}
+
+// Number by number.
+inline void expand_fp8_slowly(const uint8_t* blocks, int64_t count, const float* scales, uint16_t* to) {
+  for (int64_t input = 0; input < count * kBlockInputs; ++input)
+    for (int output = 0; output < kPanel; ++output) {
+      const uint8_t bits = blocks[input / 16 * 256 + output % 4 * kLine + output / 4 * 16 + input % 16];
+      to[(input / 2 * kPanel + output) * 2 + input % 2] = scaled_fp8(bits, scales[output]);
+    }
+}
+
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
+
+struct Fp8Tables {
+  NumberTables usual, small;
+  bool has_small;
+};
+
+SPMD_INLINE ByteVector nibbles(ByteVector bytes) { return SPMD_ALL_BYTES(and)(bytes, SPMD_OF_BYTES(set1_epi8)(15)); }
+
+// The upper bytes of exponents and signs, from upper halves of bytes.
+SPMD_INLINE ByteVector upper_bytes(ByteVector halves) {
+  alignas(64) static constexpr uint8_t kUpper[16] = {0, 1, 2, 3, 4, 5, 6, 7, 128, 129, 130, 131, 132, 133, 134, 135};
+#if defined(SPMD_AVX512)
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kUpper)), halves);
+#else
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(kUpper)), halves);
+#endif
+}
+
+// Whether any number has no exponent.
+SPMD_INLINE bool has_small(ByteVector numbers) {
+  const ByteVector exponent = SPMD_OF_BYTES(set1_epi8)(0x78);
+#if defined(SPMD_AVX512)
+  return _mm512_testn_epi8_mask(numbers, exponent) != 0;
+#else
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(numbers, exponent), __m256i{})) != 0;
+#endif
+}
+
+// `other` where numbers have no exponent.
+SPMD_INLINE ByteVector with_small(ByteVector numbers, ByteVector bytes, ByteVector other) {
+  const ByteVector exponent = SPMD_OF_BYTES(set1_epi8)(0x78);
+#if defined(SPMD_AVX512)
+  return _mm512_mask_mov_epi8(bytes, _mm512_testn_epi8_mask(numbers, exponent), other);
+#else
+  return _mm256_blendv_epi8(bytes, other, _mm256_cmpeq_epi8(_mm256_and_si256(numbers, exponent), __m256i{}));
+#endif
+}
+
+__attribute__((noinline)) inline void fill_small(const uint8_t* group, Fp8Tables& tables) {
+  fill_tables(group, kSmallFp8, tables.small), tables.has_small = true;
+}
+
+// Blocks of 32 inputs of a group; the memory `ahead` bytes behind each is fetched.
+SPMD_INLINE void expand_fp8(
+    const uint8_t* blocks, int64_t count, int64_t ahead, const uint8_t* group, Fp8Tables& tables, uint16_t* to) {
+  for (int at = 0; at < kLine; at += kVectorBytes)
+    for (int64_t half = 0; half < 2 * count; ++half) {
+      const uint8_t* const from = blocks + half * 16 * kPanel + at;
+      ByteVector first[4], second[4];
+#pragma GCC unroll 4
+      for (int line = 0; line < 4; ++line) {
+        const ByteVector numbers = load<ByteVector>(from + line * kLine), low = nibbles(numbers);
+        if (at == 0) __builtin_prefetch(from + ahead + line * kLine, 0, 2);
+        const ByteVector upper = upper_bytes(nibbles(SPMD_OF_BYTES(srli_epi16)(numbers, 4)));
+        const auto lookup = [&](const uint8_t* table) {
+          return SPMD_OF_BYTES(shuffle_epi8)(load<ByteVector>(table + at), low);
+        };
+        ByteVector low_bytes = lookup(tables.usual.low[line]), high_bytes = lookup(tables.usual.high[line]);
+        if (__builtin_expect(has_small(numbers), false)) {
+          if (!tables.has_small) fill_small(group, tables);
+          low_bytes = with_small(numbers, low_bytes, lookup(tables.small.low[line]));
+          high_bytes = with_small(numbers, high_bytes, lookup(tables.small.high[line]));
+        }
+        high_bytes = SPMD_OF_BYTES(add_epi8)(high_bytes, upper);
+        first[line] = SPMD_OF_BYTES(unpacklo_epi8)(low_bytes, high_bytes);
+        second[line] = SPMD_OF_BYTES(unpackhi_epi8)(low_bytes, high_bytes);
+      }
+      transpose(first), transpose(second);
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 4; ++pair) {
+        store(to + (half * 8 + pair) * 2 * kPanel + at / 2, first[pair]);
+        store(to + (half * 8 + 4 + pair) * 2 * kPanel + at / 2, second[pair]);
+      }
+    }
+}
+
+#else
+
+struct Fp8Tables {
+  NumberTables usual;
+  bool has_small;
+};
+
+inline void expand_fp8(
+    const uint8_t* blocks, int64_t count, int64_t, const uint8_t* group, Fp8Tables&, uint16_t* to) {
+  expand_fp8_slowly(blocks, count, reinterpret_cast<const float*>(group), to);
+}
+
+#endif
 
 // The expansion of some inputs of one or two panels, in pieces.
 class Expansion {
@@ -469,7 +541,7 @@ class PairExpansion : public Expansion {
       const uint8_t* const blocks = panel_ + kLine + input_ * head_.input_bytes();
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
       if (head_.kind == kFp8)
-        expand_bytes(blocks, num_blocks, ahead_, pair_scales_, to);
+        expand_fp8_blocks(blocks, num_blocks, group_at(input_), to);
       else if (is_scaled_)
         expand_blocks<true>(blocks, num_blocks, ahead_, kUnscaled, exponents_, to);
       else
@@ -483,18 +555,24 @@ class PairExpansion : public Expansion {
   void begin_group(const uint8_t* group) {
     fetch_scales(group);
     if (head_.kind == kFp8) {
-      for (int output = 0; output < kPanel; ++output)
-        pair_scales_[2 * output] = pair_scales_[2 * output + 1] =
-            reinterpret_cast<const float*>(group)[output] * kFp8Factor;
+      is_slow_ = has_small_scales(reinterpret_cast<const float*>(group));
+      if (!is_slow_) fill_tables(group, kFp8, fp8_.usual), fp8_.has_small = false;
       return;
     }
     is_scaled_ = head_.kind == kFp4 && has_exponents(group, exponents_);
     if (!is_scaled_) fill_tables(group, head_.kind, tables_);
   }
 
+  void expand_fp8_blocks(const uint8_t* blocks, int64_t count, const uint8_t* group, uint16_t* to) {
+    if (is_slow_)
+      expand_fp8_slowly(blocks, count, reinterpret_cast<const float*>(group), to);
+    else
+      expand_fp8(blocks, count, ahead_, group, fp8_, to);
+  }
+
   static constexpr Fp4Tables kUnscaled = {};
-  bool is_scaled_ = false;
+  bool is_scaled_ = false, is_slow_ = false;
   alignas(64) uint32_t exponents_[kPanel];
-  alignas(64) float pair_scales_[2 * kPanel];
   NumberTables tables_;
+  Fp8Tables fp8_;
 };

@@ -58,7 +58,9 @@ def weight_of(
         found = torch.randint(0, 254, (num_outputs, num_inputs), generator=generator)
         # No NaN: 127 and 255.
         numbers = (found + (found >= 127)).to(torch.uint8)
+        # A scale is zero, one is so small that values are subnormal.
         factors = torch.rand(num_outputs, num_inputs // size, generator=generator) * 1e-4
+        factors[3, 0], factors[5, 0], factors[9, -1] = 0.0, 1e-33, -1e-4
         values = numbers.view(torch.float8_e4m3fn).float() * factors.repeat_interleave(size, 1)
         return Stored(StoredFormat(kind, 1, group), numbers, factors, values)
     q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)

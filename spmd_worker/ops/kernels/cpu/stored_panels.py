@@ -102,19 +102,24 @@ class NativePanels:
     def _write_bytes(self, to: Tensor, index: "tuple[Tensor, Tensor, Tensor]", numbers: Tensor) -> None:
         """Write numbers uint8 [n, I] as rows `index` of panels [..., bytes]."""
         panel, part, output = index
-        num_inputs, width = numbers.shape[1], self._byte_width
-        padded = F.pad(numbers, (0, -num_inputs % width)).view(len(numbers), -1, width)
-        _parted(to[..., : padded[0].numel() * PANEL], -1, PANEL, width)[panel, part, :, output] = padded
+        if self.are_rows:
+            numbers = (numbers & 0x70) << 1 | (numbers & 0x80) >> 3 | numbers & 0x0F
+            padded = F.pad(numbers, (0, -numbers.shape[1] % _LINE_INPUTS)).view(len(numbers), -1, 2, 2, STEP)
+            lines = padded.transpose(3, 4).reshape(len(numbers), -1, _LINE_INPUTS)
+            _parted(to, -1, PANEL, _LINE_INPUTS)[panel, part, :, output] = lines
+            return
+        numbers = numbers.view(len(numbers), -1, _HALF)
+        blocks = _parted(to[..., : numbers.shape[1] * _HALF * PANEL], -1, _LINES, _LINES, _HALF)
+        blocks[panel, part, :, output % _LINES, output // _LINES] = numbers
 
     def _read_bytes(self, source: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
         """The numbers that `_write_bytes` wrote, uint8 [n, a multiple of 128]."""
         panel, part, output = index
-        return _parted(source, -1, PANEL, self._byte_width)[panel, part, :, output].flatten(1)
-
-    @property
-    def _byte_width(self) -> int:
-        """Inputs of an output that are side by side, of numbers of 8 bits."""
-        return _LINE_INPUTS if self.are_rows else 2
+        if self.are_rows:
+            lines = _parted(source, -1, PANEL, _LINE_INPUTS)[panel, part, :, output]
+            numbers = _parted(lines, 2, STEP, 2).transpose(3, 4).flatten(1)
+            return (numbers & 0xE0) >> 1 | (numbers & 0x10) << 3 | numbers & 0x0F
+        return _parted(source, -1, _LINES, _LINES, _HALF)[panel, part, :, output % _LINES, output // _LINES].flatten(1)
 
 
 def _parted(tensor: Tensor, *sizes: int) -> Tensor:
