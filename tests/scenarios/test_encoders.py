@@ -22,9 +22,11 @@ from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import PositionEmbedding
+from spmd_worker.model.layers.relative_bias import buckets_of
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.encoder_rows import ENCODERS as ROWS
 from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.layer_config import RelativeBias
 from spmd_worker.model_config.model_config import family_of, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -100,18 +102,33 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
     assert worst_error(name) < most_error(name)
 
 
+@pytest.mark.control("Encoders compute what transformers computes")
+@pytest.mark.parametrize("name", ["mpnet"])
+def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(distances: Tensor, bias: RelativeBias, *, sees_later: bool) -> Tensor:
+        return buckets_of(distances + 1, bias, sees_later=sees_later)
+
+    assert worst_error(name) < most_error(name)
+    monkeypatch.setattr("spmd_worker.model.layers.relative_bias.buckets_of", shifted)
+    assert max(error(ours, expected(name, prompt)) for ours, prompt in zip(pooled(name), PROMPTS)) > 1e-2
+
+
 @pytest.mark.gate("one by one", "in other blocks")
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
-    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense"):
+    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "mpnet_mean"):
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
         kept = pooled(name, dtype="bfloat16")
         assert pooled(name, dtype="bfloat16", **WAYS[way]) == kept, name
 
 
 @pytest.mark.parametrize(
-    "name", ["bert_pairs", *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs")]]
+    "name",
+    [
+        "bert_pairs",
+        *[pytest.param(f"{each}_pairs", marks=pytest.mark.matrix) for each in ("xlm", "modern", "mpnet")],
+    ],
 )
 def test_pair_scores_equal_transformers(name: str) -> None:
     theirs = AutoTokenizer.from_pretrained(encoder_folder(name))
@@ -215,7 +232,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("BertForTokenClassification", {}, "is unknown"),
-        ("MPNetModel", {}, "relative positions"),
+        ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),
     ],
 )
 def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any], words: str, tmp_path: Any) -> None:
@@ -246,7 +263,7 @@ def test_family_test_detects_each_llama_entry(architecture: str, monkeypatch: py
             silent.append(what)
     monkeypatch.setitem(ROWS, architecture, row)
     assert not any(_is_noticed(name) for name in names)
-    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["spelled"]))
+    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["file_keys"]))
 
 
 UNSEEN = (
@@ -295,7 +312,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels"])
+@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels"])
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config

@@ -31,6 +31,10 @@ from transformers import (
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    MPNetForSequenceClassification,
+    MPNetModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     XLMRobertaConfig,
@@ -38,7 +42,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0}
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "mpnet": 1}
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -49,6 +53,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
+_MPNET = {**_COMMON, "max_position_embeddings": 130, "layer_norm_eps": 0.05}
 _MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
 _GEMMA = {
     **_COMMON,
@@ -98,6 +103,9 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
+_LARGE = ("query", "key", "q_proj", "Wqkv", ".attn.q.", ".attn.k.", "classifier.weight", "out_proj")
+
+
 @torch.no_grad()
 def _stir(model: Any) -> None:
     """Random weights with which every token counts in every vector, and every score hangs on them."""
@@ -111,7 +119,10 @@ def _stir(model: Any) -> None:
             parameter.copy_(0.1 * noise)
         elif "embeddings" in name:
             parameter.copy_(noise * (1.0 if "word" in name or "tok_" in name else 0.3))
-        elif any(part in name for part in ("query", "key", "q_proj", "Wqkv", "classifier.weight", "out_proj")):
+        elif "relative" in name:
+            # As large as scores are.
+            parameter.copy_(noise)
+        elif any(part in name for part in _LARGE):
             parameter.mul_(2.0)
 
 
@@ -139,6 +150,7 @@ def _with_modules(write: Callable[[Path], None], pooling: Mapping[str, Any], *ki
 _BERT_MODEL = _written("bert", BertModel, BertConfig, _COMMON)
 _XLM_MODEL = _written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
 _MODERN_MODEL = _written("modern", ModernBertModel, ModernBertConfig, _MODERN)
+_MPNET_MODEL = _written("mpnet", MPNetModel, MPNetConfig, _MPNET)
 _GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
@@ -165,9 +177,14 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
         classifier_activation="silu",
     ),
     "gemma": _GEMMA_MODEL,
+    "mpnet": _MPNET_MODEL,
+    "mpnet_masked": _written("mpnet", MPNetForMaskedLM, MPNetConfig, _MPNET),
+    "mpnet_labels": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=3),
+    "mpnet_pairs": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=1),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
+    "mpnet_mean": _with_modules(_MPNET_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
     "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),
 }

@@ -317,7 +317,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
-    _RELATIVE: ("MPNetModel", "T5EncoderModel"),
+    _RELATIVE: ("T5EncoderModel",),
     _OWN_POSITIONS: ("UMT5ForConditionalGeneration",),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),

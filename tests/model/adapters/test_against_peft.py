@@ -180,6 +180,7 @@ def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Pat
 ENCODERS = {
     "bert": r"encoder\.layer\.\d\.(attention\.self\.(query|value)|.*dense)",
     "modern": r"layers\.\d\.(attn\.Wqkv|attn\.Wo|mlp\.Wi|mlp\.Wo)",
+    "mpnet": r"encoder\.layer\.\d\.(attention\.attn\.(q|v|o)|.*dense)",
 }
 
 
