@@ -117,7 +117,6 @@ def test_comparison_detects_changed_decoder_rows(name: str, monkeypatch: pytest.
             "relative_attention_num_buckets=3 must be",
         ),
         ("T5ForConditionalGeneration", {"relative_attention_max_distance": 16}, "num_buckets=32 must be even"),
-        ("T5EncoderModel", {}, "relative positions as learned biases"),
         ("UMT5ForConditionalGeneration", {}, "relative positions of its own"),
         ("BartForSequenceClassification", {}, "it classifies with an encoder-decoder model"),
         ("LEDForConditionalGeneration", {}, "of a form that does not run"),

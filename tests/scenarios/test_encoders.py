@@ -1,6 +1,7 @@
 """Encoders: transformers' numbers, the same bits in any batch, transformers' tokenisation of pairs, and no cache."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, error, expected, hidden_states, logits_of
 from family_mutants import entries
 from reference_models import random_prompt
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor
@@ -103,7 +104,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.control("Encoders compute what transformers computes")
-@pytest.mark.parametrize("name", ["mpnet"])
+@pytest.mark.parametrize("name", ["mpnet", "t5"])
 def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(distances: Tensor, bias: RelativeBias, *, sees_later: bool) -> Tensor:
         return buckets_of(distances + 1, bias, sees_later=sees_later)
@@ -117,7 +118,7 @@ def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
-    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "mpnet_mean"):
+    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "mpnet_mean", "t5_mean"):
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
         kept = pooled(name, dtype="bfloat16")
         assert pooled(name, dtype="bfloat16", **WAYS[way]) == kept, name
@@ -274,8 +275,14 @@ UNSEEN = (
 tests see.
 """
 
-UNSEEN_OF = {"Gemma3TextModel": ["attention.head_size", "feed_forward.bias"]}
-"""Of the others: keys that are not there, which nobody looks for."""
+_T5 = [*(f"{part}_bias" for part in ("attention.qkv", "attention.output")), "feed_forward.bias"]
+_T5 += ["feed_forward.activation_words"]
+UNSEEN_OF = {
+    "Gemma3TextModel": ["attention.head_size", "feed_forward.bias"],
+    "T5EncoderModel": [*_T5, "newer"],
+    "MT5EncoderModel": [*_T5, "variants", "newer"],
+}
+"""Of the others: keys that are not there, which nobody looks for, and what other tests see."""
 
 
 def _is_noticed(name: str) -> bool:
@@ -326,6 +333,31 @@ def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
         for key, each in view.named_parameters():
             prefix = model_config.names.optional_prefix
             assert torch.equal(each, files[key.removeprefix(prefix)]), key
+
+
+def test_encoder_of_t5_ignores_decoder_in_its_files(tmp_path: Path) -> None:
+    """Files of T5 1.1, with the table of tokens by its other name."""
+    shutil.copytree(encoder_folder("t5"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+    others = ("lm_head.weight", "decoder.final_layer_norm.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
+    tensors |= {name: torch.zeros(3, 3) for name in others}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    with LLM(tmp_path, **SETTINGS) as llm:
+        outputs = llm.embed(ids(PROMPTS), use_tqdm=False)
+    assert [output.outputs.embedding for output in outputs] == plainly_pooled("t5")
+
+
+def test_rows_of_relative_positions_have_no_longest() -> None:
+    """T5's may be longer than config.json says; positions of MPNet end."""
+    prompt = random_prompt(700, 5)
+    with LLM(encoder_folder("t5"), device="cpu", max_model_len=700) as llm:
+        (output,) = llm.embed(ids([prompt]), use_tqdm=False)
+    assert error(output.outputs.embedding, expected("t5", prompt)) < 1e-5
+    with pytest.raises(ConfigError, match="max_model_len=700 is more than the model's 128 tokens"):
+        LLM(encoder_folder("mpnet"), device="cpu", max_model_len=700)
 
 
 def _stepped(engine: LLMEngine) -> list[Any]:
@@ -384,6 +416,8 @@ def test_weights_are_listed_and_updated_by_file_names() -> None:
         {"tokenizer_class": "TokenizersBackend"},
         {"do_lower_case": False},
         {},
+        {"model_type": "mpnet", "do_lower_case": False},
+        {"model_type": "mpnet"},
     ],
 )
 @pytest.mark.parametrize("is_lower", [True, False])
@@ -392,14 +426,19 @@ def test_bert_tokenizers_normalizer_is_that_of_transformers(
 ) -> None:
     """Its normalizer is made from the configuration, not from tokenizer.json."""
     letters = [*"Helo", "h", "\u00e9", "\u00c9", "e", "E", "\u4f60"]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters)]
+    words = ["<s>", "[UNK]", "</s>", "<pad>", "<mask>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [*letters, *(f"##{each}" for each in letters)]
+    settings = {**settings}
+    kind = settings.pop("model_type", "bert")
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.post_processor = processors.BertProcessing(("[SEP]", 7), ("[CLS]", 6))
+    if kind == "mpnet":
+        backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     texts = ["Hello", "h\u00e9llo", "\u00c9", "\u4f60\u4f60 hello"]
     ours, theirs = Tokenizer.open(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert [ours.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]

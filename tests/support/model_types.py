@@ -149,4 +149,6 @@ ENCODER_TYPES: Final = {
     "ModernBertModel": "modernbert",
     "Gemma3TextModel": "gemma3_text",
     "MPNetModel": "mpnet",
+    "T5EncoderModel": "t5",
+    "MT5EncoderModel": "mt5",
 }

@@ -362,3 +362,20 @@ ENCODER_PARTS: Final[dict[str, Family]] = {
     if family.encoder_part is not None
 }
 """Encoders of these models, by the name of their class in transformers."""
+
+
+def _encoder_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Files of encoders alone have one table of tokens, by either name."""
+    return {**_t5_keys(config, path), "tie_word_embeddings": True}
+
+
+def encoder_alone(row: str, models: str) -> Family:
+    """The row of this encoder of T5's kind as a model of its own, whose files may have the decoder too."""
+    found = ENCODER_PARTS[row]
+
+    def without_decoder(family: Family) -> Family:
+        names = replace(family.names, ignored_prefixes=("decoder.", "lm_head."))
+        return replace(family, models=models, names=names, newer=_encoder_keys)
+
+    variants = tuple([replace(each, family=without_decoder(each.family)) for each in found.variants])
+    return replace(without_decoder(found), variants=variants)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.families.encoder_decoder_rows import encoder_alone
 from spmd_worker.model_config.families.family import (
     GATE_UP,
     QKV,
@@ -186,4 +187,6 @@ ENCODERS: Final[dict[str, Family]] = {
         defaults={**_GEMMA3.defaults, "use_bidirectional_attention": False},
     ),
     "MPNetModel": _MPNET,
+    "T5EncoderModel": encoder_alone("T5Encoder", "encoders of T5: sentence-t5, gtr-t5"),
+    "MT5EncoderModel": encoder_alone("MT5Encoder", "encoders of mT5"),
 }
