@@ -104,7 +104,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.control("Encoders compute what transformers computes")
-@pytest.mark.parametrize("name", ["mpnet", "t5"])
+@pytest.mark.parametrize("name", ["mpnet", "t5", "umt5"])
 def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(distances: Tensor, bias: RelativeBias, *, sees_later: bool) -> Tensor:
         return buckets_of(distances + 1, bias, sees_later=sees_later)
@@ -281,6 +281,7 @@ UNSEEN_OF = {
     "Gemma3TextModel": ["attention.head_size", "feed_forward.bias"],
     "T5EncoderModel": [*_T5, "newer"],
     "MT5EncoderModel": [*_T5, "variants", "newer"],
+    "UMT5EncoderModel": [*_T5, "variants", "newer"],
 }
 """Of the others: keys that are not there, which nobody looks for, and what other tests see."""
 

@@ -41,6 +41,8 @@ from transformers import (
     RobertaForSequenceClassification,
     T5Config,
     T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
     XLMRobertaModel,
@@ -204,6 +206,7 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "t5": _T5_MODEL,
     "t5_gates": _written("t5", T5EncoderModel, T5Config, _T5, feed_forward_proj="gated-gelu"),
     "mt5": _written("t5", MT5EncoderModel, MT5Config, _T5, feed_forward_proj="relu"),
+    "umt5": _written("t5", UMT5EncoderModel, UMT5Config, _T5, feed_forward_proj="relu"),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
@@ -212,7 +215,7 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
     "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),
 }
-_ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel}
+_ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
 """Classes of encoders whose AutoModel has a decoder."""
 WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs")))
 

@@ -189,4 +189,5 @@ ENCODERS: Final[dict[str, Family]] = {
     "MPNetModel": _MPNET,
     "T5EncoderModel": encoder_alone("T5Encoder", "encoders of T5: sentence-t5, gtr-t5"),
     "MT5EncoderModel": encoder_alone("MT5Encoder", "encoders of mT5"),
+    "UMT5EncoderModel": encoder_alone("UMT5Encoder", "encoders of UMT5"),
 }
