@@ -233,6 +233,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("BertForTokenClassification", {}, "is unknown"),
+        ("DebertaV2ForSequenceClassification", {}, "queries and keys by relative positions too, which does not run"),
         ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),
     ],
 )
