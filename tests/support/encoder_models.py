@@ -215,7 +215,7 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
     "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),
 }
-_ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
+ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
 """Classes of encoders whose AutoModel has a decoder."""
 WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs")))
 
@@ -230,7 +230,7 @@ def backbone(name: str) -> Any:
     """transformers' model, with its head where the folder has scores. In double precision: its own errors in float32
     are as large as ours.
     """
-    kind = AutoModelForSequenceClassification if name in WITH_SCORES else _ALONE.get(name.partition("_")[0], AutoModel)
+    kind = AutoModelForSequenceClassification if name in WITH_SCORES else ALONE.get(name.partition("_")[0], AutoModel)
     return kind.from_pretrained(encoder_folder(name), dtype=torch.float64, attn_implementation="eager").eval()
 
 
