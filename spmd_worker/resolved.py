@@ -702,14 +702,14 @@ def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> st
 def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     """Maximum length of a sequence, tokens. Raises ConfigError for more than the model supports."""
     wanted = config.model.max_model_len
-    is_bounded = model_config.encoder_part is None or model_config.encoder_part.max_rows > 0
-    if is_bounded and wanted is not None and wanted > model_config.max_model_len:
+    if model_config.bounds_rows and wanted is not None and wanted > model_config.max_model_len:
         raise ConfigError(
             f"model.max_model_len={wanted} is more than the model's {model_config.max_model_len} tokens: "
             f"lower it or leave it null"
         )
     own = model_config.pooling.max_tokens if model_config.pooling is not None else 0
-    max_model_len = wanted or min(own or model_config.max_model_len, model_config.max_model_len)
+    most = model_config.max_model_len if model_config.bounds_rows else own or model_config.max_model_len
+    max_model_len = wanted or min(own or most, most)
     tokens = config.scheduler.max_num_batched_tokens
     if model_config.is_encoder:
         return max_model_len

@@ -104,9 +104,9 @@ class DecoderStack(nn.Module):
             self.project_in = replicated_linear(context, "project_in", size, hidden_size)
         if size and stage.is_last:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
-        # Every stage has the only table, of which each rank has its heads.
+        # Every stage has the only table, of which each rank has its heads; layers with tables of their own have them.
         first, self.relative_bias = model_config.layers[0], None
-        if first.relative_bias is not None:
+        if first.relative_bias is not None and not first.relative_bias.is_of_layer:
             bias = (first.relative_bias, first.num_heads)
             self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
         self.layer_inputs: LayerInputs | None = None
@@ -292,7 +292,7 @@ class DecoderStack(nn.Module):
 
     @property
     def _biases(self) -> dict[str, Tensor]:
-        """Further arguments of layers whose attention has a bias of distances."""
+        """Further arguments of layers whose attention has the bias of distances of all layers."""
         return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
 
     @property
@@ -350,6 +350,10 @@ def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> 
     layer: DecoderLayer = layer_class(
         replace(context, layer=index), model_config.layers[index], model_config.hidden_size, defers=defers
     )
+    bias = layer.config.relative_bias
+    if bias is not None and bias.is_of_layer:
+        heads = layer.config.num_heads
+        layer.relative_bias = RelativeBiasTable(context, bias, heads, sees_later=model_config.is_encoder)
     # Experts hold theirs themselves.
     stored = {name: each for name, each in context.stored.get(index, {}).items() if name != EXPERTS}
     panels = context.kernels.stored_panels(context.dtype) if stored else None

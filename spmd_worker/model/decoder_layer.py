@@ -15,6 +15,7 @@ from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
+from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
@@ -44,6 +45,8 @@ class DecoderLayer(nn.Module):
             self.mlp = (FeedForward if layer.experts is None else SparseFeedForward)(context, layer, hidden_size)
         norms = [new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
+        self.relative_bias: RelativeBiasTable | None = None
+        """Table of this layer alone, if it has one."""
         self.cross_attn: CrossAttention | None = None
         if layer.has_cross_attention:
             self.cross_attn = CrossAttention(context, layer, hidden_size)
@@ -70,8 +73,8 @@ class DecoderLayer(nn.Module):
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
-        attention, if it has one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with
-        experts appends those of each token to `routes`.
+        attention, if layers share one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows. A layer
+        with experts appends those of each token to `routes`.
         """
         parallel_input = None
         if self._mixers:
@@ -80,6 +83,7 @@ class DecoderLayer(nn.Module):
                 assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
                 parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
             arguments = (x, ropes, layer_cache, metadata, wanted)
+            distance_bias = distance_bias if self.relative_bias is None else self.relative_bias.table()
             biases = {} if distance_bias is None else {"distance_bias": distance_bias}
             part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
             if wanted is not None:

@@ -4,7 +4,7 @@ from kv_cache.block import num_blocks_for
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.encoder_part import EncoderPart
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.model_config import ENCODERS, ModelConfig
 
 
 def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
@@ -19,7 +19,7 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
                 f"has no encoder: leave it out"
             )
         return 0
-    _check_options(config, model_config.architecture)
+    _check_options(config, model_config)
     if part.max_rows and wanted is not None and wanted > part.max_rows:
         raise ConfigError(
             f"scheduler.max_encoder_len={wanted} is more than the {part.max_rows} positions of the model's encoder: "
@@ -43,11 +43,17 @@ def _own_max_len(part: EncoderPart, model_config: ModelConfig) -> int:
     return part.max_rows or model_config.max_model_len
 
 
-def _check_options(config: RunConfig, architecture: str) -> None:
+def _check_options(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError for what an encoder-decoder model does not support."""
-    model = config.model
+    model, architecture = config.model, model_config.architecture
+    if model_config.pooling is not None:
+        encoder = f"{architecture.removesuffix('ForConditionalGeneration')}EncoderModel"
+        way_out = f", or name {encoder} in architectures of config.json to pool its encoder's rows"
+        raise ConfigError(
+            f"model.runner=pooling is not supported for {architecture}, an encoder-decoder model: set it to generate"
+            f"{way_out if encoder in ENCODERS else ''}"
+        )
     given = {
-        "model.runner=pooling": model.runner == "pooling" or model.classifier_from_token is not None,
         "model.enable_lora=true": model.adapter_limits is not None,
         "model.prompt_adapters": bool(model.prompt_adapters),
         f"model.quantization={model.quantization}": model.quantization is not None,

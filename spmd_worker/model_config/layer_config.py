@@ -276,15 +276,16 @@ class RelativeBias:
     """A number a head for each bucket of distances between query and key, added to scaled scores
     (https://arxiv.org/abs/1910.10683): small distances have a bucket each, larger ones share buckets by their
     logarithm, and those of `max_distance` and more have the last. In an encoder half of the buckets are of later keys.
-    All layers have one table.
+    All layers have one table, or each its own if it `is_of_layer`.
     """
 
     num_buckets: int
     max_distance: int
+    is_of_layer: bool = False
 
-    def elements(self, num_heads: int) -> int:
-        """Elements of the table of so many heads."""
-        return self.num_buckets * num_heads
+    def elements(self, num_heads: int, *, of_layer: bool = False) -> int:
+        """Elements of the table of so many heads that all layers have, or with `of_layer` of that of each layer."""
+        return self.num_buckets * num_heads * (self.is_of_layer == of_layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     linears = sum(each.num_inputs * sum(each.num_outputs) for each in mixer_linears(layer, hidden_size, share))
     others = sum(of_kind(layer, hidden_size, share) for of_kind in _MIXER_OTHERS[layer.mixer])
     others += _cross_biases(layer, hidden_size, share)
+    bias = layer.relative_bias
+    others += 0 if bias is None else bias.elements(share.num_heads, of_layer=True)
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
     num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)

@@ -220,6 +220,11 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
+    def bounds_rows(self) -> bool:
+        """Whether rows end at `max_model_len` at the latest: relative positions alone have no end."""
+        return self.num_positions > 0 or self.layers[0].relative_bias is None
+
+    @property
     def has_states(self) -> bool:
         """Whether sequences have recurrent states, in some layer."""
         return any(layer.has_states for layer in self.layers)

@@ -73,7 +73,7 @@ UNSEEN_IN = {
 @pytest.mark.gate("t5", "whisper")
 @pytest.mark.matrix
 @pytest.mark.control("Models compute what transformers computes")
-@pytest.mark.parametrize("name", ["bart", "m2m100", "t5", "whisper"])
+@pytest.mark.parametrize("name", ["bart", "m2m100", "t5", "umt5", "whisper"])
 def test_comparison_detects_changed_decoder_rows(name: str, monkeypatch: pytest.MonkeyPatch):
     """With one entry as the plain row has it."""
     architecture = read_model_files(cross_folder(name)).model_config.architecture
@@ -117,8 +117,6 @@ def test_comparison_detects_changed_decoder_rows(name: str, monkeypatch: pytest.
             "relative_attention_num_buckets=3 must be",
         ),
         ("T5ForConditionalGeneration", {"relative_attention_max_distance": 16}, "num_buckets=32 must be even"),
-        ("T5EncoderModel", {}, "relative positions as learned biases"),
-        ("UMT5ForConditionalGeneration", {}, "relative positions of its own"),
         ("BartForSequenceClassification", {}, "it classifies with an encoder-decoder model"),
         ("LEDForConditionalGeneration", {}, "of a form that does not run"),
     ],
@@ -129,12 +127,11 @@ def test_other_encoder_decoders_are_rejected(architecture: str, keys: dict[str, 
     assert re.match(r"config\.json: ", str(raised.value))
 
 
-def test_flags_of_t5_are_those_of_all_releases():
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration"])
+def test_flags_of_t5_are_those_of_all_releases(architecture: str):
     """Files of T5 1.1 have an untied head, which newer transformers write as `scale_decoder_outputs`."""
     found = {
-        (scales, tied): read(
-            "T5ForConditionalGeneration", **{key: value for key, value in keys.items() if value is not None}
-        )
+        (scales, tied): read(architecture, **{key: value for key, value in keys.items() if value is not None})
         for scales, tied in ((None, None), (None, False), (False, True), (True, True), (None, True))
         for keys in ({"scale_decoder_outputs": scales, "tie_word_embeddings": tied},)
     }

@@ -516,7 +516,7 @@ def _shape_or_refusal(config: dict[str, Any]) -> None:
         (["Nothing"], "is unknown: `spmd-worker families`"),
         (None, "architectures=None must be a list of names: `spmd-worker families`"),
         ("Qwen3ForCausalLM", "architectures='Qwen3ForCausalLM' must be a list of names: `spmd-worker families`"),
-        (["T5EncoderModel"], "is not supported: "),
+        (["LEDForConditionalGeneration"], "is not supported: "),
         (["x" * 10_000] * 1000, "is unknown: `spmd-worker families`"),
     ],
 )

@@ -157,12 +157,6 @@ def test_unsupported_modules_are_rejected_by_name(tmp_path: Path, modules: Any, 
         read(tmp_path, modules=modules)
 
 
-@pytest.mark.parametrize("architecture", ["MPNetModel", "T5EncoderModel"])
-def test_encoders_with_relative_positions_are_rejected(tmp_path: Path, architecture: str) -> None:
-    with pytest.raises(ModelConfigError, match="relative positions"):
-        read(tmp_path, architecture)
-
-
 @pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}])
 def test_attention_to_later_tokens_is_rejected_with_pooling(tmp_path: Path, given: dict[str, Any]) -> None:
     (key,) = given

@@ -1,6 +1,7 @@
 """Encoders: transformers' numbers, the same bits in any batch, transformers' tokenisation of pairs, and no cache."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, error, expected, hidden_states, logits_of
 from family_mutants import entries
 from reference_models import random_prompt
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor
@@ -22,9 +23,11 @@ from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import PositionEmbedding
+from spmd_worker.model.layers.relative_bias import buckets_of
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.encoder_rows import ENCODERS as ROWS
 from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.layer_config import RelativeBias
 from spmd_worker.model_config.model_config import family_of, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
@@ -100,18 +103,33 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
     assert worst_error(name) < most_error(name)
 
 
+@pytest.mark.control("Encoders compute what transformers computes")
+@pytest.mark.parametrize("name", ["mpnet", "t5", "umt5"])
+def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(distances: Tensor, bias: RelativeBias, *, sees_later: bool) -> Tensor:
+        return buckets_of(distances + 1, bias, sees_later=sees_later)
+
+    assert worst_error(name) < most_error(name)
+    monkeypatch.setattr("spmd_worker.model.layers.relative_bias.buckets_of", shifted)
+    assert max(error(ours, expected(name, prompt)) for ours, prompt in zip(pooled(name), PROMPTS)) > 1e-2
+
+
 @pytest.mark.gate("one by one", "in other blocks")
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
-    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense"):
+    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "mpnet_mean", "t5_mean"):
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
         kept = pooled(name, dtype="bfloat16")
         assert pooled(name, dtype="bfloat16", **WAYS[way]) == kept, name
 
 
 @pytest.mark.parametrize(
-    "name", ["bert_pairs", *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs")]]
+    "name",
+    [
+        "bert_pairs",
+        *[pytest.param(f"{each}_pairs", marks=pytest.mark.matrix) for each in ("xlm", "modern", "mpnet")],
+    ],
 )
 def test_pair_scores_equal_transformers(name: str) -> None:
     theirs = AutoTokenizer.from_pretrained(encoder_folder(name))
@@ -215,7 +233,8 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("BertForTokenClassification", {}, "is unknown"),
-        ("MPNetModel", {}, "relative positions"),
+        ("DebertaV2ForSequenceClassification", {}, "queries and keys by relative positions too, which does not run"),
+        ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),
     ],
 )
 def test_unsupported_encoder_is_rejected(architecture: str, given: dict[str, Any], words: str, tmp_path: Any) -> None:
@@ -246,7 +265,7 @@ def test_family_test_detects_each_llama_entry(architecture: str, monkeypatch: py
             silent.append(what)
     monkeypatch.setitem(ROWS, architecture, row)
     assert not any(_is_noticed(name) for name in names)
-    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["spelled"]))
+    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["file_keys"]))
 
 
 UNSEEN = (
@@ -257,8 +276,15 @@ UNSEEN = (
 tests see.
 """
 
-UNSEEN_OF = {"Gemma3TextModel": ["attention.head_size", "feed_forward.bias"]}
-"""Of the others: keys that are not there, which nobody looks for."""
+_T5 = [*(f"{part}_bias" for part in ("attention.qkv", "attention.output")), "feed_forward.bias"]
+_T5 += ["feed_forward.activation_words"]
+UNSEEN_OF = {
+    "Gemma3TextModel": ["attention.head_size", "feed_forward.bias"],
+    "T5EncoderModel": [*_T5, "newer"],
+    "MT5EncoderModel": [*_T5, "variants", "newer"],
+    "UMT5EncoderModel": [*_T5, "variants", "newer"],
+}
+"""Of the others: keys that are not there, which nobody looks for, and what other tests see."""
 
 
 def _is_noticed(name: str) -> bool:
@@ -295,7 +321,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels"])
+@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels"])
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config
@@ -309,6 +335,31 @@ def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
         for key, each in view.named_parameters():
             prefix = model_config.names.optional_prefix
             assert torch.equal(each, files[key.removeprefix(prefix)]), key
+
+
+def test_encoder_of_t5_ignores_decoder_in_its_files(tmp_path: Path) -> None:
+    """Files of T5 1.1, with the table of tokens by its other name."""
+    shutil.copytree(encoder_folder("t5"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["encoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+    others = ("lm_head.weight", "decoder.final_layer_norm.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
+    tensors |= {name: torch.zeros(3, 3) for name in others}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    with LLM(tmp_path, **SETTINGS) as llm:
+        outputs = llm.embed(ids(PROMPTS), use_tqdm=False)
+    assert [output.outputs.embedding for output in outputs] == plainly_pooled("t5")
+
+
+def test_rows_of_relative_positions_have_no_longest() -> None:
+    """T5's may be longer than config.json says; positions of MPNet end."""
+    prompt = random_prompt(700, 5)
+    with LLM(encoder_folder("t5"), device="cpu", max_model_len=700) as llm:
+        (output,) = llm.embed(ids([prompt]), use_tqdm=False)
+    assert error(output.outputs.embedding, expected("t5", prompt)) < 1e-5
+    with pytest.raises(ConfigError, match="max_model_len=700 is more than the model's 128 tokens"):
+        LLM(encoder_folder("mpnet"), device="cpu", max_model_len=700)
 
 
 def _stepped(engine: LLMEngine) -> list[Any]:
@@ -367,6 +418,8 @@ def test_weights_are_listed_and_updated_by_file_names() -> None:
         {"tokenizer_class": "TokenizersBackend"},
         {"do_lower_case": False},
         {},
+        {"model_type": "mpnet", "do_lower_case": False},
+        {"model_type": "mpnet"},
     ],
 )
 @pytest.mark.parametrize("is_lower", [True, False])
@@ -375,14 +428,19 @@ def test_bert_tokenizers_normalizer_is_that_of_transformers(
 ) -> None:
     """Its normalizer is made from the configuration, not from tokenizer.json."""
     letters = [*"Helo", "h", "\u00e9", "\u00c9", "e", "E", "\u4f60"]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters)]
+    words = ["<s>", "[UNK]", "</s>", "<pad>", "<mask>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [*letters, *(f"##{each}" for each in letters)]
+    settings = {**settings}
+    kind = settings.pop("model_type", "bert")
     backend = Backend(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    backend.post_processor = processors.BertProcessing(("[SEP]", 7), ("[CLS]", 6))
+    if kind == "mpnet":
+        backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     texts = ["Hello", "h\u00e9llo", "\u00c9", "\u4f60\u4f60 hello"]
     ours, theirs = Tokenizer.open(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert [ours.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoder_models import encoder_folder
+from encoder_models import ENCODERS, encoder_folder
 from pooling_models import DENSE_SIZE, SIZES, pooling_folder, write_modules
 from run_folder import made_once
 from torch import nn
@@ -87,7 +87,7 @@ def cross(name: str, **options: Any) -> Callable[[Path], Any]:
     activation = options.pop("activation_fn", None)
 
     def make(folder: Path) -> Any:
-        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern")) else pooling_folder(name)
+        model = encoder_folder(name) if name in ENCODERS else pooling_folder(name)
         return library().CrossEncoder(copied(folder, model, **options), device="cpu", activation_fn=activation)
 
     return make
@@ -189,7 +189,7 @@ def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], Any]:
     own |= {"similarity_fn_name": options.pop("similarity")} if "similarity" in options else {}
 
     def make(folder: Path) -> Any:
-        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern", "gemma")) else pooling_folder(name)
+        model = encoder_folder(name) if name in ENCODERS else pooling_folder(name)
         transformer = library().Transformer(copied(folder, model, **options), **inner)
         torch.manual_seed(3)
         return library().SentenceTransformer(modules=[transformer, *(each() for each in rest)], device="cpu", **own)
@@ -209,12 +209,19 @@ def dense() -> Any:
     return library().Dense(SIZES["hidden_size"], DENSE_SIZE, activation_function=nn.SiLU())
 
 
+def plain_dense() -> Any:
+    """Dense as sentence-t5 has it."""
+    return library().Dense(SIZES["hidden_size"], DENSE_SIZE, bias=False, activation_function=nn.Identity())
+
+
 MARKED = {"prompts": {"ask": "to find: ", "query": "kept: "}, "default_prompt_name": "ask"}
 EMBED: dict[str, Callable[[Path], Any]] = {
     "plain": embedder("bert", pool("mean")),
     "length": embedder("bert", pool("cls"), normalize, max_seq_length=20),
     "cut": embedder("xlm", pool("mean"), dense, normalize, truncate_dim=10),
     "prompt": embedder("bert", pool("mean"), lambda: library().Dropout(0.5), normalize, **MARKED),
+    "mpnet": embedder("mpnet", pool("mean"), normalize, max_seq_length=100),
+    "t5": embedder("t5", pool("mean"), plain_dense, normalize, max_seq_length=100),
     "dot": embedder("bert", pool("mean"), similarity="dot"),
     "manhattan": embedder("bert", pool("mean"), similarity="manhattan"),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
@@ -339,6 +346,15 @@ def test_rows_have_the_tokens_of_calls() -> None:
             assert all(pooling.num_first_tokens is None for _, pooling in made.texts)
             # Workers of other processes get all of it.
             assert decode_value(encode_value(engine.limits.pooling)) == engine.limits.pooling
+
+
+def test_folder_of_encoder_decoder_names_its_encoder(tmp_path: Path) -> None:
+    """The library pools T5's encoder, whatever architectures says."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved("t5", EMBED["t5"]), folder)
+    edit(folder / "config.json", architectures=["T5ForConditionalGeneration"])
+    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration, .* or name T5EncoderModel in architectures"):
+        LLM(folder, **SETTINGS)
 
 
 def modules(folder: Path, *types: str) -> None:

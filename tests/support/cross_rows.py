@@ -52,6 +52,7 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "t5": ("T5", {**_T5, "feed_forward_proj": "relu"}),
     "t5 with gates": ("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5": ("UMT5", {**_T5, "feed_forward_proj": "gated-gelu"}),
     "mbart": ("MBart", {**_BART, "scale_embedding": True}),
     "pegasus": ("Pegasus", _BART),
     "marian": ("Marian", {**_BART, "eos_token_id": 0, "decoder_start_token_id": 1}),

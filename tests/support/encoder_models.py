@@ -31,14 +31,24 @@ from transformers import (
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    MPNetForSequenceClassification,
+    MPNetModel,
+    MT5Config,
+    MT5EncoderModel,
     RobertaConfig,
     RobertaForSequenceClassification,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0}
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "mpnet": 1, "t5": 0}
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -49,6 +59,18 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
+_MPNET = {**_COMMON, "max_position_embeddings": 130, "layer_norm_eps": 0.05}
+_T5 = {
+    "vocab_size": 320,
+    "d_model": SIZES["hidden_size"],
+    "d_kv": 32,
+    "d_ff": 96,
+    "num_layers": 4,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "layer_norm_epsilon": 0.05,
+}
 _MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
 _GEMMA = {
     **_COMMON,
@@ -80,9 +102,10 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
         "bert": "<s> $A </s> $B:1 </s>:1",
         "modern": "<s> $A </s> $B </s>",
         "gemma": "<s> $A </s> <s> $B </s>",
+        "t5": "$A </s> $B </s>",
     }
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>",
+        single="$A </s>" if kind == "t5" else "<s> $A </s>",
         pair=pairs.get(kind, "<s> $A </s> </s> $B </s>"),
         special_tokens=[(each, tokenizer.token_to_id(each)) for each in ("<s>", "</s>")],
     )
@@ -98,6 +121,9 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
+_LARGE = ("query", "key", "q_proj", "Wqkv", ".attn.q.", ".attn.k.", "classifier.weight", "out_proj")
+
+
 @torch.no_grad()
 def _stir(model: Any) -> None:
     """Random weights with which every token counts in every vector, and every score hangs on them."""
@@ -111,7 +137,13 @@ def _stir(model: Any) -> None:
             parameter.copy_(0.1 * noise)
         elif "embeddings" in name:
             parameter.copy_(noise * (1.0 if "word" in name or "tok_" in name else 0.3))
-        elif any(part in name for part in ("query", "key", "q_proj", "Wqkv", "classifier.weight", "out_proj")):
+        elif "relative" in name or "shared" in name:
+            # As large as scores are.
+            parameter.copy_(noise)
+        elif "Attention.q." in name:
+            # Queries of T5 are not scaled.
+            parameter.mul_(0.4)
+        elif any(part in name for part in _LARGE):
             parameter.mul_(2.0)
 
 
@@ -139,6 +171,8 @@ def _with_modules(write: Callable[[Path], None], pooling: Mapping[str, Any], *ki
 _BERT_MODEL = _written("bert", BertModel, BertConfig, _COMMON)
 _XLM_MODEL = _written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
 _MODERN_MODEL = _written("modern", ModernBertModel, ModernBertConfig, _MODERN)
+_MPNET_MODEL = _written("mpnet", MPNetModel, MPNetConfig, _MPNET)
+_T5_MODEL = _written("t5", T5EncoderModel, T5Config, _T5)
 _GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
@@ -165,12 +199,24 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
         classifier_activation="silu",
     ),
     "gemma": _GEMMA_MODEL,
+    "mpnet": _MPNET_MODEL,
+    "mpnet_masked": _written("mpnet", MPNetForMaskedLM, MPNetConfig, _MPNET),
+    "mpnet_labels": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=3),
+    "mpnet_pairs": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=1),
+    "t5": _T5_MODEL,
+    "t5_gates": _written("t5", T5EncoderModel, T5Config, _T5, feed_forward_proj="gated-gelu"),
+    "mt5": _written("t5", MT5EncoderModel, MT5Config, _T5, feed_forward_proj="relu"),
+    "umt5": _written("t5", UMT5EncoderModel, UMT5Config, _T5, feed_forward_proj="relu"),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
+    "mpnet_mean": _with_modules(_MPNET_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
+    "t5_mean": _with_modules(_T5_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
     "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),
 }
+ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
+"""Classes of encoders whose AutoModel has a decoder."""
 WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs")))
 
 
@@ -184,7 +230,7 @@ def backbone(name: str) -> Any:
     """transformers' model, with its head where the folder has scores. In double precision: its own errors in float32
     are as large as ours.
     """
-    kind = AutoModelForSequenceClassification if name in WITH_SCORES else AutoModel
+    kind = AutoModelForSequenceClassification if name in WITH_SCORES else ALONE.get(name.partition("_")[0], AutoModel)
     return kind.from_pretrained(encoder_folder(name), dtype=torch.float64, attn_implementation="eager").eval()
 
 

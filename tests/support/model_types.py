@@ -12,6 +12,7 @@ MODEL_TYPES: Final = {
     "WhisperForConditionalGeneration": "whisper",
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
+    "UMT5ForConditionalGeneration": "umt5",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
@@ -148,4 +149,8 @@ ENCODER_TYPES: Final = {
     "CamembertModel": "camembert",
     "ModernBertModel": "modernbert",
     "Gemma3TextModel": "gemma3_text",
+    "MPNetModel": "mpnet",
+    "T5EncoderModel": "t5",
+    "MT5EncoderModel": "mt5",
+    "UMT5EncoderModel": "umt5",
 }

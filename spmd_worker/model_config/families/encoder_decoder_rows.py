@@ -172,6 +172,15 @@ def _with_bias(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[L
     return tuple([replace(layer, scale=1.0, relative_bias=RelativeBias(buckets, distance)) for layer in layers])
 
 
+def _with_own_bias(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Layers with relative positions, each with a table of its own."""
+
+    def own(bias: RelativeBias | None) -> RelativeBias | None:
+        return None if bias is None else replace(bias, is_of_layer=True)
+
+    return tuple([replace(layer, relative_bias=own(layer.relative_bias)) for layer in _with_bias(reader, layers)])
+
+
 def _t5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Files of T5 1.1 say that the head is not tied, which also means that outputs are not scaled; files of newer
     releases of transformers say so by `scale_decoder_outputs`.
@@ -187,7 +196,9 @@ def _mt5_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return {**_t5_keys(config, path), "scale_decoder_outputs": False, "tie_word_embeddings": False}
 
 
-def _t5_names(part: str, *, is_gated: bool) -> Names:
+def _t5_names(part: str, *, is_gated: bool, has_one_bias: bool = True) -> Names:
+    """`has_one_bias`: all layers have the table of the first."""
+    bias = "layer.0.SelfAttention.relative_attention_bias"
     last = f"layer.{2 if part == 'decoder' else 1}"
     up = {"mlp.up_proj": f"{last}.DenseReluDense.wi"}
     if is_gated:
@@ -199,8 +210,9 @@ def _t5_names(part: str, *, is_gated: bool) -> Names:
         norm=f"{part}.final_layer_norm",
         norms=("layer.0.layer_norm", "", f"{last}.layer_norm", ""),
         cross_norms=("layer.1.layer_norm" if part == "decoder" else "", ""),
-        relative_bias=f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        relative_bias=f"{part}.block.0.{bias}" if has_one_bias else "",
         parts={
+            **({} if has_one_bias else {"relative_bias": bias}),
             **{f"self_attn.{each}_proj": f"layer.0.SelfAttention.{each}" for each in "qkvo"},
             **{f"cross_attn.{each}_proj": f"layer.1.EncDecAttention.{each}" for each in "qkvo"},
             **up,
@@ -262,7 +274,7 @@ def _gated(family: Family) -> Family:
     """The row with gates, of T5 1.1 and later."""
     return replace(
         family,
-        names=_t5_names("decoder", is_gated=True),
+        names=_t5_names("decoder", is_gated=True, has_one_bias=family.names.relative_bias != ""),
         feed_forward=replace(family.feed_forward, is_gated=True),
         variants=(),
     )
@@ -289,6 +301,14 @@ _MT5: Final = replace(
     },
     newer=_mt5_keys,
 )
+_UMT5: Final = replace(
+    _MT5,
+    names=_t5_names("decoder", is_gated=False, has_one_bias=False),
+    encoder_part=EncoderDecoder("UMT5Encoder"),
+    layers=_with_own_bias,
+    # As releases of transformers before 5 read it, and its authors: newer ones scale the outputs of all files.
+    newer=_t5_keys,
+)
 
 ENCODER_DECODER_ROWS: Final[dict[str, Family]] = {
     "BartForConditionalGeneration": _BART,
@@ -300,6 +320,7 @@ ENCODER_DECODER_ROWS: Final[dict[str, Family]] = {
     "WhisperForConditionalGeneration": _WHISPER,
     "T5ForConditionalGeneration": _of_gates(_T5, "T5, T5 1.1, Flan-T5, Flan-UL2"),
     "MT5ForConditionalGeneration": _of_gates(_MT5, "mT5"),
+    "UMT5ForConditionalGeneration": _of_gates(_UMT5, "UMT5"),
 }
 
 _OLDER_ARCHITECTURES: Final = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
@@ -343,10 +364,10 @@ def _audio_encoder_of(decoder: Family) -> Family:
 
 
 def _t5_encoder_of(decoder: Family) -> Family:
-    is_gated = decoder.feed_forward.is_gated
+    kind = {"is_gated": decoder.feed_forward.is_gated, "has_one_bias": decoder.names.relative_bias != ""}
     return replace(
         decoder,
-        names=replace(_t5_names("encoder", is_gated=is_gated), head=""),
+        names=replace(_t5_names("encoder", **kind), head=""),
         head=Head(),
         encoder=Encoder(),
         encoder_part=None,
@@ -355,10 +376,30 @@ def _t5_encoder_of(decoder: Family) -> Family:
     )
 
 
-_ENCODER_OF: Final = {"WhisperEncoder": _audio_encoder_of, "T5Encoder": _t5_encoder_of, "MT5Encoder": _t5_encoder_of}
+_ENCODER_OF: Final = {
+    "WhisperEncoder": _audio_encoder_of,
+    **dict.fromkeys(("T5Encoder", "MT5Encoder", "UMT5Encoder"), _t5_encoder_of),
+}
 ENCODER_PARTS: Final[dict[str, Family]] = {
     family.encoder_part.row: _ENCODER_OF.get(family.encoder_part.row, _encoder_of)(family)
     for family in ENCODER_DECODER_ROWS.values()
     if family.encoder_part is not None
 }
 """Encoders of these models, by the name of their class in transformers."""
+
+
+def _encoder_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Files of encoders alone have one table of tokens, by either name."""
+    return {**_t5_keys(config, path), "tie_word_embeddings": True}
+
+
+def encoder_alone(row: str, models: str) -> Family:
+    """The row of this encoder of T5's kind as a model of its own, whose files may have the decoder too."""
+    found = ENCODER_PARTS[row]
+
+    def without_decoder(family: Family) -> Family:
+        names = replace(family.names, ignored_prefixes=("decoder.", "lm_head."))
+        return replace(family, models=models, names=names, newer=_encoder_keys)
+
+    variants = tuple([replace(each, family=without_decoder(each.family)) for each in found.variants])
+    return replace(without_decoder(found), variants=variants)

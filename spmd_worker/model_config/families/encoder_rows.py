@@ -7,6 +7,8 @@ Each is compared with transformers and with sentence-transformers on checkpoints
 from dataclasses import replace
 from typing import Final
 
+from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.families.encoder_decoder_rows import encoder_alone
 from spmd_worker.model_config.families.family import (
     GATE_UP,
     QKV,
@@ -23,6 +25,7 @@ from spmd_worker.model_config.families.family import (
     Windows,
 )
 from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.layer_config import LayerConfig, RelativeBias
 
 
 def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Names:
@@ -84,6 +87,34 @@ _ROBERTA: Final = replace(
     encoder=Encoder(token_types_key="type_vocab_size", counts_offset=True, classifier=ClassifierFamily()),
     required={**_BERT.required, "pad_token_id": 1},
     defaults={**_BERT.defaults, "pad_token_id": 1, "eos_token_id": 2},
+)
+_MPNET_BUCKETS: Final = 32
+
+
+def _with_mpnet_bias(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Layers with relative positions, whose buckets are constants of transformers' class."""
+    del reader
+    return tuple([replace(layer, relative_bias=RelativeBias(_MPNET_BUCKETS, 128)) for layer in layers])
+
+
+_MPNET: Final = replace(
+    _ROBERTA,
+    models="MPNet: all-mpnet-base, multi-qa-mpnet-base",
+    names=replace(
+        _bert_names("mpnet.", "lm_head", "classifier.dense", "classifier.out_proj"),
+        token_types="",
+        norms=("", "attention.LayerNorm", "", "output.LayerNorm"),
+        parts={
+            **{f"self_attn.{each}_proj": f"attention.attn.{each}" for each in "qkvo"},
+            "mlp.up_proj": "intermediate.dense",
+            "mlp.down_proj": "output.dense",
+        },
+        relative_bias="mpnet.encoder.relative_attention_bias",
+    ),
+    encoder=Encoder(counts_offset=True, classifier=ClassifierFamily()),
+    required={"relative_attention_num_buckets": _MPNET_BUCKETS},
+    defaults={**_ROBERTA.defaults, "vocab_size": 30527},
+    layers=_with_mpnet_bias,
 )
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
@@ -155,4 +186,8 @@ ENCODERS: Final[dict[str, Family]] = {
         required={"use_bidirectional_attention": True},
         defaults={**_GEMMA3.defaults, "use_bidirectional_attention": False},
     ),
+    "MPNetModel": _MPNET,
+    "T5EncoderModel": encoder_alone("T5Encoder", "encoders of T5: sentence-t5, gtr-t5"),
+    "MT5EncoderModel": encoder_alone("MT5Encoder", "encoders of mT5"),
+    "UMT5EncoderModel": encoder_alone("UMT5Encoder", "encoders of UMT5"),
 }

@@ -269,8 +269,7 @@ _LOGIT_SCALE: Final = (
     "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
     "its language model"
 )
-_RELATIVE: Final = "its attention encodes relative positions as learned biases"
-_OWN_POSITIONS: Final = "each of its layers has relative positions of its own"
+_DISENTANGLED: Final = "its attention multiplies queries and keys by relative positions too, which does not run here"
 _CLASSIFIES: Final = "it classifies with an encoder-decoder model, which only generates here"
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
@@ -317,14 +316,19 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
-    _RELATIVE: ("MPNetModel", "T5EncoderModel"),
-    _OWN_POSITIONS: ("UMT5ForConditionalGeneration",),
+    _DISENTANGLED: tuple(
+        [
+            f"{family}{suffix}"
+            for family in ("Deberta", "DebertaV2")
+            for suffix in ("Model", "ForSequenceClassification", "ForMaskedLM")
+        ]
+    ),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
         *("LEDForConditionalGeneration", "LongT5ForConditionalGeneration", "FSMTForConditionalGeneration"),
         *("BigBirdPegasusForConditionalGeneration", "SwitchTransformersForConditionalGeneration"),
         *("NllbMoeForConditionalGeneration", "T5GemmaForConditionalGeneration", "EncoderDecoderModel"),
     ),
-    _CLASSIFIES: tuple([f"{each}ForSequenceClassification" for each in ("Bart", "MBart", "T5", "MT5")]),
+    _CLASSIFIES: tuple([f"{each}ForSequenceClassification" for each in ("Bart", "MBart", "T5", "MT5", "UMT5")]),
 }
 """Known but unsupported architectures, by the reason."""

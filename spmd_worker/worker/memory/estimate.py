@@ -82,7 +82,7 @@ def weights_bytes(
         input_rows = vocabulary_rows(model_config.num_layer_inputs, layout.tensor_parallel_size)
         tables += input_rows * model_config.layer_inputs_size + model_config.num_layer_input_parameters
     for (layer, share), _ in [*kinds.items()][:1]:
-        # One table of all layers, on every stage.
+        # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters

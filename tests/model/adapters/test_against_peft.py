@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoder_models import encoder_folder
+from encoder_models import ALONE, encoder_folder
 from expert_checkpoints import expert_folder, open_experts
 from family_checkpoints import WITH_IMAGES, family_folder
 from our_model import encoder_states, load_model, prompt_logits
@@ -180,6 +180,8 @@ def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Pat
 ENCODERS = {
     "bert": r"encoder\.layer\.\d\.(attention\.self\.(query|value)|.*dense)",
     "modern": r"layers\.\d\.(attn\.Wqkv|attn\.Wo|mlp\.Wi|mlp\.Wo)",
+    "t5": r"encoder\.block\.\d\.layer\.\d\.(SelfAttention\.(q|v|o)|DenseReluDense\.w[io])",
+    "mpnet": r"encoder\.layer\.\d\.(attention\.attn\.(q|v|o)|.*dense)",
 }
 
 
@@ -187,11 +189,11 @@ ENCODERS = {
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_of_encoders_are_those_of_peft(name: str, tmp_path: Path):
     """The backbone alone: PEFT's paths lack the prefix of a model with a head."""
-    reference = AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager")
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model_class = ALONE.get(name, AutoModel)
+    reference = model_class.from_pretrained(encoder_folder(name), **options)
     write_adapter(reference, tmp_path, (("target_modules", ENCODERS[name]),))
-    theirs = PeftModel.from_pretrained(
-        AutoModel.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager"), tmp_path
-    ).eval()
+    theirs = PeftModel.from_pretrained(model_class.from_pretrained(encoder_folder(name), **options), tmp_path).eval()
     model = load_model(encoder_folder(name))
     loaded, source = LoadedAdapters(model, AdapterLimits(1, 64, 1)), read_adapter(tmp_path)
     loaded.commit(loaded.prepare(source))
