@@ -151,9 +151,9 @@ def test_random_schema_answers_equal_one_token_per_step(llm: LLM, monkeypatch: p
     print(f"\nFORCED seed {SEED}: 100 schemas, {tokens} tokens in {forced} steps, one a step in {single}")
     assert found[0] == found[1]
     monkeypatch.undo()
-    taken = StepMasks.taken
+    appended = StepMasks.appended
     monkeypatch.setattr(
-        StepMasks, "taken", lambda self, ids: [each if len(each) == 1 else (*each, 9) for each in taken(self, ids)]
+        StepMasks, "appended", lambda self, ids: [each if len(each) == 1 else (*each, 9) for each in appended(self, ids)]
     )
     assert answered(llm, forms[:100], has_schema).token_ids != found[0]
 
