@@ -422,6 +422,11 @@ class LayerConfig:
         return self.mixer in ("attention", "attention_and_mamba")
 
     @property
+    def attends(self) -> bool:
+        """Whether a token attends to others in this layer: keys and values, or latents, are cached."""
+        return self.has_attention or self.mixer == "latent"
+
+    @property
     def is_plain_attention(self) -> bool:
         """Whether rotary embedding, cache writes and attention can be one call, if the angles allow it."""
         return self.has_plain_heads and self.qk_norm == "none" and self.rope is not None and not self.score_cap

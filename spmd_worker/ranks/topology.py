@@ -259,9 +259,9 @@ def _check_images(layout: RankLayout, model_config: ModelConfig) -> None:
 
 def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout | None) -> str:
     for layer in dict.fromkeys(model_config.layers):
-        if layer.num_heads % size:
+        if layer.attends and layer.num_heads % size:
             return f"it has {layer.num_heads} attention heads"
-        if layer.num_kv_heads % size and size % layer.num_kv_heads:
+        if layer.attends and layer.num_kv_heads % size and size % layer.num_kv_heads:
             return f"it has {layer.num_kv_heads} key-value heads"
         if layer.conv is not None and model_config.hidden_size % size:
             return f"its convolutions have {model_config.hidden_size} channels"

@@ -35,7 +35,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.mamba import Mamba, MambaNorm
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
-from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS, UNBOUNDED
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -81,7 +81,7 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
-@quick(*FEW, among=MAMBA_CASES, rest=pytest.mark.matrix)
+@quick(*FEW, "mamba2", among=MAMBA_CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
     model = load_model(mamba_folder(name))
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
@@ -201,7 +201,11 @@ def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
 
 
 # Of the last two a group of the norm is on several ranks; so it is of all with four ranks.
-@quick("nemotron", "granite_dense", among=(*FEW, "nemotron_latent", "falcon_norm_last", "granite_dense"))
+@quick(
+    "nemotron",
+    "granite_dense",
+    among=(*FEW, "nemotron_latent", "falcon_norm_last", "granite_dense", "mamba2", "mamba2_tied"),
+)
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = mamba_folder(name)
 
@@ -233,7 +237,7 @@ def test_comparison_detects_group_normed_by_each_rank(monkeypatch: pytest.Monkey
     assert max(map(relative_error, whole, expected("granite_dense"))) > 10 * TOLERANCE
 
 
-@quick("nemotron", among=(*FEW, "nemotron_latent", "granite_dense"))
+@quick("nemotron", "mamba2", among=(*FEW, "nemotron_latent", "granite_dense", "mamba2"))
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory; on two ranks together all of each."""
     folder = mamba_folder(name)
@@ -258,7 +262,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
-@pytest.mark.parametrize("name", ["nemotron_latent", "granite_dense", "falcon_norm"])
+@pytest.mark.parametrize("name", ["nemotron_latent", "granite_dense", "falcon_norm", "mamba2"])
 def test_planned_bytes_equal_parameters(name: str):
     config = read_model_files(mamba_folder(name)).model_config
     for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
@@ -483,12 +487,15 @@ FILES: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {"num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True}),
     ("bamba", {"num_hidden_layers": 3}),
     ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_d_head": 2}),
+    ("mamba2", {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 32}),
+    ("mamba2", {"num_hidden_layers": 2, "num_heads": 4, "n_groups": 1, "time_step_limit": [0.1, "Infinity"]}),
 ]
 ARCHITECTURES = {
     "nemotron_h": "NemotronHForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "bamba": "BambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
 }
 
 
@@ -511,11 +518,11 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
     assert named == {name: shape for name, shape in own.items() if not name.endswith(stacked or ("?",))}
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm.eps == getattr(theirs, "rms_norm_eps", 0) or theirs.layer_norm_epsilon
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.max_position_embeddings == getattr(theirs, "max_position_embeddings", UNBOUNDED)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
     words = {"mamba": "linear_attention", "attention": "full_attention", "attention_and_mamba": "hybrid"}
     kinds = [words.get(each.mixer) or ("moe" if each.experts else "mlp") for each in ours.layers]
-    assert kinds == list(theirs.layers_block_type)
+    assert kinds == list(getattr(theirs, "layers_block_type", theirs.layer_types))
     rotates = model_type in ("falcon_h1", "bamba")
     assert [each.partial_factor for each in ours.ropes] == ([0.5 if model_type == "bamba" else 1.0] if rotates else [])
     mamba = next(each.mamba for each in ours.layers if each.mamba is not None)
@@ -563,6 +570,10 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {"ssm_multipliers": [1.0]}, r"ssm_multipliers=\[1.0\] must be a list of 5 numbers"),
     ("falcon", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers='x' must be a number"),
     ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices=3 must be a list of layers"),
+    ("mamba2", {"head_dim": 9}, "num_heads=8 heads of head_dim=9 are not the 128 columns of expand times hidden_size"),
+    ("mamba2", {"n_groups": 3}, "n_groups=3 does not divide the 8 Mamba heads"),
+    ("mamba2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    ("mamba2", {"num_heads": "x"}, "num_heads='x' must be a whole number"),
 ]
 
 

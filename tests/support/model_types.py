@@ -133,6 +133,7 @@ MODEL_TYPES: Final = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
+    "Mamba2ForCausalLM": "mamba2",
     "Llama4ForCausalLM": "llama4_text",
     "Llama4ForConditionalGeneration": "llama4",
     "Gemma4ForCausalLM": "gemma4_text",

@@ -286,7 +286,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
     _RECURRENT: (
-        *("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
+        *("MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",
     ),
