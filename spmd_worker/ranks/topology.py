@@ -269,6 +269,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"its gated delta nets have {layer.delta.num_value_heads} value heads"
         if layer.delta is not None and layer.delta.num_key_heads % size and size % layer.delta.num_key_heads:
             return f"its gated delta nets have {layer.delta.num_key_heads} key heads"
+        if layer.mamba1 is not None and layer.mamba1.num_channels % size:
+            return f"its Mamba layers have {layer.mamba1.num_channels} channels"
         if layer.mamba is not None and layer.mamba.num_heads % size:
             return f"it has {layer.mamba.num_heads} Mamba heads"
         if layer.mamba is not None and layer.mamba.num_groups % size and size % layer.mamba.num_groups:

@@ -20,7 +20,8 @@ from spmd_worker.resolved import CHECK_VARIABLE, ResolvedRun, resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 KIND = "mamba2"
-every_kind = pytest.mark.parametrize("kind", [KIND])
+OTHERS = (pytest.param("mamba1", marks=pytest.mark.stress), pytest.param("falcon_mamba", marks=pytest.mark.stress))
+every_kind = pytest.mark.parametrize("kind", [KIND, *OTHERS])
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 17 tokens": {"max_num_batched_tokens": 17},
     "three at a time": {"max_num_seqs": 3, "max_num_batched_tokens": 64},

@@ -29,7 +29,7 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_ALONE = ("Mamba2",)
+_ALONE = ("Mamba2", "Mamba", "FalconMamba")
 """Families without attention."""
 _OF_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _MAMBA = {
@@ -62,6 +62,15 @@ _GRANITE = {
     "logits_scaling": 2.0,
     "shared_intermediate_size": 20,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA1 = {"state_size": 12, "expand": 2, "time_step_rank": 6}
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 6,
 }
 _MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "expand": 2, "chunk_size": 32}
 _FALCON = {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16, "num_hidden_layers": 2}
@@ -129,6 +138,14 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mamba2",
         {**_MAMBA2, "n_groups": 1, "tie_word_embeddings": True, "use_bias": True, "time_step_limit": [0.05, 0.4]},
     ),
+    "mamba1": ("Mamba", _MAMBA1),
+    "mamba1_biases": (
+        "Mamba",
+        {"state_size": 16, "expand": 3, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+    ),
+    "falcon_mamba": ("FalconMamba", {**_MAMBA1, "tie_word_embeddings": False, "mixer_rms_eps": 0.05}),
+    "jamba": ("Jamba", {**_JAMBA, "num_experts": 6}),
+    "jamba_dense": ("Jamba", {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "tie_word_embeddings": True}),
 }
 
 
@@ -184,7 +201,7 @@ def stir_mamba(model: PreTrainedModel) -> None:
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith("A_log"):
             value.copy_(noise * 0.8 - 1.0)
-        elif name.endswith("dt_bias"):
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
             value.copy_(noise - 1.0)
         elif value.ndim == 3 and "conv" in name:
             value.copy_(noise * 0.6)

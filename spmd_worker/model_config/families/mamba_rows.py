@@ -75,7 +75,7 @@ def _mamba(
             num_groups=reader.count("mamba_n_groups"),
             state_size=reader.count("mamba_d_state"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=_num_taps(reader, "mamba_d_conv"),
+            kernel_size=num_taps(reader, "mamba_d_conv"),
             has_conv_bias=reader.flag("mamba_conv_bias", True),
             has_bias=reader.flag("mamba_proj_bias", False),
             has_output_bias=reader.flag(output_bias_key, False),
@@ -92,7 +92,8 @@ def _checked(reader: ConfigReader, groups_key: str, mamba: MambaConfig) -> Mamba
     return mamba
 
 
-def _num_taps(reader: ConfigReader, key: str) -> int:
+def num_taps(reader: ConfigReader, key: str) -> int:
+    """Taps of a convolution. Raises ModelConfigError."""
     return checked_integer(reader.get(key), reader.where(key), 2, MAX_INT)
 
 
@@ -219,7 +220,7 @@ def _nemotron_layers(reader: ConfigReader, layers: Layers) -> Layers:
             num_groups=reader.count("n_groups"),
             state_size=reader.count("ssm_state_size"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=_num_taps(reader, "conv_kernel"),
+            kernel_size=num_taps(reader, "conv_kernel"),
             has_conv_bias=reader.flag("use_conv_bias", True),
             has_bias=reader.flag("use_bias", False),
             has_output_bias=reader.flag("use_bias", False),
@@ -254,7 +255,7 @@ def _mamba2_layers(reader: ConfigReader, layers: Layers) -> Layers:
             num_groups=reader.count("n_groups"),
             state_size=reader.count("state_size"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=_num_taps(reader, "conv_kernel"),
+            kernel_size=num_taps(reader, "conv_kernel"),
             has_conv_bias=reader.flag("use_conv_bias", True),
             has_bias=reader.flag("use_bias", False),
             has_output_bias=reader.flag("use_bias", False),
@@ -264,7 +265,7 @@ def _mamba2_layers(reader: ConfigReader, layers: Layers) -> Layers:
     return (replace(layers[0], mixer="mamba", mamba=mamba, has_feed_forward=False, rope=None),) * len(layers)
 
 
-def _no_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+def no_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """Positions are known to the states alone."""
     del reader, max_positions, head_size
     return ()
@@ -357,7 +358,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 2,
         },
         layers=_mamba2_layers,
-        ropes=_no_ropes,
+        ropes=no_ropes,
     ),
     "NemotronHForCausalLM": Family(
         models="Nemotron-H; Nemotron Nano 2; Nemotron 3 Nano, Super",
@@ -403,7 +404,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
             "norm_topk_prob": True,
         },
         layers=_nemotron_layers,
-        ropes=_no_ropes,
+        ropes=no_ropes,
         newer=_nemotron_keys,
     ),
     "GraniteMoeHybridForCausalLM": replace(
