@@ -43,7 +43,7 @@ def _mamba_layers(reader: ConfigReader, layers: Layers, *, norm: str) -> Layers:
 
 
 def _jamba_keys(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Which layers have experts, as a list: one in each period. Raises ModelConfigError."""
+    """The file with a list of the layers that have experts, one in each period. Raises ModelConfigError."""
 
     def read(key: str, default: int, least: int, most: int = MAX_INT) -> int:
         given = config.get(key)
