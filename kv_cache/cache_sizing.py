@@ -57,6 +57,9 @@ NO_STATES: Final = StateSizing(0, 0)
 """Sizing of a model without states."""
 
 
+NO_BLOCKS: Final = "no cache blocks, because no layer has attention: memory does not limit the length of a sequence"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
     """Block numbers of one rank, and slots if the model has states. `reason`: a line for each memory, and indented
@@ -129,6 +132,12 @@ def size_cache(
     return CacheSizing(num_device_blocks, num_host_blocks, reason, states)
 
 
+def size_without_blocks(measurement: MemoryMeasurement, memory_utilization: float, states: StateSizing) -> CacheSizing:
+    """Sizes of a model without attention: its cache is its states. Nothing is swapped out, as nothing lacks blocks."""
+    lines = [f"  {line}" for line in _memory_lines(measurement, memory_utilization, 0, states)]
+    return CacheSizing(0, 0, "\n".join([NO_BLOCKS, *lines]), states)
+
+
 def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> int:
     """Number of host blocks: no more than are ever swapped out at once."""
     if swap_space_bytes <= 0:
@@ -195,11 +204,25 @@ def _profiled_blocks(
     swap_bytes: int,
     states: StateSizing,
 ) -> tuple[int, list[str]]:
-    allowed_bytes = int(measurement.total_bytes * memory_utilization)
     left_bytes = measurement.left_bytes(memory_utilization) - swap_bytes - states.device_bytes
     num_left, num_useful = num_fitting(left_bytes, spec, need), need.num_blocks(spec.block_size, spec.groups)
-    note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
+        *_memory_lines(measurement, memory_utilization, swap_bytes, states),
+        f"left for the cache {format_bytes(left_bytes)}: {num_left} blocks",
+        f"limited by need: {need} use at most {num_useful} blocks"
+        if num_left >= num_useful
+        else f"limited by memory: {need} could use {num_useful} blocks",
+    ]
+    return min(num_left, num_useful), lines
+
+
+def _memory_lines(
+    measurement: MemoryMeasurement, memory_utilization: float, swap_bytes: int, states: StateSizing
+) -> list[str]:
+    """Shares of the device's memory before the blocks."""
+    allowed_bytes = int(measurement.total_bytes * memory_utilization)
+    note = f" ({measurement.activation_note})" if measurement.activation_note else ""
+    return [
         f"device memory {format_bytes(measurement.total_bytes)}, of which cache.gpu_memory_utilization="
         f"{memory_utilization:g} allows {format_bytes(allowed_bytes)}",
         f"weights {format_bytes(measurement.weights_bytes)}",
@@ -207,12 +230,7 @@ def _profiled_blocks(
         f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
         *([f"swap space {format_bytes(swap_bytes)}"] if swap_bytes else []),
         *([f"states {states.note}"] if states.note else []),
-        f"left for the cache {format_bytes(left_bytes)}: {num_left} blocks",
-        f"limited by need: {need} use at most {num_useful} blocks"
-        if num_left >= num_useful
-        else f"limited by memory: {need} could use {num_useful} blocks",
     ]
-    return min(num_left, num_useful), lines
 
 
 def _describe_blocks(num_blocks: int, spec: CacheSpec) -> str:

@@ -27,6 +27,8 @@ class DeviceTables(ABC):
     **Hashes.** A full block may get its hash as soon as the step that fills it is planned (`set_hashes`): rows of the
     same step that find it may read it, because a layer writes every row's keys and values before any row attends. So
     the tables of that step are not released before it is handed out: the blocks would be found and never written.
+
+    **No blocks.** In a cache without any, of a model without attention, tables stay empty and any sequence fits.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class DeviceTables(ABC):
         num_tokens and that others list or can find. Tables that share a block need fewer once one of them has its own:
         ask for each before it is extended, not for all in advance.
         """
+        if not self._pool.num_blocks:
+            return 0
         num_shared = len(self._shared_indices(table, first_token, num_tokens))
         return num_shared + self._num_appended(table, num_tokens)
 

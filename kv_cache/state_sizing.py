@@ -71,11 +71,12 @@ def _num_seqs(spec: CacheSpec, need: StateNeed, left_bytes: int, num_fitting: in
         return num_seqs
     wanted = "a running sequence" if need.num_seqs is None else f"scheduler.max_num_seqs={num_seqs}"
     way_out = f"lower it to at most {num_fitting}" if num_fitting else "use more memory (cache.gpu_memory_utilization)"
+    beside = f"a sequence of model.max_model_len tokens takes {format_bytes(need.blocks_bytes(spec))}"
+    beside = f" and blocks, of which {beside}" if spec.block_bytes else ""
     raise ValueError(
         f"{wanted} needs recurrent states of {format_bytes(num_seqs * spec.slot_bytes)}, "
-        f"{format_bytes(spec.slot_bytes)} a sequence, but {format_bytes(max(left_bytes, 0))} are left for states and "
-        f"blocks, of which a sequence of model.max_model_len tokens takes {format_bytes(need.blocks_bytes(spec))}: "
-        f"{way_out}{'' if need.num_seqs is None or not num_fitting else ', or leave it out to use what fits'}"
+        f"{format_bytes(spec.slot_bytes)} a sequence, but {format_bytes(max(left_bytes, 0))} are left for states"
+        f"{beside}: {way_out}{'' if need.num_seqs is None or not num_fitting else ', or leave it out to use what fits'}"
     )
 
 

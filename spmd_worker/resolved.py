@@ -17,6 +17,7 @@ from kv_cache.connectors.factory import check_connector
 from kv_cache.state_slots import check_state_block_size
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig, RunConfig
+from spmd_worker.base.config.speculation import REPLICA_METHODS
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
@@ -273,6 +274,8 @@ def resolve(
     location = location or ModelLocation(config.model.path or "", config.model.path or "")
     if files.model_config.is_encoder:
         config = _encoder_config(config, _max_model_len(config, files.model_config))
+    if files.model_config.is_attention_free:
+        config = _without_blocks(config)
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     part = model_config.encoder_part
     if model_config.vision is not None or (part is not None and part.audio is not None):
@@ -392,6 +395,26 @@ def _encoder_config(config: RunConfig, max_model_len: int) -> RunConfig:
             verify_hits=0,
         ),
     )
+
+
+def _without_blocks(config: RunConfig) -> RunConfig:
+    """The configuration for a model without attention, whose sequences have no blocks. Raises ConfigError for what
+    moves or compares blocks.
+    """
+    cache, reason = config.cache, "no layer of this model has attention, so there are no blocks of keys and values"
+    given = {
+        "connector": cache.connector is not None,
+        "host_tier_gib": cache.host_tier_gib > 0,
+        "verify_hits": cache.verify_hits > 0,
+    }
+    for key, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"cache.{key}={getattr(cache, key)} is of blocks, and {reason}: leave it out")
+    for key in ("num_blocks", "swap_space_gib"):
+        if getattr(cache, key):
+            text, value = "cache.%s=%g has no effect: %s; leave it out", getattr(cache, key)
+            logger.warning(text, key, value, reason, extra=SAME_ON_EVERY_RANK)
+    return replace(config, cache=replace(cache, num_blocks=None, swap_space_gib=0.0))
 
 
 def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
@@ -590,6 +613,11 @@ def _check_speculation(config: RunConfig, model_config: ModelConfig) -> None:
         raise ConfigError(f"{key} drafts tokens, and this run pools: leave it out")
     if model_config.encoder_part is not None:
         raise ConfigError(f"{key} is not supported for encoder-decoder models: leave it out")
+    if model_config.is_attention_free and speculation.method not in REPLICA_METHODS:
+        raise ConfigError(
+            f"{key} keeps keys of its drafts in blocks, and no layer of this model has attention, so it has none: "
+            f"use speculative_config.method=ngram or suffix, or leave it out"
+        )
     size = speculation.draft_tensor_parallel_size
     if size not in (None, config.parallel.tensor_parallel_size):
         raise ConfigError(
@@ -608,7 +636,11 @@ def _settings_without_effect(config: RunConfig, model_config: ModelConfig, devic
         )
     # As in `worker/memory/plan.py`: such a cache uses all of the host's memory.
     takes_all = cache.swap_space_gib is None and device_type == "cpu" and cache.num_blocks is None
-    if mode == "swap" and (takes_all or cache.swap_space_gib == 0) and not model_config.is_encoder:
+    if (
+        mode == "swap"
+        and (takes_all or cache.swap_space_gib == 0)
+        and not (model_config.is_encoder or model_config.is_attention_free)
+    ):
         space = "a cache that takes all host memory" if takes_all else "cache.swap_space_gib=0"
         found.append(
             f"scheduler.preemption_mode=swap has no effect with {space}: preempted sequences are recomputed; set "

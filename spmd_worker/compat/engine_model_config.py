@@ -18,10 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def _size(name: str) -> Callable[..., int]:
-    """Method that returns a size of the full model; a parallel config has no effect."""
+    """Method that returns a size of the full model; a parallel config has no effect. Without attention there are no
+    heads.
+    """
 
     def get(config: "EngineModelConfig", parallel_config: Any = None) -> int:
-        return int(getattr(config._resolved.model_config, name))
+        is_of_heads = name in ("head_size", "num_heads", "num_kv_heads")
+        return 0 if is_of_heads and config.is_attention_free else int(getattr(config._resolved.model_config, name))
 
     return get
 
@@ -35,7 +38,6 @@ class EngineModelConfig:
     trust_remote_code = False
     skip_tokenizer_init = False
     tokenizer_mode = "auto"
-    is_attention_free = False
     max_logprobs = MAX_LOGPROBS
 
     def __init__(self, resolved: ResolvedRun, dtype: Any) -> None:
@@ -50,6 +52,7 @@ class EngineModelConfig:
         self.architectures = [self.architecture]
         part = resolved.model_config.encoder_part
         self.is_encoder_decoder = part is not None
+        self.is_attention_free = resolved.model_config.is_attention_free
         vision = resolved.model_config.vision if resolved.config.limits.max_images else None
         self.is_multimodal_model = vision is not None or (part is not None and part.audio is not None)
         self.uses_mrope = vision is not None and vision.has_three_positions

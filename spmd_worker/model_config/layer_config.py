@@ -246,6 +246,41 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba1Config:
+    """Mamba (https://arxiv.org/abs/2312.00752): a state of `state_size` numbers for each of `num_channels`, behind a
+    convolution of `kernel_size` taps. dt of each channel comes from `dt_rank` numbers of a token; these, B and C from a
+    projection of the channels.
+
+    `norm` of the three: "none", "bare" (without weights) or "weighted", with `norm_eps`. `has_bias` and
+    `has_output_bias` are of the first and of the last projection.
+    """
+
+    num_channels: int
+    state_size: int
+    dt_rank: int
+    kernel_size: int = 4
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    has_output_bias: bool = False
+    norm: str = "none"
+    norm_eps: float = 1e-6
+
+    @property
+    def num_parameters_of_scan(self) -> int:
+        """Numbers that dt, B and C of a token are made from."""
+        return self.dt_rank + 2 * self.state_size
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters that are float32 in every dtype: A, D and the bias of dt of each channel."""
+        return self.num_channels * (self.state_size + 2)
+
+    def share(self, num_ranks: int) -> "Mamba1Config":
+        """Sizes of one of these ranks. Channels divide evenly."""
+        return replace(self, num_channels=self.num_channels // num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention (https://arxiv.org/abs/2405.04434): keys and values of all heads come from one latent
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
@@ -305,8 +340,9 @@ class LayerShare:
 class LayerConfig:
     """Sizes of the full layer, not of a rank's share.
 
-    `mixer` mixes tokens: "attention", "latent", "conv", "delta", "mamba", "attention_and_mamba" (the sum of both) or
-    "none"; `latent`, `conv`, `delta` and `mamba` are its sizes. `has_feed_forward`: the layer has a second part.
+    `mixer` mixes tokens: "attention", "latent", "conv", "delta", "mamba1", "mamba" (Mamba2), "attention_and_mamba" (the
+    sum of both) or "none"; `latent`, `conv`, `delta`, `mamba1` and `mamba` are its sizes. `has_feed_forward`: the layer
+    has a second part.
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, projected
     from the layer's input), "number" (one each, from a second half of each head of `q_proj`) or "projected" (one each,
     projected as those of heads); with `gate_activation` "softplus" by the softplus of it.
@@ -373,6 +409,7 @@ class LayerConfig:
     latent: LatentConfig | None = None
     conv: ConvConfig | None = None
     delta: DeltaConfig | None = None
+    mamba1: Mamba1Config | None = None
     mamba: MambaConfig | None = None
     output_gate: str = ""
     gate_activation: str = "sigmoid"
@@ -409,7 +446,7 @@ class LayerConfig:
     @property
     def has_states(self) -> bool:
         """Whether a sequence has a recurrent state in this layer."""
-        return self.mixer in ("conv", "delta", "mamba", "attention_and_mamba")
+        return self.mixer in ("conv", "delta", "mamba1", "mamba", "attention_and_mamba")
 
     @property
     def full_share(self) -> LayerShare:
@@ -421,6 +458,11 @@ class LayerConfig:
     def has_attention(self) -> bool:
         """Whether the layer keeps keys and values of its heads."""
         return self.mixer in ("attention", "attention_and_mamba")
+
+    @property
+    def attends(self) -> bool:
+        """Whether a token attends to others in this layer: keys and values, or latents, are cached."""
+        return self.has_attention or self.mixer == "latent"
 
     @property
     def is_plain_attention(self) -> bool:

@@ -28,7 +28,8 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
 def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Number of these that are float32 in every dtype."""
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
-    scans = [each.share(share.num_ranks) for each in (layer.mamba, layer.delta) if each is not None]
+    kinds = (layer.mamba1, layer.mamba, layer.delta)
+    scans = [each.share(share.num_ranks) for each in kinds if each is not None]
     sinks = share.num_heads * (layer.has_sinks and layer.has_attention)
     return router + sinks + sum(each.num_float32_elements for each in scans)
 
@@ -140,6 +141,26 @@ def _mamba_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> in
     return biases + taps + norm + own.num_float32_elements
 
 
+def _mamba1_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    assert layer.mamba1 is not None, layer
+    own = layer.mamba1.share(share.num_ranks)
+    return (
+        LinearSizes(hidden_size, (2 * own.num_channels,)),
+        LinearSizes(own.num_channels, (own.num_parameters_of_scan,)),
+        LinearSizes(own.dt_rank, (own.num_channels,)),
+        LinearSizes(own.num_channels, (hidden_size,)),
+    )
+
+
+def _mamba1_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of taps, biases, numbers of channels, and norms."""
+    assert layer.mamba1 is not None, layer
+    own = layer.mamba1.share(share.num_ranks)
+    biases = 2 * own.num_channels * own.has_bias + hidden_size * own.has_output_bias
+    taps = own.num_channels * (own.kernel_size + own.has_conv_bias)
+    return biases + taps + own.num_parameters_of_scan * (own.norm == "weighted") + own.num_float32_elements
+
+
 def _delta_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     assert layer.delta is not None, layer
     own = layer.delta.share(share.num_ranks)
@@ -179,6 +200,7 @@ _MIXER_LINEARS: Final = {
     "latent": (_latent_linears,),
     "conv": (_conv_linears,),
     "delta": (_delta_linears,),
+    "mamba1": (_mamba1_linears,),
     "mamba": (_mamba_linears,),
     "none": (),
 }
@@ -189,6 +211,7 @@ _MIXER_OTHERS: Final = {
     "latent": (_latent_others,),
     "conv": (_conv_others,),
     "delta": (_delta_others,),
+    "mamba1": (_mamba1_others,),
     "mamba": (_mamba_others,),
     "none": (),
 }

@@ -230,6 +230,11 @@ class ModelConfig:
         return any(layer.has_states for layer in self.layers)
 
     @property
+    def is_attention_free(self) -> bool:
+        """Whether no layer attends: sequences have states alone, and no blocks."""
+        return not any(layer.attends for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
         num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias

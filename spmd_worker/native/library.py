@@ -42,6 +42,7 @@ _SIGNATURES: Final = {
     "adapter_input_sums": "pp pi pi i",
     "add_adapter_sums": "pp pi pi i",
     "scan_mamba": "ppppi iiii pi pi ppp ff pp i",
+    "scan_mamba1": "ppppi ii pi pi pi ppp pp i",
     "argmax": f"{_ROWS} pp i",
     "short_conv": "pii pi pp pppp i ip i",
     "scan_delta": "pi pi pi pp p pppp i iiii fi p i",

@@ -1,6 +1,7 @@
-// The recurrence of Mamba2 (https://arxiv.org/abs/2405.21060), token after token: S = exp(dt A) S + (dt x) B^T; y = S C + D x.
+// The recurrence of Mamba2 (https://arxiv.org/abs/2405.21060), token after token: S = exp(dt A) S + (dt x) B^T; y = S C + D x;
+// and that of Mamba (https://arxiv.org/abs/2312.00752), whose channels are rows, each number of which decays by itself.
 //
-// A task is a sequence, a head and 16 rows of its state, which stay in the cache from the sequence's first token to its last.
+// A task is a sequence, a head of Mamba2 and 16 rows of its state, which stay in the cache from the sequence's first token to its last.
 // Rows of a state know nothing of each other. The sum over a row has 16 chains, each over every 16th element upwards, which
 // a tree adds: neither the number of tokens of a step, nor threads, nor the width of vectors changes a bit.
 
@@ -135,6 +136,79 @@ void scan_mamba(
   });
 }
 
+// The channels of one sequence from `channel` on, all tokens: `dts` [T, C] are positive, `rates` [C, n] are A.
+template <class Element>
+void scan_channels(
+    const MambaStep& step, int64_t sequence, int64_t channel, int64_t num_rows, const Element* x, int64_t x_stride,
+    const Element* shared, int64_t shared_stride, const float* dts, const float* rates, const float* skip,
+    float* states, Element* to) {
+  const int64_t size = step.state_size, num_channels = step.num_heads;
+  const int64_t padded = (size + kChains - 1) / kChains * kChains;
+  float* state = states + (step.slots[sequence] * num_channels + channel) * size;
+  if (step.firsts[sequence] == 0) std::fill(state, state + num_rows * size, 0.0f);
+  const int64_t start = step.starts[sequence], stop = step.starts[sequence + 1];
+  const int64_t kept_stop = step.kept == nullptr ? stop : start + step.kept[sequence];
+  thread_local std::vector<float> scratch;
+  scratch.assign(size_t(2 * padded + (kept_stop < stop ? num_rows * size : 0)), 0.0f);
+  float *b = scratch.data(), *c = b + padded;
+  for (int64_t token = start; token < stop; ++token) {
+    if (token == kept_stop) {
+      std::copy_n(state, num_rows * size, c + padded);
+      state = c + padded;
+    }
+    widen(shared + token * shared_stride, size, b);
+    widen(shared + token * shared_stride + size, size, c);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const float dt = dts[token * num_channels + channel + row], input = to_float(x[token * x_stride + channel + row]);
+      const Floats added = broadcast(dt * input), wide = broadcast(dt);
+      Floats sums[kVectors] = {};
+      for (int64_t first = 0; first < size; first += kChains)
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t index = first + v * kLanes, count = size - index;
+          if (count <= 0) break;
+          const Floats rate = load_some(rates + (channel + row) * size + index, count);
+          const Floats decay = exp2(wide * rate * broadcast(1.44269504088896340736f));
+          float* at = state + row * size + index;
+          const Floats next = fused(added, load_floats(b + index), load_some(at, count) * decay);
+          store_some(at, next, count);
+          sums[v] = fused(next, load_floats(c + index), sums[v]);
+        }
+      from_float(sum_of_chains(sums) + skip[channel + row] * input, to + token * num_channels + channel + row);
+    }
+  }
+}
+
+template <class Element>
+void scan_mamba1(
+    const MambaStep& step, int64_t num_sequences, const Element* x, int64_t x_stride, const Element* dt,
+    int64_t dt_stride, const Element* shared, int64_t shared_stride, const float* a_log, const float* dt_bias,
+    const float* skip, float* states, Element* to, int64_t num_threads) {
+  const int64_t num_tokens = step.starts[num_sequences], num_channels = step.num_heads, size = step.state_size;
+  if (num_tokens * num_channels * size < kFewElements) num_threads = 1;
+  std::vector<float> rates(size_t(num_channels * size)), dts(size_t(num_tokens * num_channels));
+  parallel_for(num_channels, num_threads, [&](int64_t channel) {
+    for (int64_t index = channel * size; index < (channel + 1) * size; index += kLanes) {
+      const int64_t count = (channel + 1) * size - index;
+      const Floats rate = exp2(load_some(a_log + index, count) * broadcast(1.44269504088896340736f));
+      store_some(rates.data() + index, -rate, count);
+    }
+  });
+  parallel_for(num_tokens, num_threads, [&](int64_t token) {
+    for (int64_t channel = 0; channel < num_channels; ++channel) {
+      const float open = to_float(dt[token * dt_stride + channel]) + dt_bias[channel];
+      dts[size_t(token * num_channels + channel)] = open > 20.0f ? open : std::log1p(exponential(open));
+    }
+  });
+  const int64_t num_tiles = (num_channels + kRows - 1) / kRows;
+  parallel_for(num_sequences * num_tiles, num_threads, [&](int64_t task) {
+    const int64_t channel = task % num_tiles * kRows, sequence = task / num_tiles;
+    if (step.slots[sequence] < 0 || step.starts[sequence] == step.starts[sequence + 1]) return;
+    scan_channels(
+        step, sequence, channel, std::min(kRows, num_channels - channel), x, x_stride, shared, shared_stride,
+        dts.data(), rates.data(), skip, states, to);
+  });
+}
+
 }  // namespace
 
 // `mixed` [T, H P + 2 G n] and `dt` [T, H] with these strides of rows, `states` [slots, H, P, n], `to` [T, H P].
@@ -152,3 +226,19 @@ void scan_mamba(
 
 SPMD_SCAN_MAMBA(float32, float)
 SPMD_SCAN_MAMBA(bfloat16, uint16_t)
+
+// `x` and `dt` [T, C], `shared` [T, 2 n] with these strides of rows, `states` [slots, C, n], `to` [T, C].
+#define SPMD_SCAN_MAMBA1(name, Element)                                                                                \
+  extern "C" void spmd_scan_mamba1_##name(                                                                             \
+      const int32_t* slots, const int32_t* starts, const int32_t* firsts, const int32_t* kept, int64_t num_sequences,  \
+      int64_t num_channels, int64_t state_size, const Element* x, int64_t x_stride, const Element* dt,                 \
+      int64_t dt_stride, const Element* shared, int64_t shared_stride, const float* a_log, const float* dt_bias,       \
+      const float* skip, float* states, Element* to, int64_t num_threads) {                                            \
+    const MambaStep step{num_channels, 1, 1, state_size, slots, starts, firsts, kept};                                 \
+    scan_mamba1(                                                                                                       \
+        step, num_sequences, x, x_stride, dt, dt_stride, shared, shared_stride, a_log, dt_bias, skip, states, to,      \
+        num_threads);                                                                                                  \
+  }
+
+SPMD_SCAN_MAMBA1(float32, float)
+SPMD_SCAN_MAMBA1(bfloat16, uint16_t)

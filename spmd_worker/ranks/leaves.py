@@ -137,8 +137,9 @@ def _share(layer: LayerConfig, size: int) -> LayerShare:
 
 def _split_heads(layer: LayerConfig) -> list[int]:
     """Numbers of heads whose outputs are inputs of a row-parallel product."""
-    delta, mamba = layer.delta, layer.mamba
-    return [layer.num_heads, *([delta.num_value_heads] if delta else []), *([mamba.num_heads] if mamba else [])]
+    delta, mamba, mamba1 = layer.delta, layer.mamba, layer.mamba1
+    of_mamba = [*([mamba1.num_channels] if mamba1 else []), *([mamba.num_heads] if mamba else [])]
+    return [layer.num_heads, *([delta.num_value_heads] if delta else []), *of_mamba]
 
 
 def _shared_heads(layer: LayerConfig) -> list[int]:

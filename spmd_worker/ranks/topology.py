@@ -259,9 +259,9 @@ def _check_images(layout: RankLayout, model_config: ModelConfig) -> None:
 
 def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout | None) -> str:
     for layer in dict.fromkeys(model_config.layers):
-        if layer.num_heads % size:
+        if layer.attends and layer.num_heads % size:
             return f"it has {layer.num_heads} attention heads"
-        if layer.num_kv_heads % size and size % layer.num_kv_heads:
+        if layer.attends and layer.num_kv_heads % size and size % layer.num_kv_heads:
             return f"it has {layer.num_kv_heads} key-value heads"
         if layer.conv is not None and model_config.hidden_size % size:
             return f"its convolutions have {model_config.hidden_size} channels"
@@ -269,6 +269,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"its gated delta nets have {layer.delta.num_value_heads} value heads"
         if layer.delta is not None and layer.delta.num_key_heads % size and size % layer.delta.num_key_heads:
             return f"its gated delta nets have {layer.delta.num_key_heads} key heads"
+        if layer.mamba1 is not None and layer.mamba1.num_channels % size:
+            return f"its Mamba layers have {layer.mamba1.num_channels} channels"
         if layer.mamba is not None and layer.mamba.num_heads % size:
             return f"it has {layer.mamba.num_heads} Mamba heads"
         if layer.mamba is not None and layer.mamba.num_groups % size and size % layer.mamba.num_groups:

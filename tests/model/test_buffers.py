@@ -57,7 +57,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     if with_experts:
         yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
     for name, (family, _) in MAMBA_CASES.items():
-        if with_experts == (family in ("NemotronH", "GraniteMoeHybrid")):
+        if with_experts == (family in ("NemotronH", "GraniteMoeHybrid", "Jamba")):
             yield f"{family}ForCausalLM", mamba_config(name)
     for name, (family, _) in RECENT.items():
         if with_experts == (family != "Gemma4Unified"):

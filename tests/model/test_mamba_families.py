@@ -28,14 +28,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.mamba import Mamba, MambaNorm
+from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
-from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
+from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS, UNBOUNDED
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -52,6 +54,10 @@ TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
 FEW = ("nemotron", "granite", "falcon", "bamba")
 """One case of each family."""
+
+
+WITHOUT_OTHERS = ("mamba2", "mamba1", "falcon_mamba")
+"""One case of each family without attention."""
 
 
 quick = partial(in_tiers, among=FEW)
@@ -81,7 +87,7 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
-@quick(*FEW, among=MAMBA_CASES, rest=pytest.mark.matrix)
+@quick(*FEW, *WITHOUT_OTHERS, "jamba", among=MAMBA_CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
     model = load_model(mamba_folder(name))
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
@@ -95,7 +101,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
-@quick("bamba")
+@quick("bamba", "falcon_mamba", "jamba")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
     model = load_model(mamba_folder(name), dtype=dtype)
@@ -103,7 +109,7 @@ def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     assert all(not each.isnan().any() for row in states for each in row)
     if dtype == "bfloat16":
         # Rounded scores choose other experts for some tokens.
-        assert 1e-4 < worst_error(name, logits) < (0.5 if name in ("nemotron", "granite") else 0.2)
+        assert 1e-4 < worst_error(name, logits) < (0.5 if name in ("nemotron", "granite", "jamba") else 0.2)
     for chunk in CHUNKS:
         found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
         assert all(map(torch.equal, found, logits)), chunk
@@ -201,7 +207,15 @@ def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
 
 
 # Of the last two a group of the norm is on several ranks; so it is of all with four ranks.
-@quick("nemotron", "granite_dense", among=(*FEW, "nemotron_latent", "falcon_norm_last", "granite_dense"))
+@quick(
+    "nemotron",
+    "granite_dense",
+    "mamba1",
+    among=(
+        *(*FEW, "nemotron_latent", "falcon_norm_last", "granite_dense", "mamba2", "mamba2_tied"),
+        *("mamba1", "mamba1_biases", "falcon_mamba", "jamba", "jamba_dense"),
+    ),
+)
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = mamba_folder(name)
 
@@ -233,7 +247,11 @@ def test_comparison_detects_group_normed_by_each_rank(monkeypatch: pytest.Monkey
     assert max(map(relative_error, whole, expected("granite_dense"))) > 10 * TOLERANCE
 
 
-@quick("nemotron", among=(*FEW, "nemotron_latent", "granite_dense"))
+@quick(
+    "nemotron",
+    "mamba1",
+    among=(*FEW, "nemotron_latent", "granite_dense", "mamba2", "mamba1", "mamba1_biases", "jamba", "jamba_dense"),
+)
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory; on two ranks together all of each."""
     folder = mamba_folder(name)
@@ -257,8 +275,11 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
 
 
+PLANNED = ("nemotron_latent", "granite_dense", "falcon_norm", "mamba2", "mamba1_biases", "falcon_mamba", "jamba")
+
+
 @pytest.mark.guarantee("The plan's bytes are those of the run")
-@pytest.mark.parametrize("name", ["nemotron_latent", "granite_dense", "falcon_norm"])
+@pytest.mark.parametrize("name", PLANNED)
 def test_planned_bytes_equal_parameters(name: str):
     config = read_model_files(mamba_folder(name)).model_config
     for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
@@ -271,21 +292,27 @@ def test_planned_bytes_equal_parameters(name: str):
 
 
 @pytest.mark.stress
-def test_int8_projections_stay_near_transformers():
-    model = load_model(mamba_folder("falcon"), quantization="int8")
+@pytest.mark.parametrize("name", ["falcon", "falcon_mamba"])
+def test_int8_projections_stay_near_transformers(name: str):
+    model = load_model(mamba_folder(name), quantization="int8")
     mamba = model.model.layers[0].mamba
     assert mamba.in_proj.weight.dtype == mamba.out_proj.weight.dtype == torch.int8
     assert mamba.conv1d.weight.dtype == mamba.gates.a_log.dtype == torch.float32
     logits, states = run_rows([model], ROWS)
-    assert 1e-3 < worst_error("falcon", logits) < 0.3
+    assert 1e-3 < worst_error(name, logits) < 0.3
     found, found_states = run_rows([model], ROWS, 16)
     assert all(map(torch.equal, found, logits))
     assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
 
 
 @pytest.mark.stress
-def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
-    folder, targets = mamba_folder("bamba"), ("in_proj", "q_proj", "up_proj")
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("bamba", ("in_proj", "q_proj", "up_proj")), ("mamba1", ("in_proj",))],
+    ids=["bamba", "mamba1"],
+)
+def test_adapters_of_mamba_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
+    folder = mamba_folder(name)
     write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
     model, source = load_model(folder), read_adapter(tmp_path)
     loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
@@ -295,11 +322,23 @@ def test_adapters_of_mamba_are_those_of_peft(tmp_path: Path):
     theirs = [peft_logits(reference, row) for row in ROWS]
     assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
-    assert worst_error("bamba", logits) > 100 * TOLERANCE
+    assert worst_error(name, logits) > 100 * TOLERANCE
+
+
+@pytest.mark.stress
+def test_adapters_of_the_step_numbers_are_refused(tmp_path: Path):
+    """Their inputs are computed for tokens of earlier steps too."""
+    write_adapter(open_mamba(mamba_folder("mamba1")), tmp_path, (("target_modules", ("x_proj",)),))
+    loaded = LoadedAdapters(
+        load_model(mamba_folder("mamba1")), AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2)
+    )
+    with pytest.raises(AdapterError, match="x_proj"):
+        loaded.prepare(read_adapter(tmp_path))
 
 
 # ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
 
+ROWS_OF_MAMBA = {**MAMBA_ROWS, **MAMBA1_ROWS}
 UNSEEN = ("models", "defaults", "newer", "layers", "ropes", "required", "names.aliases", "names.layer_aliases")
 """Entries without an effect on these logits, or without which nothing runs; they have tests of their own."""
 UNSEEN_MORE = ("names.ignored_prefixes", "norms.rounds_once", "norms.eps", "variants", "attention.head_size")
@@ -317,6 +356,7 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 BARE = (
     {},
     {"attention_bias": True, "mlp_bias": True, "norm_topk_prob": True, "hidden_act": "gelu"},
+    {"attention_bias": True, "mlp_bias": True, "norm_topk_prob": True},
     {"num_experts": 16, "n_routed_experts": 32, "rms_norm_eps": 0.5, "layer_norm_epsilon": 0.25},
 )
 """Files that leave out nearly all, with keys that the classes do not know."""
@@ -341,7 +381,7 @@ def our_logits(folder: Path) -> list[Tensor]:
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=[] if each == "FalconH1ForCausalLM" else pytest.mark.stress) for each in MAMBA_ROWS],
+    [pytest.param(each, marks=[] if each == "FalconH1ForCausalLM" else pytest.mark.stress) for each in ROWS_OF_MAMBA],
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
@@ -372,11 +412,17 @@ def with_mamba(name: str, **fields: Any) -> list[Tensor]:
     )
 
 
+def with_mamba1(name: str, **fields: Any) -> list[Tensor]:
+    return changed(
+        name, lambda each: each if each.mamba1 is None else replace(each, mamba1=replace(each.mamba1, **fields))
+    )
+
+
 def with_zeros(name: str, parameter: str) -> list[Tensor]:
     """Without a parameter of the mixers."""
     model = new_model(mamba_folder(name))
     for mixer in model.modules():
-        if isinstance(mixer, Mamba):
+        if isinstance(mixer, Mamba | Mamba1):
             mixer.get_parameter(parameter).data.zero_()
     return run_rows([model], ROWS[:2])[0]
 
@@ -420,6 +466,12 @@ MISTAKES: dict[str, tuple[str, Callable[[str], list[Tensor]]]] = {
     "no bias of dt": ("granite", lambda name: with_zeros(name, "gates.dt_bias")),
     "no bias of the convolution": ("bamba", lambda name: with_zeros(name, "conv1d.bias")),
     "dt without bounds": ("granite_dense", lambda name: with_mamba(name, dt_limits=(0.0, float("inf")))),
+    "mamba1 without D": ("mamba1", lambda name: with_zeros(name, "gates.skip")),
+    "mamba1 without bias of dt": ("mamba1", lambda name: with_zeros(name, "gates.dt_bias")),
+    "no norms of dt, B and C": ("falcon_mamba", lambda name: with_mamba1(name, norm="none")),
+    "another epsilon of these norms": ("falcon_mamba", lambda name: with_mamba1(name, norm_eps=1e-6)),
+    "epsilon of Falcon in Jamba": ("jamba", lambda name: with_mamba1(name, norm_eps=1e-6)),
+    "jamba's experts divided": ("jamba", lambda name: with_experts(name, renormalises=True)),
     "rope where there is none": ("granite", with_rope),
     "rope of the whole head": ("bamba", whole_heads),
     "relu without its square": ("nemotron", lambda name: changed(name, lambda each: replace(each, activation="relu"))),
@@ -454,7 +506,10 @@ MISTAKES: dict[str, tuple[str, Callable[[str], list[Tensor]]]] = {
 }
 
 
-FIRST_MISTAKES = ("norm over all groups", "no D", "dt without bounds", "no ssm_multipliers", "rope of the whole head")
+FIRST_MISTAKES = (
+    *("mamba1 without bias of dt", "no norms of dt, B and C", "jamba's experts divided"),
+    *("norm over all groups", "no D", "dt without bounds", "no ssm_multipliers", "rope of the whole head"),
+)
 
 
 @pytest.mark.control("Models compute what transformers computes")
@@ -483,12 +538,27 @@ FILES: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {"num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True}),
     ("bamba", {"num_hidden_layers": 3}),
     ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_d_head": 2}),
+    ("mamba2", {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 32}),
+    ("mamba", {"num_hidden_layers": 3}),
+    (
+        "mamba",
+        {"num_hidden_layers": 2, "expand": 3, "time_step_rank": 5, "state_size": 8, "tie_word_embeddings": False},
+    ),
+    ("falcon_mamba", {"num_hidden_layers": 3}),
+    ("jamba", {"num_hidden_layers": 9}),
+    ("jamba", {"num_hidden_layers": 5, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 0}),
+    ("jamba", {"num_hidden_layers": 5, "num_experts": 4, "expert_layer_period": 3, "mamba_dt_rank": 5}),
+    ("mamba2", {"num_hidden_layers": 2, "num_heads": 4, "n_groups": 1, "time_step_limit": [0.1, "Infinity"]}),
 ]
 ARCHITECTURES = {
     "nemotron_h": "NemotronHForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "bamba": "BambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon_mamba": "FalconMambaForCausalLM",
+    "jamba": "JambaForCausalLM",
 }
 
 
@@ -511,15 +581,21 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
     assert named == {name: shape for name, shape in own.items() if not name.endswith(stacked or ("?",))}
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm.eps == getattr(theirs, "rms_norm_eps", 0) or theirs.layer_norm_epsilon
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.max_position_embeddings == getattr(theirs, "max_position_embeddings", UNBOUNDED)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
-    words = {"mamba": "linear_attention", "attention": "full_attention", "attention_and_mamba": "hybrid"}
+    words = {
+        "mamba": "linear_attention",
+        "mamba1": "linear_attention",
+        "attention": "full_attention",
+        "attention_and_mamba": "hybrid",
+    }
     kinds = [words.get(each.mixer) or ("moe" if each.experts else "mlp") for each in ours.layers]
-    assert kinds == list(theirs.layers_block_type)
+    assert kinds == list(theirs.layer_types if hasattr(theirs, "layer_types") else theirs.layers_block_type)
     rotates = model_type in ("falcon_h1", "bamba")
     assert [each.partial_factor for each in ours.ropes] == ([0.5 if model_type == "bamba" else 1.0] if rotates else [])
-    mamba = next(each.mamba for each in ours.layers if each.mamba is not None)
-    assert mamba.dt_limits == ((0.1, float("inf")) if "time_step_limit" in keys else tuple(theirs.time_step_limit))
+    mamba = next((each.mamba for each in ours.layers if each.mamba is not None), None)
+    if mamba is not None:
+        assert mamba.dt_limits == ((0.1, float("inf")) if "time_step_limit" in keys else tuple(theirs.time_step_limit))
     multipliers = getattr(theirs, "embedding_multiplier", 1.0), getattr(theirs, "logits_scaling", 1.0)
     assert (ours.embedding_multiplier, ours.logit_divisor) == multipliers
     experts = next((each.experts for each in ours.layers if each.experts is not None), None)
@@ -528,6 +604,10 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
             theirs.n_routed_experts if model_type == "nemotron_h" else theirs.num_local_experts
         )
         assert experts.num_chosen == theirs.num_experts_per_tok
+    if model_type == "jamba":
+        assert [1 if each.experts is None else each.experts.num_experts for each in ours.layers] == (
+            theirs.layers_num_experts or [1] * len(ours.layers)
+        )
 
 
 def test_nemotron_reads_keys_of_other_mamba_models():
@@ -563,6 +643,17 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {"ssm_multipliers": [1.0]}, r"ssm_multipliers=\[1.0\] must be a list of 5 numbers"),
     ("falcon", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers='x' must be a number"),
     ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices=3 must be a list of layers"),
+    ("mamba1", {"time_step_rank": "half"}, "time_step_rank='half' must be a whole number from 1"),
+    ("mamba1", {"expand": 1.5}, "expand=1.5 must be a whole number from 1"),
+    ("mamba1", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    ("falcon_mamba", {"mixer_rms_eps": -1}, "mixer_rms_eps=-1 must be a number"),
+    ("jamba", {"expert_layer_period": 0}, "expert_layer_period=0 must be a whole number from 1"),
+    ("jamba", {"attn_layer_offset": "x"}, "attn_layer_offset='x' must be a whole number from 0"),
+    ("jamba", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 6 experts"),
+    ("mamba2", {"head_dim": 9}, "num_heads=8 heads of head_dim=9 are not the 128 columns of expand times hidden_size"),
+    ("mamba2", {"n_groups": 3}, "n_groups=3 does not divide the 8 Mamba heads"),
+    ("mamba2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    ("mamba2", {"num_heads": "x"}, "num_heads='x' must be a whole number"),
 ]
 
 

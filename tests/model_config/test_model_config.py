@@ -248,8 +248,8 @@ def error_result(folder: Path) -> str:
 
 
 def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
-    message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
-    assert "MambaForCausalLM" in message
+    message = error_result(write_folder(tmp_path, architectures=["RwkvForCausalLM"]))
+    assert "RwkvForCausalLM" in message
     assert "is not supported: some of its layers have a recurrent state" in message
     assert "`spmd-worker families` lists the" in error_result(write_folder(tmp_path, architectures=None))
     assert "`spmd-worker families` lists the" in error_result(

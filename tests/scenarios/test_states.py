@@ -24,7 +24,7 @@ from spmd_worker.ranks.topology import complete_model
 from spmd_worker.resolved import CHECK_VARIABLE
 
 KIND = "lfm2"
-OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon", "kimi_linear")
+OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon", "kimi_linear", "jamba")
 every_kind = pytest.mark.parametrize("kind", [KIND, *(pytest.param(kind, marks=pytest.mark.stress) for kind in OTHERS)])
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
         ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k25"),
         latent_folder,
     ),
-    "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba"), mamba_folder),
+    "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),
     "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
     "experts": ((*_EXPERTS, "step3p7"), expert_folder),

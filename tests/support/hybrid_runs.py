@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
 from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
+from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
@@ -40,6 +41,9 @@ def state_shapes(layer: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, i
         shape = (delta.num_value_heads, delta.key_size, delta.value_size)
         return shape, (delta.kernel_size - 1, delta.num_channels)
     mixer = getattr(layer, "mamba", None)
+    if isinstance(mixer, Mamba1):
+        channels = mixer.config
+        return (channels.num_channels, channels.state_size), (channels.kernel_size - 1, channels.num_channels)
     if isinstance(mixer, Mamba):
         config = mixer.config
         tail = (config.kernel_size - 1, config.num_channels)

@@ -70,10 +70,22 @@ def mamba(kernels: RecurrentKernels, dtype: torch.dtype) -> Case:
     return Case("scan_mamba", call, inputs(MAMBA.num_channels, heads, dtype=dtype), states)
 
 
+def mamba1(kernels: RecurrentKernels, dtype: torch.dtype) -> Case:
+    channels, size = MAMBA.num_columns, MAMBA.state_size
+
+    def call(given: list[Tensor], states: Tensor, segments: StateSegments) -> Tensor:
+        weights = (numbers(channels, size), numbers(channels, seed=1), numbers(channels, seed=2))
+        return kernels.scan_mamba1(*given, *weights, states, segments)
+
+    states = numbers(NUM_SLOTS, channels, size, seed=5)
+    return Case("scan_mamba1", call, inputs(channels, channels, 2 * size, dtype=dtype), states)
+
+
 def cases_of(kernels: RecurrentKernels, dtype: torch.dtype) -> Iterator[Case]:
     yield convolution(kernels, dtype)
     yield from (delta(kernels, dtype, config) for config in DELTAS)
     yield mamba(kernels, dtype)
+    yield mamba1(kernels, dtype)
 
 
 def kept_counts(shifts: Iterable[int] = range(max(COUNTS))) -> Iterator[list[int]]:

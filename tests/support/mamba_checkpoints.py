@@ -29,6 +29,9 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_ALONE = ("Mamba2", "Mamba", "FalconMamba")
+"""Families without attention."""
+_OF_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -60,6 +63,16 @@ _GRANITE = {
     "shared_intermediate_size": 20,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_MAMBA1 = {"state_size": 12, "expand": 2, "time_step_rank": 6}
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 6,
+}
+_MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "expand": 2, "chunk_size": 32}
 _FALCON = {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16, "num_hidden_layers": 2}
 
 MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,6 +133,19 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_FALCON, "mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "mamba2": ("Mamba2", {**_MAMBA2, "n_groups": 2}),
+    "mamba2_tied": (
+        "Mamba2",
+        {**_MAMBA2, "n_groups": 1, "tie_word_embeddings": True, "use_bias": True, "time_step_limit": [0.05, 0.4]},
+    ),
+    "mamba1": ("Mamba", _MAMBA1),
+    "mamba1_biases": (
+        "Mamba",
+        {"state_size": 16, "expand": 3, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+    ),
+    "falcon_mamba": ("FalconMamba", {**_MAMBA1, "tie_word_embeddings": False, "mixer_rms_eps": 0.05}),
+    "jamba": ("Jamba", {**_JAMBA, "num_experts": 6}),
+    "jamba_dense": ("Jamba", {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "tie_word_embeddings": True}),
 }
 
 
@@ -147,10 +173,11 @@ def mamba_reference(name: str) -> PreTrainedModel:
 def mamba_config(name: str) -> Any:
     """transformers' configuration of a case."""
     family, given = MAMBA_CASES[name]
-    base = {key: value for key, value in _BASE.items() if key != "num_hidden_layers" or family != "NemotronH"}
+    without = {"NemotronH": ("num_hidden_layers",)}.get(family, _OF_ATTENTION if family in _ALONE else ())
+    base = {key: value for key, value in _BASE.items() if key not in without}
     config = getattr(transformers, f"{family}Config")(**{**base, **given})
     # The usual epsilons are too small for a wrong one to be seen.
-    setattr(config, "layer_norm_epsilon" if family == "NemotronH" else "rms_norm_eps", 0.03)
+    setattr(config, "layer_norm_epsilon" if family in ("NemotronH", *_ALONE) else "rms_norm_eps", 0.03)
     config._attn_implementation = config._experts_implementation = "eager"
     return config
 
@@ -174,7 +201,7 @@ def stir_mamba(model: PreTrainedModel) -> None:
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith("A_log"):
             value.copy_(noise * 0.8 - 1.0)
-        elif name.endswith("dt_bias"):
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
             value.copy_(noise - 1.0)
         elif value.ndim == 3 and "conv" in name:
             value.copy_(noise * 0.6)
@@ -201,6 +228,6 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         words = {"linear_attention": "mamba", "full_attention": "attention"}
         thin["layer_types"] = [words[kind] for kind in thin["layer_types"]]
         thin["position_embedding_type"] = given.get("position_embedding_type", "nope")
-    if family != "NemotronH":
+    if family not in ("NemotronH", *_ALONE):
         thin["rope_theta"] = 10000.0
     (folder / "config.json").write_text(json.dumps(thin))

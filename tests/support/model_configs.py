@@ -49,7 +49,9 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of LFM2 that are convolutions: without such a list it has none, or no default. Kinds of GPT-Neo's."""
+    """Layers of LFM2 that are convolutions: without such a list it has none, or no default. Kinds of GPT-Neo's. Heads
+    of Mamba that are its columns.
+    """
     num_layers = config.get("num_hidden_layers", 32)
     if architecture == "Lfm2ForCausalLM":
         return {"full_attn_idxs": [*range(1, num_layers, 2)]}
@@ -59,6 +61,9 @@ def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         return {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]}
     if architecture == "GPTNeoForCausalLM":
         return {"attention_types": [[["global"], config["num_layers"]]]} if "num_layers" in config else {}
+    if architecture == "Mamba2ForCausalLM":
+        num_heads = config.get("num_heads", 128)
+        return {"head_dim": 2 * config.get("hidden_size", 4096) // num_heads, "n_groups": 2, "num_heads": num_heads}
     # Parts of heads that are small here.
     return {"GPTJForCausalLM": {"rotary_dim": 4}, "MiMoV2FlashForCausalLM": {"v_head_dim": 4}}.get(architecture, {})
 

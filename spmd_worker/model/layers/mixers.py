@@ -12,6 +12,7 @@ from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.delta_net import DeltaNet
 from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
+from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
 
 MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
@@ -20,6 +21,7 @@ MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
     "latent": (("self_attn", LatentAttention),),
     "conv": (("conv", ShortConv),),
     "delta": (("linear_attn", DeltaNet),),
+    "mamba1": (("mamba", Mamba1),),
     "mamba": (("mamba", Mamba),),
     "none": (),
 }

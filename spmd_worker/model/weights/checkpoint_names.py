@@ -466,6 +466,7 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "mlp.up_proj": layer.intermediate_size,
         **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
         **({} if layer.delta is None else _delta_sizes(layer.delta)),
+        **({} if layer.mamba1 is None else dict.fromkeys(("mamba.in_x", "mamba.in_z"), layer.mamba1.num_channels)),
         **({} if layer.mamba is None else _mamba_sizes(layer.mamba)),
     }
 

@@ -1,4 +1,4 @@
-"""Rows of `table.py`: hybrids of attention and Mamba2 (https://arxiv.org/abs/2405.21060).
+"""Rows of `table.py`: Mamba2 (https://arxiv.org/abs/2405.21060), alone and in hybrids with attention.
 
 Each row is compared with transformers, and each entry broken, in tests/model/test_mamba_families.py.
 """
@@ -75,7 +75,7 @@ def _mamba(
             num_groups=reader.count("mamba_n_groups"),
             state_size=reader.count("mamba_d_state"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=_num_taps(reader, "mamba_d_conv"),
+            kernel_size=num_taps(reader, "mamba_d_conv"),
             has_conv_bias=reader.flag("mamba_conv_bias", True),
             has_bias=reader.flag("mamba_proj_bias", False),
             has_output_bias=reader.flag(output_bias_key, False),
@@ -92,7 +92,8 @@ def _checked(reader: ConfigReader, groups_key: str, mamba: MambaConfig) -> Mamba
     return mamba
 
 
-def _num_taps(reader: ConfigReader, key: str) -> int:
+def num_taps(reader: ConfigReader, key: str) -> int:
+    """Taps of a convolution. Raises ModelConfigError."""
     return checked_integer(reader.get(key), reader.where(key), 2, MAX_INT)
 
 
@@ -219,7 +220,7 @@ def _nemotron_layers(reader: ConfigReader, layers: Layers) -> Layers:
             num_groups=reader.count("n_groups"),
             state_size=reader.count("ssm_state_size"),
             norm_eps=layers[0].norm.eps,
-            kernel_size=_num_taps(reader, "conv_kernel"),
+            kernel_size=num_taps(reader, "conv_kernel"),
             has_conv_bias=reader.flag("use_conv_bias", True),
             has_bias=reader.flag("use_bias", False),
             has_output_bias=reader.flag("use_bias", False),
@@ -238,12 +239,40 @@ def _nemotron_layers(reader: ConfigReader, layers: Layers) -> Layers:
     return tuple(of_kind[kind] for kind in kinds)
 
 
-def _no_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+def _mamba2_layers(reader: ConfigReader, layers: Layers) -> Layers:
+    """Each layer has Mamba2 and one norm, and no feed-forward."""
+    num_heads, head_size = reader.count("num_attention_heads"), reader.count("mamba_head_dim")
+    inner = reader.count("expand") * reader.count("hidden_size")
+    if num_heads * head_size != inner:
+        rule = f"heads of head_dim={head_size} are not the {inner} columns of expand times hidden_size"
+        raise reader.error("num_attention_heads", rule)
+    mamba = _checked(
+        reader,
+        "n_groups",
+        MambaConfig(
+            num_heads=num_heads,
+            head_size=head_size,
+            num_groups=reader.count("n_groups"),
+            state_size=reader.count("state_size"),
+            norm_eps=layers[0].norm.eps,
+            kernel_size=num_taps(reader, "conv_kernel"),
+            has_conv_bias=reader.flag("use_conv_bias", True),
+            has_bias=reader.flag("use_bias", False),
+            has_output_bias=reader.flag("use_bias", False),
+            dt_limits=_dt_limits(reader),
+        ),
+    )
+    return (replace(layers[0], mixer="mamba", mamba=mamba, has_feed_forward=False, rope=None),) * len(layers)
+
+
+def no_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """Positions are known to the states alone."""
     del reader, max_positions, head_size
     return ()
 
 
+UNBOUNDED: Final = 2**20
+"""Tokens of a sequence in a model without positions, which has no bound of its own and no memory that grows with it."""
 _MAMBA_DEFAULTS: Final[dict[str, Any]] = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -290,6 +319,47 @@ _NEMOTRON_PARTS: Final = {
 }
 
 MAMBA_ROWS: Final[dict[str, Family]] = {
+    "Mamba2ForCausalLM": Family(
+        models="Mamba 2: 130M to 2.7B, Codestral Mamba 7B",
+        names=Names(
+            embedding="backbone.embeddings",
+            layers="backbone.layers",
+            norm="backbone.norm_f",
+            norms=("norm", "", "", ""),
+            parts={
+                "mamba": "mixer",
+                **{f"mamba.{part}": f"mixer.{part}" for part in ("conv1d", "norm", "out_proj")},
+            },
+            fused={"mixer.in_proj": _IN_PROJ},
+            aliases={"backbone.embedding.": "backbone.embeddings."},
+        ),
+        # No layer has attention: ranks divide its heads as Mamba's.
+        attention=Attention(head_size=64),
+        norms=Norms(eps_key="layer_norm_epsilon", eps=1e-5),
+        file_keys={
+            "num_attention_heads": "num_heads",
+            "num_key_value_heads": "",
+            "head_dim": "",
+            "mamba_head_dim": "head_dim",
+            "intermediate_size": "hidden_size",
+        },
+        required={"hidden_act": "silu"},
+        defaults={
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "state_size": 128,
+            "expand": 2,
+            "conv_kernel": 4,
+            "max_position_embeddings": UNBOUNDED,
+            "eos_token_id": 2,
+        },
+        layers=_mamba2_layers,
+        ropes=no_ropes,
+    ),
     "NemotronHForCausalLM": Family(
         models="Nemotron-H; Nemotron Nano 2; Nemotron 3 Nano, Super",
         names=Names(
@@ -334,7 +404,7 @@ MAMBA_ROWS: Final[dict[str, Family]] = {
             "norm_topk_prob": True,
         },
         layers=_nemotron_layers,
-        ropes=_no_ropes,
+        ropes=no_ropes,
         newer=_nemotron_keys,
     ),
     "GraniteMoeHybridForCausalLM": replace(

@@ -32,6 +32,7 @@ from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
+from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
@@ -245,6 +246,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **DELTA_ROWS,
     **KIMI_ROWS,
     **MAMBA_ROWS,
+    **MAMBA1_ROWS,
     **LLAMA4_ROWS,
     **GEMMA4_ROWS,
     **ENCODER_DECODER_ROWS,
@@ -285,7 +287,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
     _RECURRENT: (
-        *("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",
     ),

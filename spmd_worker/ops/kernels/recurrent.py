@@ -5,7 +5,7 @@ would add in two orders. What is computed for a sequence depends on its own toke
 where a prompt is cut.
 
 T: tokens; S: sequences; K: taps of a convolution, C its channels; Hk, Hv: key and value heads, dk, dv their sizes;
-H, P, G, n: heads of Mamba2, their size, groups, and size of a state.
+H, P, G, n: heads of Mamba2, their size, groups, and size of a state; C, n: channels of Mamba, and numbers of each.
 """
 
 from dataclasses import dataclass
@@ -96,6 +96,24 @@ class RecurrentKernels(Protocol):
 
         In float32: dt = softplus(dt + dt_bias) bounded by `dt_limits`; S = exp(-dt exp(a_log)) S + (dt x) B^T; o = S C
         + D x. `states` float32 [slots, H, P, n].
+        """
+
+    def scan_mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        shared: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+    ) -> Tensor:
+        """Mamba (https://arxiv.org/abs/2312.00752): x and dt [T, C] of each channel, shared [T, 2 n] has B and C, which
+        all channels share; float32 a_log [C, n], dt_bias and skip (D) [C] -> [T, C].
+
+        In float32: dt = softplus(dt + dt_bias); S = exp(-dt exp(a_log)) S + (dt x) B; o = S . C + D x.
+        `states` float32 [slots, C, n].
         """
 
     def gated_norm(

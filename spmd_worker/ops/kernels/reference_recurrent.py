@@ -172,6 +172,30 @@ class ReferenceRecurrentKernels:
                     states[slot] = state
         return out.view(len(mixed), inner).to(mixed.dtype)
 
+    def scan_mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        shared: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+    ) -> Tensor:
+        wide, (b, c), rates = x.float(), shared.float().chunk(2, dim=-1), -torch.exp(a_log)
+        steps = softplus(dt.float() + dt_bias)
+        out, direct = torch.zeros_like(wide), wide * skip
+        for slot, start, kept, stop, begins in segment_rows(segments):
+            state = torch.zeros_like(states[slot]) if begins else states[slot]
+            for row in range(start, stop):
+                added = (steps[row] * wide[row])[:, None] * b[row]
+                state = state * torch.exp(steps[row][:, None] * rates) + added
+                out[row] = (state * c[row]).sum(-1) + direct[row]
+                if row + 1 == kept:
+                    states[slot] = state
+        return out.to(x.dtype)
+
     def gated_norm(
         self,
         x: Tensor,

@@ -15,7 +15,7 @@ from spmd_worker.replica.mirror.comparison_check import check_comparisons, check
 from spmd_worker.replica.mirror.contents import MirroredSlots
 from spmd_worker.replica.mirror.last_rows import LastRows
 from spmd_worker.replica.mirror.media_check import MediaCheck
-from spmd_worker.replica.mirror.plan_check import AdapterRules, PlanCheck
+from spmd_worker.replica.mirror.plan_check import NO_TABLES, AdapterRules, PlanCheck
 from spmd_worker.replica.mirror.records import (
     MirroredGroup,
     MirroredSequence,
@@ -69,6 +69,9 @@ class Mirror:
         assert block_size >= 1, block_size
         self.num_blocks = num_blocks
         self.block_size, self.num_groups = block_size, groups.num_groups
+        # A model without attention has states and no blocks: an empty table is enough for any number of tokens.
+        has_tables = num_blocks > 0 or not num_state_slots
+        self._table_size = block_size if has_tables else NO_TABLES
         self._num_steps_ahead, self._adapters, self._most_drafts = num_steps_ahead, adapters, most_drafts
         self.media_rows: dict[bytes, None] = {}
         """Names of the images whose rows are kept."""
@@ -126,15 +129,16 @@ class Mirror:
         ):
             return False
         if plan.continuing_blocks:
-            sizes = (self.num_blocks, self.block_size)
+            sizes = (self.num_blocks, self._table_size)
             num_new = PlanCheck(plan, self._groups, {}, *sizes, num_groups=self.num_groups).num_new_blocks()
-        return all(index in num_new for index in last.to_check(self.block_size, self.num_groups))
+        return all(index in num_new for index in last.to_check(self._table_size, self.num_groups))
 
     def _apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
         """`apply` for any plan."""
         sizes = (self.num_blocks, self.block_size)
         following = None if plan.continuing_num_ids else self._last.following(plan.continuing)
-        state = (self._groups, self._sequences, *sizes, self._step, self._last.scheduled)
+        of_plan = (self.num_blocks, self._table_size)
+        state = (self._groups, self._sequences, *of_plan, self._step, self._last.scheduled)
         check = PlanCheck(
             *(plan, *state),
             allows_ahead=self._num_steps_ahead > 0,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.replica.mirror.last_rows import LastRows
@@ -27,10 +27,15 @@ class AdapterRules(NamedTuple):
     max_adapters: int
 
 
+NO_TABLES: Final = 2**62
+"""Block size of a model without attention, whose tables are empty: more tokens than any sequence has."""
+
+
 class PlanCheck:
     """One check of one plan against `groups`, and the `sequences` of all of them, which are at step `step` (None:
-    before the first). Without blocks, sequences are computed completely at once. With `allows_ahead` the rows of that
-    step, `last_rows`, may go ahead of the ids that it samples. Tables have `num_groups` entries for each block.
+    before the first). Without blocks, sequences are computed completely at once, unless `block_size` is `NO_TABLES`:
+    then tables are empty, and enough for any tokens. With `allows_ahead` the rows of that step, `last_rows`, may go
+    ahead of the ids that it samples. Tables have `num_groups` entries for each block.
     """
 
     def __init__(
@@ -310,7 +315,8 @@ class PlanCheck:
         first, num_scheduled = data.num_computed_tokens, data.num_scheduled_tokens
         end, num_tokens = first + num_scheduled, num_tokens + len(data.draft_token_ids)
         is_all = (first, end) == (0, num_tokens)
-        has_blocks = end <= self._num_covered(num_blocks) if self._num_blocks else is_all
+        is_cached = self._num_blocks > 0 or self._block_size == NO_TABLES
+        has_blocks = end <= self._num_covered(num_blocks) if is_cached else is_all
         if num_blocks % self._num_groups:
             rule = f"a multiple of {self._num_groups}, the groups of layers"
             reject(self._plan, "block_ids", f"{num_blocks} blocks", rule, request.request_id, data.sample_index)
@@ -327,7 +333,7 @@ class PlanCheck:
             (num_scheduled >= 1, "num_scheduled_tokens", num_scheduled, "1 or more"),
             (end <= num_tokens, "num_scheduled_tokens", num_scheduled, left),
             (
-                self._num_blocks > 0 or is_all,
+                is_cached or is_all,
                 "num_scheduled_tokens",
                 num_scheduled,
                 every,
@@ -351,4 +357,6 @@ class PlanCheck:
 
     def _num_covered(self, num_entries: int) -> int:
         """Number of tokens whose keys and values a table of so many entries has room for."""
+        if self._block_size == NO_TABLES:
+            return NO_TABLES
         return num_entries // self._num_groups * self._block_size

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kv_cache.block import BlockHash, BlockId
+from kv_cache.block import NO_BLOCK, BlockHash, BlockId
 from kv_cache.block_hash import GivenRows, hash_blocks, root_hash
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
@@ -43,9 +43,9 @@ class PreemptionPolicy:
 class Allocator:
     """Allocates and releases the blocks of sequences. `num_swapped` sequences are on the host now.
 
-    A cache without blocks is an encoder's: sequences hold nothing and are computed completely in the step in which they
-    join. With `states` a running sequence of a model with recurrent states owns a slot beside its blocks, and a prefix
-    is found as far as a snapshot was kept.
+    A cache without blocks is an encoder's, whose sequences are computed completely in the step in which they join, or
+    that of a model without attention. With `states` a running sequence of a model with recurrent states owns a slot
+    beside its blocks, if there are any, and a prefix is found as far as a snapshot was kept.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class Allocator:
         hashes = self._prefix_hashes(sequence)
         if not hashes:
             return self._blocks_of_sample(sequence, group)
+        if self.states is not None and not self._cache.num_blocks:
+            return [NO_BLOCK] * self.states.num_usable(hashes, len(hashes))
         found = self._cache.find_prefix(hashes)
         while self.states is not None:
             # Both a snapshot and the window before it must be there.
@@ -144,7 +146,8 @@ class Allocator:
         else:
             if self.states is not None:
                 self._start_state(self.states, sequence, self._cache.num_prefix_blocks(prefix), following)
-            self._cache.adopt(sequence.table, prefix)
+            if self._cache.num_blocks:
+                self._cache.adopt(sequence.table, prefix)
             sequence.num_computed_tokens = self._cache.num_prefix_tokens(prefix)
             sequence.num_hashed_blocks = self._cache.num_prefix_blocks(prefix)
             num_found = sequence.num_computed_tokens
@@ -168,8 +171,9 @@ class Allocator:
         """
         first = sequence.num_computed_tokens
         if not self._cache.num_blocks:
-            assert (first, num_tokens) == (0, sequence.num_tokens), (sequence.key, first, num_tokens)
-            sequence.num_computed_tokens = num_tokens
+            is_all = (first, num_tokens) == (0, sequence.num_tokens)
+            assert is_all or self.states is not None, (sequence.key, first, num_tokens)
+            sequence.num_computed_tokens, sequence.shares_tail = first + num_tokens, False
             return TableChange(0, ())
         change = self._cache.extend(sequence.table, first, first + num_tokens + num_more)
         sequence.shares_tail = False
@@ -189,6 +193,10 @@ class Allocator:
         """`extend` by one token for sequences whose blocks are full, in order. Returns the new blocks, as many of each
         sequence as there are groups of layers.
         """
+        if not self._cache.num_blocks:
+            for sequence in sequences:
+                self.extend(sequence, 1)
+            return []
         firsts = [sequence.num_computed_tokens for sequence in sequences]
         block_ids = self._cache.begin_blocks([sequence.table for sequence in sequences], firsts)
         for sequence, first in zip(sequences, firsts):
@@ -332,8 +340,10 @@ class Allocator:
     def _start_state(
         self, states: SequenceStates, sequence: Sequence, num_blocks: int, following: Sequence | None
     ) -> None:
-        hashes = self._prefix_hashes(sequence)
-        num_matched, num_shared = self._cache.num_prefix_blocks(self._cache.find_prefix(hashes)), 0
+        hashes, num_shared = self._prefix_hashes(sequence), 0
+        # Without blocks the states know which beginnings were seen.
+        has_blocks = self._cache.num_blocks > 0
+        num_matched = self._cache.num_prefix_blocks(self._cache.find_prefix(hashes)) if has_blocks else None
         if following is not None and following.status is not SequenceStatus.SWAPPED:
             pairs = zip(hashes, self._prefix_hashes(following))
             num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -352,6 +362,8 @@ class Allocator:
 
     def _set_last_hashes(self, sequence: Sequence) -> None:
         """Set the hashes of all full blocks of a table that is about to be released."""
+        if not self._cache.num_blocks:
+            return
         num_computed = sequence.num_computed_tokens
         self._set_full_block_hashes(sequence, num_written_tokens=num_computed)
         # Again: a block stayed without its hash where another one had it, which may be evicted by now.
@@ -360,7 +372,7 @@ class Allocator:
     def _set_full_block_hashes(self, sequence: Sequence, *, num_written_tokens: int) -> None:
         # A token that is computed ahead of its id is not hashed.
         num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self._cache.block_size
-        if num_full <= sequence.num_hashed_blocks or not self._enable_prefix_caching:
+        if num_full <= sequence.num_hashed_blocks or not self._enable_prefix_caching or not self._cache.num_blocks:
             return
         hashes = self._hashes(sequence, num_full)
         if hashes:

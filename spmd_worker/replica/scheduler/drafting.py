@@ -146,7 +146,7 @@ class Drafting:
     def _num_with_blocks(self, sequence: Sequence, most: int) -> int:
         """Number of drafts, `most` at most, for which blocks are left."""
         end = sequence.num_tokens
-        if self._num_blocks(sequence, end, most) <= self._num_blocks_left:
+        if not self._cache.num_blocks or self._num_blocks(sequence, end, most) <= self._num_blocks_left:
             return most
         size = self._cache.block_size
         num_in_last = -end % size

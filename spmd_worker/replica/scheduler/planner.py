@@ -166,6 +166,9 @@ class Planner:
         """Preempt until the blocks suffice for all that still run; returns whether there were too few."""
         num_running = len(self._queues.running)
         self._allows_ahead = may_go_ahead = self._limits.num_steps_ahead > 0 and not self._follows_ids()
+        if not self._cache.num_blocks:
+            # Running sequences have slots already: nothing is ever preempted for memory.
+            return False
         # Each needs at most its tokens' blocks, and one more if they begin or end inside one.
         most_blocks = num_tokens // self._cache.block_size + 2 * num_running
         if self._cache.num_free_blocks >= most_blocks * self._cache.num_groups:

@@ -7,7 +7,8 @@ has, or starts again: from zeros, or from a copy of a snapshot.
 
 * the last one below the prompt's length, and below all known tokens where an answer is recomputed;
 * every `snapshot_interval` tokens, the length whose keys and values cost as much as a state;
-* the junction: the last one inside the blocks that match further than snapshots do: another sequence shares them;
+* the junction: the last one inside the blocks that match further than snapshots do: another sequence shares them.
+  Without blocks names of beginnings are remembered for this alone;
 * the last one inside what the sequence that waits next shares.
 
 A decoding sequence keeps the state at the last multiple that its answer has reached, for the next turn of a
@@ -21,12 +22,16 @@ as drafts are not made beyond the token before it (`drafting.py`).
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sized
+from typing import Final
 
 from kv_cache.block import BlockHash
 from kv_cache.state_slots import StateSlots, check_state_block_size
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.hit_verifier import Writers
 from spmd_worker.replica.sequence.sequence import Sequence
+
+_MOST_SEEN: Final = 65_536
+"""Names of beginnings that are remembered in a cache without blocks: 4 million tokens at least."""
 
 Hashes = Callable[[Sequence, int], list[BlockHash]]
 """Names of the first blocks of a sequence, as many as asked for; none if nothing of it is shared."""
@@ -59,6 +64,8 @@ class SequenceStates:
         self._expected: dict[BlockHash, Sequence] = {}
         # Names of snapshots of answers, the oldest first; some are gone.
         self._answers: dict[BlockHash, None] = {}
+        # Names of beginnings of sequences that joined, the oldest first.
+        self._seen: dict[BlockHash, None] = {}
 
     def num_usable(self, hashes: Sized[BlockHash], num_blocks: int) -> int:
         """Number of the first `num_blocks` blocks, at most, after which a sequence can go on: a snapshot is there."""
@@ -69,17 +76,18 @@ class SequenceStates:
         return bool(self._expected) and self._last_at(hashes, len(hashes), self._expected.__contains__) > num_found
 
     def start(
-        self, sequence: Sequence, hashes: Sized[BlockHash], num_blocks: int, num_matched: int, num_shared: int
+        self, sequence: Sequence, hashes: Sized[BlockHash], num_blocks: int, num_matched: int | None, num_shared: int
     ) -> None:
         """Give a joining sequence a slot, from the snapshot after `num_blocks` blocks, or from zeros after 0, and
-        choose where it makes snapshots: the device has `num_matched` of its blocks, and the sequence that waits next
-        begins with `num_shared` of them.
+        choose where it makes snapshots: the device has `num_matched` of its blocks, None in a cache without blocks, and
+        the sequence that waits next begins with `num_shared` of them.
         """
         assert not sequence.request.num_given_tokens, f"{sequence.key}: given keys and values have no state"
         sequence.state_slot = self.slots.take_from(hashes[num_blocks - 1]) if num_blocks else self.slots.take()
         self._counters.num_snapshot_hits += num_blocks > 0
         assert not sequence.num_lagging_tokens, f"{sequence.key} lags, and starts"
         if self._ends_chunks:
+            num_matched = self._see(hashes) if num_matched is None else num_matched
             sequence.snapshot_stops = self._choose_stops(sequence, hashes, num_blocks, max(num_matched, num_shared))
             for _, name in sequence.snapshot_stops:
                 self._expected.setdefault(name, sequence)
@@ -136,6 +144,7 @@ class SequenceStates:
         self.slots.clear_names()
         self._expected.clear()
         self._answers.clear()
+        self._seen.clear()
         for sequence in sequences:
             sequence.snapshot_stops, sequence.prompt_snapshots, sequence.answer_snapshot = (), (), None
 
@@ -215,6 +224,19 @@ class SequenceStates:
         first = num_blocks * size
         positions = sorted(dict.fromkeys(each for each in wanted if each > first))
         return tuple([(position, hashes[position // size - 1]) for position in positions])
+
+    def _see(self, hashes: Sized[BlockHash]) -> int:
+        """Number of leading blocks with which another sequence began, a multiple of the grid; remembers all of them."""
+        every = self.unit // self._block_size
+        names = hashes[every - 1 :: every]
+        num_seen = next((index for index, name in enumerate(names) if name not in self._seen), len(names))
+        for name in names:
+            # Moved to the end.
+            self._seen.pop(name, None)
+            self._seen[name] = None
+        while len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return num_seen * every
 
     def _drop_stop(self, sequence: Sequence) -> None:
         (_, name), *rest = sequence.snapshot_stops

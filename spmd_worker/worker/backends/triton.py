@@ -159,6 +159,9 @@ class TritonDevice(DeviceBackend):
         scheduler, block_size = self.resolved.config.scheduler, self.resolved.config.cache.block_size
         max_tokens, max_seqs = scheduler.max_num_batched_tokens, self.resolved.max_num_seqs
         max_blocks = num_blocks_for(self.resolved.max_sequence_len, block_size)
+        if self.resolved.model_config.is_attention_free:
+            # Steps have no block tables: a column that nobody reads.
+            max_blocks = 1
         sizes, has_states = (max_tokens, max_seqs, max_blocks, block_size), self.resolved.model_config.has_states
         fixed = TritonFixedAttention(*sizes, self.device, has_states=has_states)
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None

@@ -343,6 +343,10 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         mamba = layer.mamba.share(share.num_ranks)
         elements += 2 * mamba.num_projected + mamba.num_channels + 2 * mamba.num_columns
         elements += 6 * layer.mamba.num_columns // layer.mamba.num_groups * mamba.num_groups
+    if layer.mamba1 is not None:
+        # Projected, convolved, scanned, joined with its gate, and gated; dt, as float32 too; dt, B and C joined.
+        own = layer.mamba1.share(share.num_ranks)
+        elements += 10 * own.num_channels + 3 * own.num_parameters_of_scan
     if layer.delta is not None:
         # Projected, convolved, scanned and gated.
         delta = layer.delta.share(share.num_ranks)
@@ -436,6 +440,10 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
         delta = layer.delta.share(size)
         shape = (delta.num_value_heads, delta.key_size, delta.value_size)
         num_taps, num_channels, num_gates = delta.kernel_size, delta.num_channels, shape[0] + delta.num_steps
+    elif layer.mamba1 is not None:
+        of_channels = layer.mamba1.share(size)
+        shape = (of_channels.num_channels, of_channels.state_size)
+        num_taps, num_channels = of_channels.kernel_size, of_channels.num_channels
     elif layer.mamba is not None:
         mamba = layer.mamba.share(size)
         shape = (mamba.num_heads, mamba.head_size, mamba.state_size)
@@ -448,7 +456,7 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
-    if layer.mixer in ("conv", "delta", "mamba", "none") or layer.kv_layer is not None:
+    if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
         return BlockLayer(1, layer.latent.key_size, 0)

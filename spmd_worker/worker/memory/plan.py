@@ -12,6 +12,7 @@ from kv_cache.cache_sizing import (
     check_cache_holds_one_sequence,
     format_bytes,
     size_cache,
+    size_without_blocks,
 )
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.state_sizing import StateNeed, size_states
@@ -55,6 +56,8 @@ def check_cache_setting(resolved: ResolvedRun) -> None:
 def check_cache_blocks(resolved: ResolvedRun, num_device_blocks: int, num_host_blocks: int) -> None:
     """Raise ConfigError, naming the setting to change, if the cache cannot hold one sequence of `max_model_len`."""
     cache = resolved.config.cache
+    if resolved.model_config.is_attention_free:
+        return
     try:
         check_cache_holds_one_sequence(
             num_device_blocks,
@@ -164,13 +167,16 @@ def adapters_bytes_of(resolved: ResolvedRun, rank: int) -> int:
 
 
 def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> CacheSizing:
-    """Blocks of one rank, from a measurement or from `cache.num_blocks`; 0 for an encoder."""
+    """Blocks of one rank, from a measurement or from `cache.num_blocks`; 0 for an encoder, and without attention."""
     cache = resolved.config.cache
     if resolved.model_config.is_encoder:
         # Keys and values of the largest step, in one layer, whose memory all layers use in turn.
         num_bytes = format_bytes(num_step_blocks(resolved) * cache_spec_of(resolved, rank).block_bytes)
         return CacheSizing(0, 0, f"no cache, because attention is bidirectional; a step has a buffer of {num_bytes}")
     spec, swap_space_bytes = cache_spec_of(resolved, rank), resolve_swap_space_bytes(resolved)
+    if resolved.model_config.is_attention_free:
+        states = _size_states(resolved, spec, measurement, 0)
+        return size_without_blocks(measurement, cache.gpu_memory_utilization, states)
     states = _size_states(resolved, spec, measurement, swap_space_bytes) if spec.states else NO_STATES
     return size_cache(
         spec,

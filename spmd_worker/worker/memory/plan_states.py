@@ -29,3 +29,14 @@ def describe_states(states: StateSizing, weights_bytes: int) -> list[str]:
         f"traffic    a decode step of {states.num_seqs:,} sequences reads and writes {moved} of states beside "
         f"{format_bytes(weights_bytes)} of weights",
     ]
+
+
+def describe_states_alone(states: StateSizing, reason: str, weights_bytes: int) -> list[str]:
+    """Lines of the cache of a model without attention, from `CacheSizing.reason`."""
+    first, *others = [line.strip() for line in reason.splitlines()]
+    return [
+        f"blocks     {first}",
+        f"sequences  {states.num_seqs:,} of any length fit at once in each replica",
+        *describe_states(states, weights_bytes),
+        *(f"{'why' if index == 0 else '':<11}{line}" for index, line in enumerate(others)),
+    ]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Final
 
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, StateSizing, format_bytes, num_swap_blocks
+from kv_cache.cache_sizing import NO_BLOCKS, CacheSizing, MemoryMeasurement, StateSizing, format_bytes, num_swap_blocks
 from kv_cache.layer_groups import LayerGroups
 from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_reading import image_costs
 from spmd_worker.model_config.layer_config import LayerShare
-from spmd_worker.model_config.model_config import DTYPE_BYTES
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.ranks.row_sums import describe_row_sums
 from spmd_worker.ranks.stored_weights import NOTHING_STORED
 from spmd_worker.ranks.topology import RankLayout, stage_of
@@ -46,7 +46,7 @@ from spmd_worker.worker.memory.plan import (
     resolve_swap_space_bytes,
     size_rank,
 )
-from spmd_worker.worker.memory.plan_states import describe_states, fewest_states
+from spmd_worker.worker.memory.plan_states import describe_states, describe_states_alone, fewest_states
 from spmd_worker.worker.memory.window_groups import describe_windows, grouping_of
 from spmd_worker.worker.stored_weights import planned_stored_weights
 
@@ -175,8 +175,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines = [
         f"model      {model_config.architecture}, {model_config.num_parameters:,} parameters, "
         f"{model_config.num_layers} layers, hidden size {model_config.hidden_size:,}, "
-        f"{_counts(layer.num_heads for layer in model_config.layers)} heads, "
-        f"{_counts(layer.num_kv_heads for layer in model_config.layers)} KV heads",
+        f"{_heads(model_config)}",
         *_merged(plan),
         *_quantised(plan),
         *_int8(plan),
@@ -197,6 +196,16 @@ def describe_plan(plan: MemoryPlan) -> str:
     error_result = plan.error_result
     lines += [f"rejected   {error_result}"] if error_result else []
     return "\n".join(lines)
+
+
+def _heads(model_config: ModelConfig) -> str:
+    """Heads of attention, in words."""
+    if model_config.is_attention_free:
+        return "no attention"
+    layers = model_config.layers
+    return (
+        f"{_counts(each.num_heads for each in layers)} heads, {_counts(each.num_kv_heads for each in layers)} KV heads"
+    )
 
 
 def fold_plan(text: str) -> str:
@@ -430,7 +439,10 @@ def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...
     cache = "measured" if num_blocks is None else format_bytes(num_bytes)
     num_layers = stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers
     sizes = [(each.num_heads, each.num_kv_heads, each.num_columns) for each in share.layers]
-    counts = [f"{num_layers:,}", *map(_counts, zip(*sizes, strict=True)), f"{share.num_vocabulary_rows:,}"]
+    of_layers = [*map(_counts, zip(*sizes, strict=True))]
+    if plan.resolved.model_config.is_attention_free:
+        of_layers[:2] = ["-", "-"]
+    counts = [f"{num_layers:,}", *of_layers, f"{share.num_vocabulary_rows:,}"]
     return (_spans(ranks), *counts, format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
 
 
@@ -456,6 +468,9 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
             f"steps      {scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), in complete "
             f"rows of at most {resolved.max_model_len:,} (model.max_model_len)",
         ]
+    if resolved.model_config.is_attention_free:
+        weights = max(share.weights_bytes for share in plan.shares)
+        return describe_states_alone(plan.states, plan.sizings[0].reason, weights)
     block_size, fewest = resolved.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
     # The shares of the device's memory are the indented lines under the first; swap space has its own line here.
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
@@ -530,6 +545,8 @@ def _describe_unsized(plan: MemoryPlan) -> list[str]:
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",
     ]
+    if plan.resolved.model_config.is_attention_free:
+        lines = [f"blocks     {NO_BLOCKS}", *_describe_slot(plan)]
     if is_on_cpu:
         return lines
     lines += [f"about      with cache.gpu_memory_utilization={utilization:g} a rank has, on a GPU of"]
@@ -548,8 +565,11 @@ def _on_gpu(plan: MemoryPlan, total_bytes: int) -> str:
     try:
         sizings = [_sizing(plan.resolved, rank, share, total_bytes) for rank, share in enumerate(plan.shares)]
     except ConfigError:
-        return f"{0:>9,} blocks: the recurrent states do not fit"
+        blocks = "" if plan.resolved.model_config.is_attention_free else f"{0:>9,} blocks: "
+        return f"{blocks}the recurrent states do not fit"
     num_blocks = min(each.num_device_blocks for each in sizings)
     states = fewest_states([each.states for each in sizings])
+    if plan.resolved.model_config.is_attention_free:
+        return f"{states.num_seqs:>9,} sequences of any length, {states.num_snapshots:,} snapshots of states"
     slots = f", states of {states.num_seqs:,}, {states.num_snapshots:,} snapshots" if states.num_seqs else ""
     return f"{num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences{slots}"

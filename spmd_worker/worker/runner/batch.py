@@ -108,7 +108,7 @@ def build_batch(
         query_starts=starts,
         context_lengths=tuple(first + count for first, count in zip(firsts, counts, strict=True)),
         block_tables=_to(tables, device),
-        token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
+        token_blocks=_to(_blocks_of_tokens(tables, sequence_of_token, positions // block_size), device),
         token_offsets=_to(positions % block_size, device),
         sees_later=is_encoder,
         segments=state_segments(sequences, starts, firsts, device) if has_states else None,
@@ -116,7 +116,7 @@ def build_batch(
         last_visible=None if last_visible is None else _to(last_visible.astype(np.int32), device),
     )
     if other_tables:
-        token_blocks = [each[sequence_of_token, positions // block_size] for each in other_tables]
+        token_blocks = [_blocks_of_tokens(each, sequence_of_token, positions // block_size) for each in other_tables]
         others = [
             replace(attention, block_tables=_to(each, device), token_blocks=_to(blocks, device))
             for each, blocks in zip(other_tables, token_blocks)
@@ -322,6 +322,11 @@ def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
     padded = np.zeros((len(tables), lengths.max()), dtype=np.int64)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = list(chain.from_iterable(tables))
     return padded
+
+
+def _blocks_of_tokens(tables: Integers, sequences: Integers, numbers: Integers) -> Integers:
+    """Block of each token, by its sequence and the number of the block in the table; 0 where tables are empty."""
+    return tables[sequences, numbers] if tables.shape[1] else np.zeros(len(numbers), dtype=np.int64)
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:

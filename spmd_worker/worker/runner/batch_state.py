@@ -357,6 +357,9 @@ class BatchState:
         """
         numbers, offsets = np.divmod(positions, self._block_size)
         num_groups = self._num_groups
+        if not self._host_tables.shape[1]:
+            # A model without attention has no blocks.
+            return np.zeros_like(offsets), offsets, offsets
         if num_groups == 1:
             blocks = self._host_tables[slots, numbers].astype(np.int64)
             return blocks, offsets, blocks * self._block_size + offsets
@@ -411,4 +414,4 @@ def _padded(count: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return 1 << (number - 1).bit_length() if number else 0

@@ -167,7 +167,8 @@ def _sequence(
 
 
 def _cycled_blocks(length: int, block_size: int, num_blocks: int) -> list[int]:
-    return [index % num_blocks for index in range(num_blocks_for(length, block_size))]
+    """Empty for a cache without blocks."""
+    return [index % num_blocks for index in range(num_blocks_for(length, block_size) if num_blocks else 0)]
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from kv_cache.state_engine import StateEngine
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.delta_net import DeltaNet
 from spmd_worker.model.layers.mamba import Mamba
+from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.model_config.layer_config import (
     ConvConfig,
     DeltaConfig,
     LayerConfig,
     LayerShare,
+    Mamba1Config,
     MambaConfig,
     NormConfig,
 )
@@ -49,8 +51,9 @@ LAYERS: dict[str, LayerConfig] = {
     "delta of heads": replace(BARE, mixer="delta", delta=replace(DELTA, num_key_heads=2)),
     "delta of channels": replace(BARE, mixer="delta", delta=replace(DELTA, is_per_channel=True, gate_rank=8)),
     "mamba": replace(BARE, mixer="mamba", mamba=MambaConfig(4, 16, 2, 12, 1e-3, multipliers=(1.0, 0.9, 1.1, 0.8, 0.7))),
+    "mamba1": replace(BARE, mixer="mamba1", mamba1=Mamba1Config(64, 12, 8, norm="bare", norm_eps=1e-3)),
 }
-MIXERS: dict[str, type[Any]] = {"conv": ShortConv, "delta": DeltaNet, "mamba": Mamba}
+MIXERS: dict[str, type[Any]] = {"conv": ShortConv, "delta": DeltaNet, "mamba": Mamba, "mamba1": Mamba1}
 
 Part = tuple[int, int, int]
 """Tokens that a row is given in a step, and its drafts behind them: first right ones, then wrong ones."""
@@ -239,6 +242,8 @@ def num_inputs(mixer: Any) -> int:
     """Channels of the convolution, and gates of steps."""
     if isinstance(mixer, ShortConv):
         return len(mixer.conv.weight)
+    if isinstance(mixer, Mamba1):
+        return len(mixer.conv1d.weight)
     if isinstance(mixer, Mamba):
         return len(mixer.conv1d.weight) + len(mixer.gates.dt_bias)
     return len(mixer.conv.weight) + len(mixer.gates.rates()) + len(mixer.gates.dt_bias)

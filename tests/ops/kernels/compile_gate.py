@@ -855,7 +855,12 @@ _SEGMENTS = dict.fromkeys(("slots", "starts", "firsts"), "*i32")
 def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
     """Every kernel of layers with states; those of segments as they are, and with tokens behind the kept ones."""
     yield from norms_of_states(element)
-    for variant in (*conv_variants(element), *delta_variants(element), *mamba_variants(element)):
+    for variant in (
+        *conv_variants(element),
+        *delta_variants(element),
+        *mamba_variants(element),
+        *mamba1_variants(element),
+    ):
         yield variant
         types, constants = variant.types | {"kept": "*i32"}, variant.constants | {"HAS_KEPT": True}
         yield replace(variant, name=f"{variant.name} kept", types=types, constants=constants)
@@ -909,6 +914,18 @@ def mamba_variants(element: str) -> Iterator[Variant]:
         yield Variant(f"scan_mamba {head_size} {state_size}", kernel, types, constants, options, ("stride_mixed",))
 
 
+def mamba1_variants(element: str) -> Iterator[Variant]:
+    """Mamba's states of 16, and larger ones."""
+    types = dict.fromkeys(("inputs", "dt", "shared", "out"), f"*{element}")
+    types |= dict.fromkeys(("a_log", "dt_bias", "skip", "states"), "*fp32")
+    types |= _SEGMENTS
+    types |= dict.fromkeys(("C", "stride_x", "stride_dt", "stride_shared"), "i32")
+    kernel, options = scan_mamba_kernels.scan_mamba1, scan_mamba_kernels.LAUNCH
+    for size in (16, 64):
+        constants = scan_mamba.mamba1_constants(size)
+        yield Variant(f"scan_mamba1 {size}", kernel, types, constants, options, ("stride_x",))
+
+
 @triton.jit
 def _bytes_linear(x, weight, out):
     """Bytes that are seen to be bytes by what chooses the order of inputs."""
@@ -945,6 +962,7 @@ RECURRENT_OF_THE_GATE = (
     "scan_delta 128 128 kept",
     "gated_norm 128",
     "scan_mamba 64 128",
+    "scan_mamba1 16",
 )
 MATMULS_OF_THE_GATE = (
     "linear 16x64x256 4 4 ptt",

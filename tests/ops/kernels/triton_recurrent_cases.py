@@ -158,6 +158,38 @@ def a_scan_of_mamba_cut_anywhere_has_the_same_bits() -> None:
         assert torch.equal(state, whole), chunk
 
 
+def scans_of_mamba1_are_the_references() -> None:
+    """Sizes that are no powers of two, padding, a slot full of NaN, and a decoding sequence."""
+    segments = segments_of((3, 9, 7), (1, 6, 0), (-1, 2, 5), (0, 1, 64))
+    kept = torch.ones(18, dtype=torch.bool)
+    kept[15:17] = False
+    for channels, size, dtype in ((40, 12, torch.float32), (32, 16, torch.float16))[: 1 if in_gate() else 2]:
+        given = torch.randn(18, 2 * channels + 2 * size).to(dtype)
+        inputs = (*given.split_with_sizes([channels, channels, 2 * size], dim=1), torch.randn(channels, size))
+        inputs = (*inputs, torch.randn(channels), torch.randn(channels))
+        found = torch.randn(5, channels, size)
+        found[1] = found[4] = NAN
+        expected = found.clone()
+        y, z = KERNELS.scan_mamba1(*inputs, found, segments), REFERENCE.scan_mamba1(*inputs, expected, segments)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(y[kept], z[kept], atol=tolerance, rtol=1e-3)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def a_scan_of_mamba1_cut_anywhere_has_the_same_bits() -> None:
+    given, numbers = (torch.randn(20, 8), torch.randn(20, 8), torch.randn(20, 16)), torch.randn(3, 8)
+    a_log, (_, bias, skip) = torch.randn(8, 8), numbers
+    whole, state = (torch.full((1, 8, 8), NAN) for _ in range(2))
+    expected = KERNELS.scan_mamba1(*given, a_log, bias, skip, whole, segments_of((0, 20, 0)))
+    for chunk in (1, 7):
+        parts = [
+            KERNELS.scan_mamba1(*part, a_log, bias, skip, state, segments_of((0, len(part[0]), first * chunk)))
+            for first, part in enumerate(zip(*(each.split(chunk) for each in given), strict=True))
+        ]
+        assert torch.equal(torch.cat(parts), expected), chunk
+        assert torch.equal(state, whole), chunk
+
+
 def leading_tokens_are_kept() -> None:
     # Interpreted programs take their time one after another.
     tiles = (64, 32) if is_interpreted() else (scan_delta_kernels.BV, scan_mamba_kernels.BP)
@@ -170,6 +202,7 @@ CASES: tuple[Callable[[], None], ...] = (
     *(convolutions_are_the_references, a_convolution_cut_anywhere_has_the_same_bits),
     *(scans_are_the_references, a_scan_cut_anywhere_has_the_same_bits, gated_norms_are_the_references),
     *(scans_of_mamba_are_the_references, a_scan_of_mamba_cut_anywhere_has_the_same_bits),
+    *(scans_of_mamba1_are_the_references, a_scan_of_mamba1_cut_anywhere_has_the_same_bits),
     leading_tokens_are_kept,
 )
 

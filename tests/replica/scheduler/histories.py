@@ -98,6 +98,8 @@ def new_run(limits: dict[str, Any], kind: Callable[..., Run] = Run) -> Run:
     num_full, *windows = given.pop("groups", (1,))
     groups = LayerGroups(num_full, *windows, given["max_num_batched_tokens"]) if windows else ONE_GROUP
     num_blocks = groups.num_blocks(MAX_MODEL_LEN, given["block_size"]) + given.pop("spare_blocks")
+    if given.pop("is_attention_free", False):
+        num_blocks, given["num_host_blocks"], given["num_tier_blocks"], given["verify_hits"] = 0, 0, 0, 0
     given["groups"] = groups
     return kind(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **given)
 

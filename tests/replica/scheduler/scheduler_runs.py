@@ -235,7 +235,8 @@ class Run:
         kept = sorted(self.scheduler.media_rows.names)
         assert sorted(self.mirror.media_rows) == kept, "the mirror keeps other rows than the replica"
         joined = [key for key in self.running() if key not in settled]
-        self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
+        if self.cache.num_blocks:
+            self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
         if self.slots is not None:
             self.states.run_step(plan.state_ops, [each.sequence for each in scheduled], joined)
         for each in plan.hit_comparisons:

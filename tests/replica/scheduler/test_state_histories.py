@@ -40,13 +40,25 @@ def test_any_history_keeps_states(limits: dict[str, Any], states: dict[str, Any]
     keeps_states_and_ends({**limits, **states}, operations)
 
 
+@settings(max_examples=15)
+@given(limits, state_limits, operations)
+def test_any_history_without_blocks_keeps_states(
+    limits: dict[str, Any], states: dict[str, Any], operations: list[Operation]
+):
+    keeps_states_and_ends({**limits, **states, "is_attention_free": True}, operations)
+
+
 @pytest.mark.stress
 @settings(max_examples=3_000)
-@given(limits, state_limits, operations, st.sampled_from([(1,), (0, 1, 1, 2)]))
+@given(limits, state_limits, operations, st.sampled_from([(1,), (0, 1, 1, 2)]), st.booleans())
 def test_many_more_histories_keep_states(
-    limits: dict[str, Any], states: dict[str, Any], operations: list[Operation], nums_of_ids: tuple[int, ...]
+    limits: dict[str, Any],
+    states: dict[str, Any],
+    operations: list[Operation],
+    nums_of_ids: tuple[int, ...],
+    is_attention_free: bool,
 ):
-    keeps_states_and_ends({**limits, **states}, operations, nums_of_ids)
+    keeps_states_and_ends({**limits, **states, "is_attention_free": is_attention_free}, operations, nums_of_ids)
 
 
 CROWDED = {

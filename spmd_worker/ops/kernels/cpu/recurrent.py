@@ -22,7 +22,7 @@ from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernel
 
 MAX_TAPS: Final = 16
 """Taps of a convolution, at most, as in native/short_conv.cpp."""
-_FUNCTIONS: Final = ("short_conv", "scan_delta", "scan_mamba", "gated_norm")
+_FUNCTIONS: Final = ("short_conv", "scan_delta", "scan_mamba", "scan_mamba1", "gated_norm")
 
 
 class NativeRecurrentKernels(ReferenceRecurrentKernels):
@@ -125,6 +125,36 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         self._functions["scan_mamba", mixed.dtype](
             *(*addresses, *sizes, mixed.data_ptr(), mixed.stride(0), dt.data_ptr(), dt.stride(0)),
             *(a_log.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *config.dt_limits),
+            *(states.data_ptr(), output.data_ptr(), num_threads()),
+        )
+        return output
+
+    def scan_mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        shared: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        segments: StateSegments,
+    ) -> Tensor:
+        check_dtype(x, dt, shared)
+        (num_tokens, num_channels), size = x.shape, shared.shape[1] // 2
+        assert dt.shape == x.shape, (dt.shape, x.shape)
+        assert shared.shape == (num_tokens, 2 * size), (shared.shape, x.shape)
+        check_tensor(a_log, torch.float32, (num_channels, size))
+        for each in (dt_bias, skip):
+            check_tensor(each, torch.float32, (num_channels,))
+        check_tensor(states, torch.float32, (len(states), num_channels, size))
+        addresses = segment_addresses(segments, num_tokens, len(states))
+        x, dt, shared = contiguous_rows(x), contiguous_rows(dt), contiguous_rows(shared)
+        # Rows of padding sequences are left out.
+        output = torch.zeros((num_tokens, num_channels), dtype=x.dtype)
+        self._functions["scan_mamba1", x.dtype](
+            *(*addresses, num_channels, size, x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0)),
+            *(shared.data_ptr(), shared.stride(0), a_log.data_ptr(), dt_bias.data_ptr(), skip.data_ptr()),
             *(states.data_ptr(), output.data_ptr(), num_threads()),
         )
         return output

@@ -3,7 +3,7 @@
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.triton.scan_delta import gated_norm, scan_delta
-from spmd_worker.ops.kernels.triton.scan_mamba import scan_mamba
+from spmd_worker.ops.kernels.triton.scan_mamba import scan_mamba, scan_mamba1
 from spmd_worker.ops.kernels.triton.short_conv import short_conv
 from spmd_worker.ops.kernels.triton.version import triton_region
 
@@ -17,4 +17,5 @@ class TritonRecurrentKernels(ReferenceRecurrentKernels):
     short_conv = staticmethod(short_conv)
     scan_delta = staticmethod(scan_delta)
     scan_mamba = staticmethod(scan_mamba)
+    scan_mamba1 = staticmethod(scan_mamba1)
     gated_norm = staticmethod(gated_norm)

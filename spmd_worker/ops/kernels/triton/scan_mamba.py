@@ -38,6 +38,47 @@ def scan_mamba(
     return out
 
 
+def scan_mamba1(
+    x: Tensor,
+    dt: Tensor,
+    shared: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    segments: StateSegments,
+) -> Tensor:
+    """`RecurrentKernels.scan_mamba1`. Rows of padding are arbitrary."""
+    (num_tokens, num_channels), size = x.shape, shared.shape[1] // 2
+    assert dt.shape == x.shape, (dt.shape, x.shape)
+    assert states.is_contiguous(), states.stride()
+    assert states.shape[1:] == a_log.shape == (num_channels, size), (states.shape, a_log.shape, x.shape)
+    x, dt, shared = (each if each.stride(1) == 1 else each.contiguous() for each in (x, dt, shared))
+    out = x.new_empty((num_tokens, num_channels))
+    if out.numel() and len(segments.slots):
+        # Neighbouring channels at once, and padding last.
+        constants = mamba1_constants(size, has_kept=segments.kept is not None)
+        grid = (-(-num_channels // constants["BC"]), len(segments.slots))
+        scan_mamba_kernels.scan_mamba1[grid](
+            *(x, dt, shared, a_log, dt_bias, skip, states, *segment_arguments(segments), out),
+            *(num_channels, x.stride(0), dt.stride(0), shared.stride(0)),
+            **constants,
+            **scan_mamba_kernels.LAUNCH,
+        )
+    return out
+
+
+def mamba1_constants(state_size: int, *, has_kept: bool = False) -> dict[str, int | bool]:
+    """Constexprs of `scan_mamba_kernels.scan_mamba1`."""
+    width = power_of_two(state_size)
+    return {
+        "N": state_size,
+        "BC": max(scan_mamba_kernels.TILE // width, 1),
+        "BN": width,
+        "HAS_KEPT": has_kept,
+    }
+
+
 def mamba_constants(config: MambaConfig, *, has_kept: bool = False) -> dict[str, int | bool]:
     """Constexprs of `scan_mamba_kernels.scan_mamba`."""
     return {
