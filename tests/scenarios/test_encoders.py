@@ -111,7 +111,11 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bert_pairs", *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs")]]
+    "name",
+    [
+        "bert_pairs",
+        *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs", "distil_pairs")],
+    ],
 )
 def test_pair_scores_equal_transformers(name: str) -> None:
     theirs = AutoTokenizer.from_pretrained(encoder_folder(name))
@@ -257,7 +261,10 @@ UNSEEN = (
 tests see.
 """
 
-UNSEEN_OF = {"Gemma3TextModel": ["attention.head_size", "feed_forward.bias"]}
+UNSEEN_OF = {
+    "Gemma3TextModel": ["attention.head_size", "feed_forward.bias"],
+    "DistilBertModel": ["norms.eps_key"],
+}
 """Of the others: keys that are not there, which nobody looks for."""
 
 
@@ -295,7 +302,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels"])
+@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels", "distil_labels"])
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config

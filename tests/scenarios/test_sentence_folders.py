@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoder_models import encoder_folder
+from encoder_models import ENCODERS, encoder_folder
 from pooling_models import DENSE_SIZE, SIZES, pooling_folder, write_modules
 from run_folder import made_once
 from torch import nn
@@ -87,7 +87,7 @@ def cross(name: str, **options: Any) -> Callable[[Path], Any]:
     activation = options.pop("activation_fn", None)
 
     def make(folder: Path) -> Any:
-        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern")) else pooling_folder(name)
+        model = encoder_folder(name) if name in ENCODERS else pooling_folder(name)
         return library().CrossEncoder(copied(folder, model, **options), device="cpu", activation_fn=activation)
 
     return make
@@ -127,6 +127,7 @@ CROSS: dict[str, Callable[[Path], Any]] = {
     "labels": cross("bert_labels"),
     "softmax": cross("bert_labels", activation_fn=nn.Softmax()),
     "modern": cross("modern_pairs"),
+    "distil pairs": cross("distil_pairs"),
     "decoder": cross("reward"),
     "dense": scored_by_dense,
     "logits": logits(70, 75, template=FLAT),
@@ -189,7 +190,7 @@ def embedder(name: str, *rest: Any, **options: Any) -> Callable[[Path], Any]:
     own |= {"similarity_fn_name": options.pop("similarity")} if "similarity" in options else {}
 
     def make(folder: Path) -> Any:
-        model = encoder_folder(name) if name.startswith(("bert", "xlm", "modern", "gemma")) else pooling_folder(name)
+        model = encoder_folder(name) if name in ENCODERS else pooling_folder(name)
         transformer = library().Transformer(copied(folder, model, **options), **inner)
         torch.manual_seed(3)
         return library().SentenceTransformer(modules=[transformer, *(each() for each in rest)], device="cpu", **own)
@@ -217,6 +218,7 @@ EMBED: dict[str, Callable[[Path], Any]] = {
     "prompt": embedder("bert", pool("mean"), lambda: library().Dropout(0.5), normalize, **MARKED),
     "dot": embedder("bert", pool("mean"), similarity="dot"),
     "manhattan": embedder("bert", pool("mean"), similarity="manhattan"),
+    "distil": embedder("distil", pool("cls"), normalize),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(

@@ -26,6 +26,11 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
+    DistilBertPreTrainedModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     ModernBertConfig,
@@ -38,7 +43,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0}
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0}
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -61,6 +66,7 @@ _GEMMA = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+_DISTIL = {"vocab_size": 320, "dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 128}
 
 
 def _write_tokenizer(folder: Path, kind: str) -> None:
@@ -79,6 +85,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     pairs = {
         "bert": "<s> $A </s> $B:1 </s>:1",
         "modern": "<s> $A </s> $B </s>",
+        "distil": "<s> $A </s> $B </s>",
         "gemma": "<s> $A </s> <s> $B </s>",
     }
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -110,8 +117,10 @@ def _stir(model: Any) -> None:
         elif name.endswith("bias"):
             parameter.copy_(0.1 * noise)
         elif "embeddings" in name:
-            parameter.copy_(noise * (1.0 if "word" in name or "tok_" in name else 0.3))
-        elif any(part in name for part in ("query", "key", "q_proj", "Wqkv", "classifier.weight", "out_proj")):
+            # Where the epsilon is a constant, so small that another one shows.
+            scale = 1e-4 if isinstance(model, DistilBertPreTrainedModel) else 1.0
+            parameter.copy_(noise * scale * (1.0 if "word" in name or "tok_" in name else 0.3))
+        elif any(part in name for part in ("query", "key", "q_proj", "q_lin", "Wqkv", "classifier.weight", "out_proj")):
             parameter.mul_(2.0)
 
 
@@ -165,6 +174,10 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
         classifier_activation="silu",
     ),
     "gemma": _GEMMA_MODEL,
+    "distil": _written("distil", DistilBertModel, DistilBertConfig, _DISTIL),
+    "distil_masked": _written("distil", DistilBertForMaskedLM, DistilBertConfig, _DISTIL, activation="gelu_new"),
+    "distil_labels": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=3),
+    "distil_pairs": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=1),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

@@ -148,4 +148,5 @@ ENCODER_TYPES: Final = {
     "CamembertModel": "camembert",
     "ModernBertModel": "modernbert",
     "Gemma3TextModel": "gemma3_text",
+    "DistilBertModel": "distilbert",
 }

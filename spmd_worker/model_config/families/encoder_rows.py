@@ -85,6 +85,53 @@ _ROBERTA: Final = replace(
     required={**_BERT.required, "pad_token_id": 1},
     defaults={**_BERT.defaults, "pad_token_id": 1, "eos_token_id": 2},
 )
+_DISTILBERT: Final = replace(
+    _BERT,
+    models="DistilBERT: multi-qa-distilbert, sst-2 classifiers",
+    names=replace(
+        _BERT.names,
+        embedding="distilbert.embeddings.word_embeddings",
+        positions="distilbert.embeddings.position_embeddings",
+        token_types="",
+        embedding_norm="distilbert.embeddings.LayerNorm",
+        layers="distilbert.transformer.layer",
+        norms=("", "sa_layer_norm", "", "output_layer_norm"),
+        parts={
+            "self_attn.q_proj": "attention.q_lin",
+            "self_attn.k_proj": "attention.k_lin",
+            "self_attn.v_proj": "attention.v_lin",
+            "self_attn.o_proj": "attention.out_lin",
+            "mlp.up_proj": "ffn.lin1",
+            "mlp.down_proj": "ffn.lin2",
+        },
+        optional_prefix="distilbert.",
+        head="vocab_projector",
+        ignored_prefixes=("vocab_projector.", "vocab_transform.", "vocab_layer_norm."),
+        head_dense="pre_classifier",
+        classifier="classifier",
+    ),
+    # A constant of the class, which no key changes.
+    norms=replace(_BERT.norms, eps_key="", eps=1e-12),
+    feed_forward=FeedForward(bias=True, is_gated=False, activation_key="activation"),
+    encoder=Encoder(classifier=ClassifierFamily(activation="relu")),
+    file_keys={
+        **_BERT.file_keys,
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+    },
+    required={},
+    defaults={
+        "vocab_size": 30522,
+        "dim": 768,
+        "n_layers": 6,
+        "n_heads": 12,
+        "hidden_dim": 3072,
+        "activation": "gelu",
+        "max_position_embeddings": 512,
+    },
+)
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
@@ -155,4 +202,5 @@ ENCODERS: Final[dict[str, Family]] = {
         required={"use_bidirectional_attention": True},
         defaults={**_GEMMA3.defaults, "use_bidirectional_attention": False},
     ),
+    "DistilBertModel": _DISTILBERT,
 }
