@@ -95,7 +95,8 @@ class ModelConfig:
     are not plain; the model computes the bits of dequantised ones. `variant` is the number of the architecture's
     variant, from 1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and
     the head's inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the
-    hidden size. Without `has_last_norm` the last layer's output is not normed.
+    hidden size. With `projects_sum` the sum of embeddings, positions and types is projected, normed, and nothing is
+    projected back. Without `has_last_norm` the last layer's output is not normed.
 
     With `num_layer_inputs` above 0, a second table of as many rows, and a projection of the embedding, give each token
     the numbers of `LayerConfig.input_size` for every layer.
@@ -140,6 +141,7 @@ class ModelConfig:
     unplaced_token: int = -1
     has_embedding_norm: bool = False
     own_embedding_size: int = 0
+    projects_sum: bool = False
     has_last_norm: bool = True
     image_layers: tuple[int, ...] = ()
     num_image_embeddings: int = 0
@@ -169,8 +171,18 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Elements of an embedding, and of the head's input."""
+        """Elements of an embedding."""
         return self.own_embedding_size or self.hidden_size
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the head's input, or of a pooled vector."""
+        return self.hidden_size if self.projects_sum else self.embedding_size
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of positions, of token types and of the norm before the layers."""
+        return self.embedding_size if self.projects_sum else self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -227,9 +239,10 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias
+        bias = self.layers[0].relative_bias
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
-        return tables + sum(self.layer_parameters) + num_norms * self.norm_parameters
+        norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
+        return tables + sum(self.layer_parameters) + norms
 
     @property
     def num_tower_parameters(self) -> int:
@@ -245,9 +258,10 @@ class ModelConfig:
         """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
         tables = (self.vocab_size * num_tables + self.num_image_embeddings) * self.embedding_size
-        tables += (self.num_positions + self.num_token_types) * self.hidden_size
+        tables += (self.num_positions + self.num_token_types) * self.sum_size
         tables += self.num_layer_inputs * self.layer_inputs_size + self.num_layer_input_parameters
-        return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
+        projections = (2 - self.projects_sum) * self.num_projection_parameters
+        return tables + projections + self.vocab_size * self.has_head_bias
 
     @property
     def layer_inputs_size(self) -> int:
@@ -262,7 +276,7 @@ class ModelConfig:
     @property
     def num_projection_parameters(self) -> int:
         """Parameters of each of the projections from embeddings to layers and from layers to logits; 0 for none."""
-        return self.own_embedding_size * self.hidden_size
+        return (self.own_embedding_size + self.projects_sum) * self.hidden_size
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -282,6 +296,11 @@ class ModelConfig:
     def norm_parameters(self) -> int:
         """Parameters of one norm of the stream."""
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
+
+    @property
+    def embedding_norm_parameters(self) -> int:
+        """Parameters of the norm before the layers; 0 for none."""
+        return self.has_embedding_norm * self.sum_size * (self.norm.has_weight + self.norm.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +364,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     is_named = model_config.architecture in config["architectures"] or model_config.encoder_part is not None
     generates = is_named and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
-    pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
+    pooling = read_pooling(model_folder, config, model_config.output_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
@@ -488,6 +507,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
     encoder = family.encoder
     hidden_size = reader.count("hidden_size")
     vocab_size = reader.count("vocab_size")
+    own_embedding_size = _own_embedding_size(reader, family, hidden_size)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -512,7 +532,8 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
         has_embedding_norm=family.embedding.has_norm,
         has_last_norm=family.names.norm != "",
-        own_embedding_size=_own_embedding_size(reader, family, hidden_size),
+        own_embedding_size=own_embedding_size,
+        projects_sum=family.embedding.projects_sum and own_embedding_size > 0,
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),

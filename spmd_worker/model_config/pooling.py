@@ -39,7 +39,8 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 
 CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
-_MASKED: Final = "ForMaskedLM"
+_TRAINED: Final = ("ForMaskedLM", "ForPreTraining")
+"""Heads with which encoders are trained, and without which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def decoder_of(architecture: object) -> str | None:
 
 def encoder_of(architecture: object) -> str | None:
     """Backbone name of an encoder with or without a head; None for other names."""
-    for suffix in (CLASSIFIER, _MASKED, _BACKBONE):
+    for suffix in (CLASSIFIER, *_TRAINED, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
             return f"{architecture.removesuffix(suffix)}{_BACKBONE}"
     return None

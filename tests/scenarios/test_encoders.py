@@ -114,7 +114,10 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
     "name",
     [
         "bert_pairs",
-        *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs", "distil_pairs")],
+        *[
+            pytest.param(each, marks=pytest.mark.matrix)
+            for each in ("xlm_pairs", "modern_pairs", "distil_pairs", "electra_pairs")
+        ],
     ],
 )
 def test_pair_scores_equal_transformers(name: str) -> None:
@@ -250,7 +253,7 @@ def test_family_test_detects_each_llama_entry(architecture: str, monkeypatch: py
             silent.append(what)
     monkeypatch.setitem(ROWS, architecture, row)
     assert not any(_is_noticed(name) for name in names)
-    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["spelled"]))
+    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["file_keys"]))
 
 
 UNSEEN = (
@@ -302,7 +305,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels", "distil_labels"])
+@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels", "distil_labels", "electra"])
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config
@@ -397,7 +400,7 @@ def test_bert_tokenizers_normalizer_is_that_of_transformers(
     assert not is_other or "the tokenizer's class and tokenizer_config.json override the normalizer's" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm"])
+@pytest.mark.parametrize("name", ["bert", "xlm", "electra"])
 def test_own_embeddings_give_the_bits_of_ids(name: str):
     """Types, positions and the norm before the layers apply to given rows as to tokens."""
     with LLM(encoder_folder(name), device="cpu", dtype="float32", runner="pooling") as llm:

@@ -128,6 +128,7 @@ CROSS: dict[str, Callable[[Path], Any]] = {
     "softmax": cross("bert_labels", activation_fn=nn.Softmax()),
     "modern": cross("modern_pairs"),
     "distil pairs": cross("distil_pairs"),
+    "electra pairs": cross("electra_pairs", model_input_names=...),
     "decoder": cross("reward"),
     "dense": scored_by_dense,
     "logits": logits(70, 75, template=FLAT),
@@ -219,6 +220,7 @@ EMBED: dict[str, Callable[[Path], Any]] = {
     "dot": embedder("bert", pool("mean"), similarity="dot"),
     "manhattan": embedder("bert", pool("mean"), similarity="manhattan"),
     "distil": embedder("distil", pool("cls"), normalize),
+    "electra": embedder("electra", pool("mean"), normalize),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(

@@ -31,6 +31,10 @@ from transformers import (
     DistilBertForSequenceClassification,
     DistilBertModel,
     DistilBertPreTrainedModel,
+    ElectraConfig,
+    ElectraForPreTraining,
+    ElectraForSequenceClassification,
+    ElectraModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     ModernBertConfig,
@@ -43,7 +47,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0}
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0, "electra": 0}
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -55,6 +59,7 @@ _COMMON: dict[str, Any] = {
 }
 _ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
 _MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
+_ELECTRA = {**_COMMON, "embedding_size": 32}
 _GEMMA = {
     **_COMMON,
     "num_hidden_layers": 7,
@@ -84,6 +89,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     tokenizer.train_from_iterator(CORPUS, trainer)
     pairs = {
         "bert": "<s> $A </s> $B:1 </s>:1",
+        "electra": "<s> $A </s> $B:1 </s>:1",
         "modern": "<s> $A </s> $B </s>",
         "distil": "<s> $A </s> $B </s>",
         "gemma": "<s> $A </s> <s> $B </s>",
@@ -94,7 +100,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
         special_tokens=[(each, tokenizer.token_to_id(each)) for each in ("<s>", "</s>")],
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    inputs = ["input_ids", *(["token_type_ids"] if kind == "bert" else []), "attention_mask"]
+    inputs = ["input_ids", *(["token_type_ids"] if kind in ("bert", "electra") else []), "attention_mask"]
     names = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -178,6 +184,13 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "distil_masked": _written("distil", DistilBertForMaskedLM, DistilBertConfig, _DISTIL, activation="gelu_new"),
     "distil_labels": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=3),
     "distil_pairs": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=1),
+    # Embeddings of the hidden size are not projected.
+    "electra": _written("electra", ElectraModel, ElectraConfig, _ELECTRA),
+    "electra_trained": _written(
+        "electra", ElectraForPreTraining, ElectraConfig, {**_ELECTRA, "embedding_size": 64}, layer_norm_eps=0.1
+    ),
+    "electra_labels": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=3),
+    "electra_pairs": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=1),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

@@ -149,4 +149,5 @@ ENCODER_TYPES: Final = {
     "ModernBertModel": "modernbert",
     "Gemma3TextModel": "gemma3_text",
     "DistilBertModel": "distilbert",
+    "ElectraModel": "electra",
 }

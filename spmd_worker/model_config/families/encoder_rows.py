@@ -132,6 +132,25 @@ _DISTILBERT: Final = replace(
         "max_position_embeddings": 512,
     },
 )
+_ELECTRA_NAMES: Final = _bert_names("electra.", "generator_lm_head", "classifier.dense", "classifier.out_proj")
+_ELECTRA: Final = replace(
+    _BERT,
+    models="ELECTRA: ms-marco-electra cross-encoders",
+    names=replace(
+        _ELECTRA_NAMES,
+        project_in="electra.embeddings_project",
+        ignored_prefixes=("generator_lm_head.", "generator_predictions.", "discriminator_predictions."),
+    ),
+    embedding=Embedding(has_norm=True, size_key="embedding_size", projects_sum=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily(activation="gelu")),
+    defaults={
+        **_BERT.defaults,
+        "embedding_size": 128,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    },
+)
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
@@ -203,4 +222,5 @@ ENCODERS: Final[dict[str, Family]] = {
         defaults={**_GEMMA3.defaults, "use_bidirectional_attention": False},
     ),
     "DistilBertModel": _DISTILBERT,
+    "ElectraModel": _ELECTRA,
 }

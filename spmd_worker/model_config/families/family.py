@@ -266,15 +266,17 @@ class Wiring:
 class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
     `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
-    the hidden size. The first `position_offset` rows of a table of positions are unused. `has_norm`: there is a norm
-    before the layers. `sinusoid` is as in `ModelConfig`, of files without the table of positions in
-    `Names`, if that has one.
+    the hidden size; with `projects_sum` positions, token types and the norm before the layers have that width too,
+    their sum is projected, with a bias, and nothing is projected back. The first `position_offset` rows of a table of
+    positions are unused. `has_norm`: there is a norm before the layers. `sinusoid` is as in `ModelConfig`, of files
+    without the table of positions in `Names`, if that has one.
     """
 
     by_root: bool = False
     multiplier_key: str = ""
     root_key: str = ""
     size_key: str = ""
+    projects_sum: bool = False
     position_offset: int = 0
     has_norm: bool = False
     sinusoid: str = ""
