@@ -500,7 +500,8 @@ def _audio(reader: ConfigReader, rule: EncoderDecoder) -> AudioInput | None:
 
 def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Family) -> ModelConfig:
     """Sizes of the layers and tables that the row describes."""
-    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    older = {ours: old for ours, old in family.older_keys.items() if config.get(ours) is None and old in config}
+    reader = ConfigReader({**family.defaults, **config}, path, {**family.file_keys, **older})
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
@@ -528,7 +529,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         sinusoid="" if family.names.positions else family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
-        num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
+        num_token_types=_num_token_types(reader, family),
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
         has_embedding_norm=family.embedding.has_norm,
         has_last_norm=family.names.norm != "",
@@ -562,6 +563,11 @@ def _max_positions(reader: ConfigReader, family: Family) -> int:
     if not _counts_offset(family):
         return num_rows
     return checked_integer(num_rows, reader.where("max_position_embeddings"), offset + 1, MAX_INT) - offset
+
+
+def _num_token_types(reader: ConfigReader, family: Family) -> int:
+    key = "" if family.encoder is None else family.encoder.token_types_key
+    return checked_integer(reader.get(key), reader.where(key), 0, MAX_INT) if key else 0
 
 
 def _counts_offset(family: Family) -> bool:

@@ -221,6 +221,7 @@ EMBED: dict[str, Callable[[Path], Any]] = {
     "manhattan": embedder("bert", pool("mean"), similarity="manhattan"),
     "distil": embedder("distil", pool("cls"), normalize),
     "electra": embedder("electra", pool("mean"), normalize),
+    "nomic": embedder("nomic", pool("mean"), normalize),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(

@@ -40,6 +40,9 @@ from transformers import (
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
+    NomicBertConfig,
+    NomicBertForSequenceClassification,
+    NomicBertModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     XLMRobertaConfig,
@@ -47,7 +50,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0, "electra": 0}
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0, "electra": 0, "nomic": 0}
+_TYPED = ("bert", "electra", "nomic")
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -60,6 +64,12 @@ _COMMON: dict[str, Any] = {
 _ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
 _MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
 _ELECTRA = {**_COMMON, "embedding_size": 32}
+_NOMIC = {
+    **_COMMON,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 60.0},
+    "layer_norm_eps": 0.02,
+    "pad_token_id": 0,
+}
 _GEMMA = {
     **_COMMON,
     "num_hidden_layers": 7,
@@ -88,8 +98,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     pairs = {
-        "bert": "<s> $A </s> $B:1 </s>:1",
-        "electra": "<s> $A </s> $B:1 </s>:1",
+        **dict.fromkeys(_TYPED, "<s> $A </s> $B:1 </s>:1"),
         "modern": "<s> $A </s> $B </s>",
         "distil": "<s> $A </s> $B </s>",
         "gemma": "<s> $A </s> <s> $B </s>",
@@ -100,7 +109,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
         special_tokens=[(each, tokenizer.token_to_id(each)) for each in ("<s>", "</s>")],
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    inputs = ["input_ids", *(["token_type_ids"] if kind in ("bert", "electra") else []), "attention_mask"]
+    inputs = ["input_ids", *(["token_type_ids"] if kind in _TYPED else []), "attention_mask"]
     names = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -154,6 +163,7 @@ def _with_modules(write: Callable[[Path], None], pooling: Mapping[str, Any], *ki
 _BERT_MODEL = _written("bert", BertModel, BertConfig, _COMMON)
 _XLM_MODEL = _written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
 _MODERN_MODEL = _written("modern", ModernBertModel, ModernBertConfig, _MODERN)
+_NOMIC_MODEL = _written("nomic", NomicBertModel, NomicBertConfig, _NOMIC)
 _GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
@@ -191,6 +201,18 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     ),
     "electra_labels": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=3),
     "electra_pairs": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=1),
+    "nomic": _NOMIC_MODEL,
+    "nomic_labels": _written("nomic", NomicBertForSequenceClassification, NomicBertConfig, _NOMIC, num_labels=3),
+    "nomic_pairs": _written(
+        "nomic",
+        NomicBertForSequenceClassification,
+        NomicBertConfig,
+        _NOMIC,
+        num_labels=1,
+        num_attention_heads=2,
+        head_dim=16,
+        hidden_act="gelu",
+    ),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

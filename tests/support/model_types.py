@@ -150,4 +150,5 @@ ENCODER_TYPES: Final = {
     "Gemma3TextModel": "gemma3_text",
     "DistilBertModel": "distilbert",
     "ElectraModel": "electra",
+    "NomicBertModel": "nomic_bert",
 }

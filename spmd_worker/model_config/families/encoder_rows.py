@@ -151,6 +151,81 @@ _ELECTRA: Final = replace(
         "intermediate_size": 1024,
     },
 )
+_JOINED_QKV: Final = tuple(f"self_attn.{part}_proj" for part in "qkv")
+_NOMIC_BERT: Final = Family(
+    models="Nomic: nomic-embed-text v1 and v1.5, arctic-embed-m-long",
+    names=Names(
+        embedding="nomic_bert.embeddings.word_embeddings",
+        token_types="nomic_bert.embeddings.token_type_embeddings",
+        embedding_norm="nomic_bert.embeddings.LayerNorm",
+        layers="nomic_bert.layers",
+        norm="",
+        norms=("", "post_attention_layernorm", "", "post_mlp_layernorm"),
+        optional_prefix="nomic_bert.",
+        aliases={
+            f"{prefix}{theirs}": f"nomic_bert.{ours}"
+            for prefix in ("nomic_bert.", "bert.", "")
+            for theirs, ours in (("encoder.layers.", "layers."), ("emb_ln.", "embeddings.LayerNorm."))
+        }
+        | {"bert.": "nomic_bert."},
+        layer_aliases={
+            "attn.out_proj.": "self_attn.o_proj.",
+            "mlp.fc11.": "mlp.up_proj.",
+            "mlp.fc12.": "mlp.gate_proj.",
+            "mlp.fc2.": "mlp.down_proj.",
+            "norm1.": "post_attention_layernorm.",
+            "norm2.": "post_mlp_layernorm.",
+        },
+        joined_rows={"attn.Wqkv.weight": tuple(f"{part}.weight" for part in _JOINED_QKV)},
+        ignored=("rotary_emb.inv_freq", "embeddings.position_ids"),
+        head="cls",
+        ignored_prefixes=("nomic_bert.pooler.", "cls."),
+        head_dense="nomic_bert.pooler.dense",
+        classifier="classifier",
+    ),
+    attention=Attention(qkv_bias=False, output_bias=False),
+    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
+    feed_forward=FeedForward(bias=False),
+    embedding=Embedding(has_norm=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
+    file_keys={"num_key_value_heads": ""},
+    older_keys={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "rope_theta": "rotary_emb_base",
+    },
+    # Keys of the authors' code, which transformers does not read.
+    required={
+        "activation_function": "swiglu",
+        "causal": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "num_experts": 0,
+        "parallel_block": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+        "use_rms_norm": False,
+    },
+    defaults={
+        "vocab_size": 30528,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "rope_theta": 1000.0,
+    },
+)
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
@@ -223,4 +298,5 @@ ENCODERS: Final[dict[str, Family]] = {
     ),
     "DistilBertModel": _DISTILBERT,
     "ElectraModel": _ELECTRA,
+    "NomicBertModel": _NOMIC_BERT,
 }

@@ -356,7 +356,8 @@ class Family:
     parts are None if the model has no such part.
 
     `defaults` are those of keys missing in config.json, where transformers has another value than the plain decoder's.
-    `file_keys` are the file's names of our keys, "" for keys that it does not have. `required` keys must have one value
+    `file_keys` are the file's names of our keys, "" for keys that it does not have; `older_keys` are other names of
+    theirs, which count in files that lack the newer ones. `required` keys must have one value
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
 
     `layers` changes the layers that the other parts describe, for a family in which they mix tokens in several ways:
@@ -389,6 +390,7 @@ class Family:
     encoder: Encoder | None = None
     encoder_part: EncoderDecoder | None = None
     file_keys: Mapping[str, str] = field(default_factory=dict)
+    older_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     variants: "tuple[Variant, ...]" = ()
