@@ -633,6 +633,7 @@ def _layers(
         has_qkv_bias=_flag(reader, attention.qkv_bias),
         has_output_bias=_flag(reader, attention.output_bias),
         has_mlp_bias=_flag(reader, feed_forward.bias),
+        has_down_bias=feed_forward.has_down_bias,
         qk_norm=_qk_norm(reader, attention),
         score_cap=_number(reader, attention.score_cap_key, 0.0),
         norms=_norms(family, is_parallel),

@@ -10,7 +10,7 @@ from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
 
 from spmd_worker import LLM
 
-NAMES = ("bert_mean", "xlm_pairs", "modern_labels", "gemma_dense", "distil_labels", "electra", "nomic_labels")
+NAMES = ("bert_mean", "xlm_pairs", "modern_labels", "gemma_dense", "distil_labels", "electra", "nomic_labels", "gte")
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ CROSS: dict[str, Callable[[Path], Any]] = {
     "labels": cross("bert_labels"),
     "softmax": cross("bert_labels", activation_fn=nn.Softmax()),
     "modern": cross("modern_pairs"),
+    "gte pairs": cross("gte_pairs"),
     "distil pairs": cross("distil_pairs"),
     "electra pairs": cross("electra_pairs", model_input_names=...),
     "decoder": cross("reward"),
@@ -222,6 +223,7 @@ EMBED: dict[str, Callable[[Path], Any]] = {
     "distil": embedder("distil", pool("cls"), normalize),
     "electra": embedder("electra", pool("mean"), normalize),
     "nomic": embedder("nomic", pool("mean"), normalize),
+    "gte": embedder("gte", pool("cls"), normalize),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(

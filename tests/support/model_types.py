@@ -151,4 +151,6 @@ ENCODER_TYPES: Final = {
     "DistilBertModel": "distilbert",
     "ElectraModel": "electra",
     "NomicBertModel": "nomic_bert",
+    "GteModel": "gte",
+    "NewModel": "new",
 }

@@ -23,6 +23,7 @@ from spmd_worker.model_config.families.family import (
     Windows,
 )
 from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.rope import ntk_rope
 
 
 def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Names:
@@ -151,7 +152,6 @@ _ELECTRA: Final = replace(
         "intermediate_size": 1024,
     },
 )
-_JOINED_QKV: Final = tuple(f"self_attn.{part}_proj" for part in "qkv")
 _NOMIC_BERT: Final = Family(
     models="Nomic: nomic-embed-text v1 and v1.5, arctic-embed-m-long",
     names=Names(
@@ -176,7 +176,7 @@ _NOMIC_BERT: Final = Family(
             "norm1.": "post_attention_layernorm.",
             "norm2.": "post_mlp_layernorm.",
         },
-        joined_rows={"attn.Wqkv.weight": tuple(f"{part}.weight" for part in _JOINED_QKV)},
+        joined_rows={"attn.Wqkv.weight": tuple(f"{part}.weight" for part in QKV)},
         ignored=("rotary_emb.inv_freq", "embeddings.position_ids"),
         head="cls",
         ignored_prefixes=("nomic_bert.pooler.", "cls."),
@@ -225,6 +225,60 @@ _NOMIC_BERT: Final = Family(
         "layer_norm_eps": 1e-12,
         "rope_theta": 1000.0,
     },
+)
+_GTE: Final = Family(
+    models="GTE: gte-multilingual, gte-en v1.5",
+    names=Names(
+        embedding="gte.embeddings.word_embeddings",
+        token_types="gte.embeddings.token_type_embeddings",
+        embedding_norm="gte.embeddings.LayerNorm",
+        layers="gte.layers",
+        norm="",
+        norms=("", "post_attention_layernorm", "", "post_mlp_layernorm"),
+        optional_prefix="gte.",
+        aliases={f"{prefix}encoder.layer.": "gte.layers." for prefix in ("gte.", "new.", "")} | {"new.": "gte."},
+        layer_aliases={
+            "attention.": "self_attn.",
+            "attn_ln.": "post_attention_layernorm.",
+            "mlp_ln.": "post_mlp_layernorm.",
+        },
+        joined_rows={
+            "self_attn.qkv_proj.weight": tuple(f"{part}.weight" for part in QKV),
+            "self_attn.qkv_proj.bias": tuple(f"{part}.bias" for part in QKV),
+            "mlp.up_gate_proj.weight": ("mlp.up_proj.weight", "mlp.gate_proj.weight"),
+        },
+        ignored=("rotary_emb.inv_freq", "embeddings.position_ids"),
+        head="lm_head",
+        # Files of embedding models have scores of single tokens too.
+        ignored_prefixes=("gte.pooler.", "lm_head.", "classifier."),
+        head_dense="gte.pooler.dense",
+        classifier="classifier",
+    ),
+    attention=Attention(qkv_bias=True, output_bias=True),
+    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
+    feed_forward=FeedForward(bias=False, has_down_bias=True),
+    embedding=Embedding(has_norm=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
+    file_keys={"num_key_value_heads": ""},
+    defaults={
+        "vocab_size": 250048,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 8192,
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-12,
+        "rope_theta": 160_000.0,
+    },
+)
+_GTE_OF_AUTHORS: Final = replace(
+    _GTE,
+    models="GTE, as its authors' code has written it",
+    ropes=lambda reader, *sizes: (ntk_rope(reader, *sizes),),
+    required={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope"},
+    defaults={**_GTE.defaults, "vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 10000.0},
 )
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
@@ -299,4 +353,6 @@ ENCODERS: Final[dict[str, Family]] = {
     "DistilBertModel": _DISTILBERT,
     "ElectraModel": _ELECTRA,
     "NomicBertModel": _NOMIC_BERT,
+    "GteModel": _GTE,
+    "NewModel": _GTE_OF_AUTHORS,
 }

@@ -238,12 +238,13 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """`is_gated` is as in `LayerConfig`. `activation_words` maps the file's names of activations to those in
-    `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none. `bounds_key`
-    lists `LayerConfig.bound` of each layer, null or 0 for none.
+    """`is_gated` and `has_down_bias` are as in `LayerConfig`. `activation_words` maps the file's names of activations
+    to those in `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none.
+    `bounds_key` lists `LayerConfig.bound` of each layer, null or 0 for none.
     """
 
     bias: bool | str = "mlp_bias"
+    has_down_bias: bool = False
     is_gated: bool = True
     activation_key: str = "hidden_act"
     activation_words: Mapping[str, str] = field(default_factory=dict)
@@ -361,8 +362,8 @@ class Family:
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
 
     `layers` changes the layers that the other parts describe, for a family in which they mix tokens in several ways:
-    from the file and the layers, in order. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
-    sets each layer's.
+    from the file and the layers, in order. `ropes` gives all ropes instead of `rope`; of several, `layers` sets each
+    layer's.
 
     `vision` is the row of `vision_rows.py` by which the model takes images, "" for text alone.
 
