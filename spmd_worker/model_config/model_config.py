@@ -498,10 +498,14 @@ def _audio(reader: ConfigReader, rule: EncoderDecoder) -> AudioInput | None:
     return AudioInput(reader.count(rule.mel_bins_key), 2 * reader.count(rule.max_rows_key))
 
 
+def _reader(config: Mapping[str, Any], path: Path, family: Family) -> ConfigReader:
+    older = {ours: old for ours, old in family.older_keys.items() if config.get(ours) is None and old in config}
+    return ConfigReader({**family.defaults, **config}, path, {**family.file_keys, **older})
+
+
 def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Family) -> ModelConfig:
     """Sizes of the layers and tables that the row describes."""
-    older = {ours: old for ours, old in family.older_keys.items() if config.get(ours) is None and old in config}
-    reader = ConfigReader({**family.defaults, **config}, path, {**family.file_keys, **older})
+    reader = _reader(config, path, family)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
@@ -580,11 +584,11 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     rule = None if family.encoder is None else family.encoder.classifier
     if rule is None:
         return EncoderPooling(None, "cls", has_types)
-    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    reader = _reader(config, path, family)
     activation = rule.activation
     if rule.activation_key:
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
-    pooling_type = reader.choice(rule.pooling_key, ("cls", "mean")) if rule.pooling_key else "cls"
+    pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
     norm = model_config.norm if rule.has_norm else None
     return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
 

@@ -73,7 +73,8 @@ class EncoderPooling:
 class PoolingConfig:
     """Result of a row with the pooling runner.
 
-    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`.
+    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`, or
+    "late": the head takes each token, and the scores the mean of its outputs.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `labels` are the names of the scores in config.json, None for one without a
     name; empty if it has none. `matryoshka_dimensions` are the lengths to which vectors may be cut; `is_matryoshka`:

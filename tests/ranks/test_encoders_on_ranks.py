@@ -10,7 +10,17 @@ from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
 
 from spmd_worker import LLM
 
-NAMES = ("bert_mean", "xlm_pairs", "modern_labels", "gemma_dense", "distil_labels", "electra", "nomic_labels", "gte")
+NAMES = (
+    "bert_mean",
+    "xlm_pairs",
+    "modern_labels",
+    "gemma_dense",
+    "distil_labels",
+    "electra",
+    "nomic_labels",
+    "gte",
+    "euro_labels",
+)
 
 
 @pytest.mark.parametrize(

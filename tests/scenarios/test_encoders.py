@@ -104,7 +104,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
-    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "nomic_pairs"):
+    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense", "nomic_pairs", "euro_labels"):
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
         kept = pooled(name, dtype="bfloat16")
         assert pooled(name, dtype="bfloat16", **WAYS[way]) == kept, name
@@ -116,7 +116,15 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "bert_pairs",
         *[
             pytest.param(each, marks=pytest.mark.matrix)
-            for each in ("xlm_pairs", "modern_pairs", "distil_pairs", "electra_pairs", "nomic_pairs", "gte_pairs")
+            for each in (
+                "xlm_pairs",
+                "modern_pairs",
+                "distil_pairs",
+                "electra_pairs",
+                "nomic_pairs",
+                "gte_pairs",
+                "euro_pairs",
+            )
         ],
     ],
 )
@@ -270,6 +278,7 @@ tests see.
 UNSEEN_OF = {
     "Gemma3TextModel": ["attention.head_size", "feed_forward.bias"],
     "DistilBertModel": ["norms.eps_key"],
+    "EuroBertModel": ["older_keys"],
     "GteModel": ["feed_forward.bias", "file_keys"],
     "NomicBertModel": [
         *("attention.qkv_bias", "attention.output_bias", "feed_forward.bias"),

@@ -81,6 +81,24 @@ GTE: dict[str, Any] = {
 }
 """Keys of gte-multilingual-base, with the sizes of our model."""
 
+EURO: dict[str, Any] = {
+    "model_type": "eurobert",
+    "clf_pooling": "bos",
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_labels": 1,
+    "rms_norm_eps": 0.05,
+    "rope_scaling": None,
+    "rope_theta": 60,
+    "vocab_size": 320,
+}
+
 
 def _of_bert(name: str) -> str:
     return name.replace("nomic_bert.", "bert.")
@@ -93,6 +111,7 @@ def _of_new(name: str) -> str:
 ORIGINALS: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "nomic": ("NomicBertModel", NOMIC, str),
     "nomic_labels": ("NomicBertForSequenceClassification", {**NOMIC, "num_labels": 3}, _of_bert),
+    "euro_pairs": ("EuroBertForSequenceClassification", EURO, str),
     "gte": ("NewModel", GTE, "new.{}".format),
     "gte_labels": ("NewForSequenceClassification", {**GTE, "num_labels": 3, "type_vocab_size": 0}, _of_new),
 }
@@ -129,6 +148,7 @@ def test_original_files_give_numbers_of_transformers(name: str, tmp_path: Path) 
 
 CHANGES: dict[str, dict[str, Any]] = {
     "nomic": {"rotary_emb_base": 1000, "layer_norm_epsilon": 1e-5, "n_head": 8},
+    "euro_pairs": {"clf_pooling": "mean"},
     "gte": {"rope_theta": 1000, "rope_scaling": None},
 }
 
@@ -147,6 +167,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "n_head": 0,
         "prenorm": True,
     },
+    "euro_pairs": {"clf_pooling": "last"},
     "gte": {
         "logn_attention_scale": True,
         "layer_norm_type": "rms_norm",

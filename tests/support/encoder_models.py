@@ -35,6 +35,10 @@ from transformers import (
     ElectraForPreTraining,
     ElectraForSequenceClassification,
     ElectraModel,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    EuroBertForSequenceClassification,
+    EuroBertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     GteConfig,
@@ -53,7 +57,18 @@ from transformers import (
     XLMRobertaModel,
 )
 
-PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0, "distil": 0, "electra": 0, "nomic": 0, "gte": 1}
+PAD = {
+    "bert": 0,
+    "roberta": 1,
+    "xlm": 1,
+    "modern": 0,
+    "gemma": 0,
+    "distil": 0,
+    "electra": 0,
+    "nomic": 0,
+    "gte": 1,
+    "euro": 0,
+}
 _TYPED = ("bert", "electra", "nomic")
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -78,6 +93,16 @@ _GTE = {
     **_COMMON,
     "layer_norm_eps": 0.02,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 120.0, "factor": 4.0 ** (2 / 16)},
+}
+_EURO = {
+    **_COMMON,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 0.05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 60.0},
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "mask_token_id": 3,
 }
 _GEMMA = {
     **_COMMON,
@@ -226,6 +251,12 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "gte": _GTE_MODEL,
     "gte_labels": _written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=3, type_vocab_size=0),
     "gte_pairs": _written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=1, hidden_act="silu"),
+    "euro": _written("euro", EuroBertModel, EuroBertConfig, _EURO),
+    "euro_masked": _written("euro", EuroBertForMaskedLM, EuroBertConfig, _EURO, mlp_bias=True, attention_bias=True),
+    "euro_labels": _written("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO, num_labels=3),
+    "euro_pairs": _written(
+        *("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO), num_labels=1, classifier_pooling="bos"
+    ),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

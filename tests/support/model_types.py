@@ -153,4 +153,5 @@ ENCODER_TYPES: Final = {
     "NomicBertModel": "nomic_bert",
     "GteModel": "gte",
     "NewModel": "new",
+    "EuroBertModel": "eurobert",
 }

@@ -280,6 +280,37 @@ _GTE_OF_AUTHORS: Final = replace(
     required={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope"},
     defaults={**_GTE.defaults, "vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 10000.0},
 )
+_LLAMA: Final = FAMILIES["LlamaForCausalLM"]
+_EUROBERT: Final = replace(
+    _LLAMA,
+    models="EuroBERT",
+    names=replace(
+        _LLAMA.names,
+        optional_prefix="model.",
+        ignored_prefixes=("lm_head.",),
+        head_dense="dense",
+        classifier="classifier",
+    ),
+    encoder=Encoder(
+        classifier=ClassifierFamily(
+            activation="gelu",
+            pooling_key="classifier_pooling",
+            poolings={"bos": "cls", "mean": "mean", "late": "late"},
+        )
+    ),
+    older_keys={"classifier_pooling": "clf_pooling"},
+    defaults={
+        "vocab_size": 128256,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "classifier_pooling": "late",
+        "eos_token_id": 128001,
+    },
+)
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
@@ -355,4 +386,5 @@ ENCODERS: Final[dict[str, Family]] = {
     "NomicBertModel": _NOMIC_BERT,
     "GteModel": _GTE,
     "NewModel": _GTE_OF_AUTHORS,
+    "EuroBertModel": _EUROBERT,
 }

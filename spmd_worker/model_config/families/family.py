@@ -136,12 +136,14 @@ def next_to(names: Names, *others: str) -> Names:
 class ClassifierFamily:
     """The layers between the hidden states of an encoder and its scores: a dense layer with `activation`, or the one
     named by `activation_key`, and a norm with `has_norm`. The input is the first token's hidden state, or the pooling
-    named by `pooling_key`. `bias` is of the dense layer.
+    named by `pooling_key`, in words of `poolings`: "late" is the mean behind these layers. `bias` is of the dense
+    layer.
     """
 
     activation: str = "tanh"
     activation_key: str = ""
     pooling_key: str = ""
+    poolings: Mapping[str, str] = field(default_factory=lambda: {"cls": "cls", "mean": "mean"})
     bias: bool | str = True
     has_norm: bool = False
 
