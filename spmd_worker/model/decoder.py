@@ -96,7 +96,7 @@ class DecoderStack(nn.Module):
             self.embed_token_types = TokenTypeEmbedding(context, num_types, sum_size) if num_types else None
             has_norm = model_config.has_embedding_norm
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
-        self.layers = nn.ModuleList(_new_layer(context, model_config, each) for each in range(stage.start, stage.stop))
+        self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
         # Embeddings of another size are projected to the hidden size, and back before the head.
@@ -343,6 +343,13 @@ class DecoderStack(nn.Module):
     def forget_addresses(self) -> None:
         """Have the next step join the layers again: weights may be in other memory, or modules have hooks."""
         self._has_moved = True
+
+
+def _new_layers(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[DecoderLayer]:
+    """Layers of the stage, which may all be the same."""
+    if model_config.shares_layers:
+        return [_new_layer(context, model_config, stage.start)] * stage.num_layers if stage.num_layers else []
+    return [_new_layer(context, model_config, each) for each in range(stage.start, stage.stop)]
 
 
 def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> DecoderLayer:

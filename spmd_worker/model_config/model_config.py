@@ -95,8 +95,9 @@ class ModelConfig:
     are not plain; the model computes the bits of dequantised ones. `variant` is the number of the architecture's
     variant, from 1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and
     the head's inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the
-    hidden size. With `projects_sum` the sum of embeddings, positions and types is projected, normed, and nothing is
-    projected back. Without `has_last_norm` the last layer's output is not normed.
+    hidden size. With `projects_sum` the sum of embeddings, positions and types is normed and projected, and nothing is
+    projected back. With `shares_layers` all layers are one: their weights are loaded once. Without `has_last_norm` the
+    last layer's output is not normed.
 
     With `num_layer_inputs` above 0, a second table of as many rows, and a projection of the embedding, give each token
     the numbers of `LayerConfig.input_size` for every layer.
@@ -142,6 +143,7 @@ class ModelConfig:
     has_embedding_norm: bool = False
     own_embedding_size: int = 0
     projects_sum: bool = False
+    shares_layers: bool = False
     has_last_norm: bool = True
     image_layers: tuple[int, ...] = ()
     num_image_embeddings: int = 0
@@ -191,6 +193,8 @@ class ModelConfig:
     @property
     def layer_numbers(self) -> tuple[int, ...]:
         """Numbers of `layers` in the checkpoint."""
+        if self.shares_layers:
+            return (0,) * self.num_layers
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
 
@@ -242,7 +246,7 @@ class ModelConfig:
         bias = self.layers[0].relative_bias
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
-        return tables + sum(self.layer_parameters) + norms
+        return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
     def num_tower_parameters(self) -> int:
@@ -539,6 +543,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         has_last_norm=family.names.norm != "",
         own_embedding_size=own_embedding_size,
         projects_sum=family.embedding.projects_sum and own_embedding_size > 0,
+        shares_layers=family.shares_layers,
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
@@ -606,7 +611,7 @@ def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab
 def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
     key = family.embedding.size_key
     size = reader.count(key, hidden_size) if key else hidden_size
-    return 0 if size == hidden_size else size
+    return 0 if size == hidden_size and not family.embedding.always_projects else size
 
 
 def _layers(

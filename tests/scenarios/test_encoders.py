@@ -124,6 +124,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
                 "nomic_pairs",
                 "gte_pairs",
                 "euro_pairs",
+                "albert_pairs",
             )
         ],
     ],
@@ -323,7 +324,9 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels", "distil_labels", "electra"])
+@pytest.mark.parametrize(
+    "name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"]
+)
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
     model_config = read_model_files(encoder_folder(name)).model_config

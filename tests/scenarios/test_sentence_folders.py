@@ -225,6 +225,7 @@ EMBED: dict[str, Callable[[Path], Any]] = {
     "nomic": embedder("nomic", pool("mean"), normalize),
     "gte": embedder("gte", pool("cls"), normalize),
     "euro": embedder("euro", pool("mean"), normalize),
+    "albert": embedder("albert", pool("mean"), normalize),
     "last": embedder("causal", pool("lasttoken"), normalize, max_seq_length=40),
     "flat": embedder("causal", pool("lasttoken"), template=FLAT, model_max_length=60),
     "flat prompt": embedder(

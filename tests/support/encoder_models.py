@@ -20,6 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
+    AlbertConfig,
+    AlbertForPreTraining,
+    AlbertForSequenceClassification,
+    AlbertModel,
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -68,8 +72,9 @@ PAD = {
     "nomic": 0,
     "gte": 1,
     "euro": 0,
+    "albert": 0,
 }
-_TYPED = ("bert", "electra", "nomic")
+_TYPED = ("bert", "electra", "nomic", "albert")
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -94,6 +99,7 @@ _GTE = {
     "layer_norm_eps": 0.02,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 120.0, "factor": 4.0 ** (2 / 16)},
 }
+_ALBERT = {**_ELECTRA, "layer_norm_eps": 0.1, "hidden_act": "gelu"}
 _EURO = {
     **_COMMON,
     "num_key_value_heads": 2,
@@ -257,6 +263,10 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "euro_pairs": _written(
         *("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO), num_labels=1, classifier_pooling="bos"
     ),
+    "albert": _written("albert", AlbertModel, AlbertConfig, _ELECTRA),
+    "albert_trained": _written("albert", AlbertForPreTraining, AlbertConfig, {**_COMMON, "embedding_size": 64}),
+    "albert_labels": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=3),
+    "albert_pairs": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=1),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

@@ -154,4 +154,5 @@ ENCODER_TYPES: Final = {
     "GteModel": "gte",
     "NewModel": "new",
     "EuroBertModel": "eurobert",
+    "AlbertModel": "albert",
 }

@@ -280,6 +280,47 @@ _GTE_OF_AUTHORS: Final = replace(
     required={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope"},
     defaults={**_GTE.defaults, "vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 10000.0},
 )
+_ALBERT: Final = replace(
+    _ELECTRA,
+    models="ALBERT: paraphrase-albert",
+    names=Names(
+        embedding="albert.embeddings.word_embeddings",
+        positions="albert.embeddings.position_embeddings",
+        token_types="albert.embeddings.token_type_embeddings",
+        embedding_norm="albert.embeddings.LayerNorm",
+        project_in="albert.encoder.embedding_hidden_mapping_in",
+        layers="albert.encoder.albert_layer_groups.0.albert_layers",
+        norm="",
+        norms=("", "attention.LayerNorm", "", "full_layer_layer_norm"),
+        parts={
+            "self_attn.q_proj": "attention.query",
+            "self_attn.k_proj": "attention.key",
+            "self_attn.v_proj": "attention.value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "ffn",
+            "mlp.down_proj": "ffn_output",
+        },
+        optional_prefix="albert.",
+        ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
+        head="predictions",
+        ignored_prefixes=("albert.pooler.", "predictions.", "sop_classifier."),
+        head_dense="albert.pooler",
+        classifier="classifier",
+    ),
+    embedding=replace(_ELECTRA.embedding, always_projects=True),
+    encoder=_BERT.encoder,
+    shares_layers=True,
+    required={"num_hidden_groups": 1, "inner_group_num": 1},
+    defaults={
+        **_BERT.defaults,
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 16384,
+        "hidden_act": "gelu_new",
+    },
+)
 _LLAMA: Final = FAMILIES["LlamaForCausalLM"]
 _EUROBERT: Final = replace(
     _LLAMA,
@@ -387,4 +428,5 @@ ENCODERS: Final[dict[str, Family]] = {
     "GteModel": _GTE,
     "NewModel": _GTE_OF_AUTHORS,
     "EuroBertModel": _EUROBERT,
+    "AlbertModel": _ALBERT,
 }

@@ -270,7 +270,8 @@ class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
     `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
     the hidden size; with `projects_sum` positions, token types and the norm before the layers have that width too,
-    their sum is projected, with a bias, and nothing is projected back. The first `position_offset` rows of a table of
+    their sum is projected, with a bias, and nothing is projected back; with `always_projects` also if it has the hidden
+    size already. The first `position_offset` rows of a table of
     positions are unused. `has_norm`: there is a norm before the layers. `sinusoid` is as in `ModelConfig`, of files
     without the table of positions in `Names`, if that has one.
     """
@@ -280,6 +281,7 @@ class Embedding:
     root_key: str = ""
     size_key: str = ""
     projects_sum: bool = False
+    always_projects: bool = False
     position_offset: int = 0
     has_norm: bool = False
     sinusoid: str = ""
@@ -372,6 +374,8 @@ class Family:
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
 
+    `shares_layers`: all layers are one, whose tensors files have once.
+
     `newer` gives the contents of the file, whose path is for errors, with the keys and lists that this row reads, where
     older files have others.
     """
@@ -398,6 +402,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     variants: "tuple[Variant, ...]" = ()
     layer: str = ""
+    shares_layers: bool = False
     layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
     ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
     """Its arguments are the file, the number of positions and the head size."""

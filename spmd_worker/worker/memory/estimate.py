@@ -63,7 +63,7 @@ def weights_bytes(
     oneDNN does not pack bfloat16), that copy is counted but not made.
     """
     num_rows, hidden = rank_vocabulary_rows(model_config, layout), model_config.hidden_size
-    stage, kinds = stage_of(layout, model_config, rank), Counter(rank_layers(model_config, layout, rank))
+    stage, kinds = stage_of(layout, model_config, rank), Counter(_held_layers(model_config, layout, rank))
     layers = sum(count * layer_elements(layer, hidden, share) for (layer, share), count in kinds.items())
     # Bytes in addition to those in this dtype.
     float32 = sum(count * float32_elements(layer, hidden, share) for (layer, share), count in kinds.items())
@@ -110,7 +110,7 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     all linear layers but experts. Of modules that a checkpoint fuses, which share A, less is needed.
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
-    for layer, share in rank_layers(model_config, layout, rank):
+    for layer, share in _held_layers(model_config, layout, rank):
         columns = share.num_columns if layer.has_dense else 0
         columns = columns if share.experts is None else columns + share.experts.num_shared_columns
         linears = mixer_linears(layer, hidden, share)
@@ -126,6 +126,11 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
     padded_rank = -(-limits.max_lora_rank // _RANK_STEP) * _RANK_STEP
     return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
+
+
+def _held_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> list[tuple[LayerConfig, LayerShare]]:
+    """Those of `rank_layers` that have weights of their own."""
+    return rank_layers(model_config, layout, rank)[: 1 if model_config.shares_layers else None]
 
 
 def _num_projections(model_config: ModelConfig, stage: Stage) -> int:
@@ -165,7 +170,7 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
     """
     stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
     shapes = Shapes()
-    for layer, share in rank_layers(model_config, layout, rank):
+    for layer, share in _held_layers(model_config, layout, rank):
         for each in mixer_linears(layer, hidden, share):
             shapes[sum(each.num_outputs), each.num_inputs, False] += 1
         if layer.input_size:
