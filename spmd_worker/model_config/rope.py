@@ -158,9 +158,10 @@ def ntk_rope(reader: ConfigReader, max_positions: int, head_size: int) -> RopePa
     frequencies divided by factor ** (2 / head size). Raises ModelConfigError.
     """
     given = given_rope(reader)
-    if not given:
+    key, kind = "rope_scaling", given.get("type", given.get("rope_type", "default"))
+    if kind == "default":
         return read_rope(reader, max_positions, head_size, may_be_partial=False)
-    where, kind = f"{reader.path}: rope_scaling", given.get("type", given.get("rope_type"))
+    where = reader.where(key if reader.get(key) else "rope_parameters")
     if kind != "ntk" or given.get("mixed_b") is not None:
         rule = "is not supported, only type=ntk without mixed_b"
         raise ModelConfigError(f"{where} type={shown(kind)}, mixed_b={shown(given.get('mixed_b'))} {rule}")

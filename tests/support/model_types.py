@@ -152,7 +152,7 @@ ENCODER_TYPES: Final = {
     "ElectraModel": "electra",
     "NomicBertModel": "nomic_bert",
     "GteModel": "gte",
-    "NewModel": "new",
+    "NewModel": "gte",
     "EuroBertModel": "eurobert",
     "AlbertModel": "albert",
 }
