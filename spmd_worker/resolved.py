@@ -435,7 +435,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
             location.folder,
             extra=SAME_ON_EVERY_RANK,
         )
-    pooling = pooling or last_token_pooling(files.model_config.embedding_size)
+    pooling = pooling or last_token_pooling(files.model_config.output_size)
     if options.classifier_from_token is not None:
         classifier = _classifier_from_tokens(options.classifier_from_token, files, location)
         pooling = replace(classifier, max_tokens=pooling.max_tokens)
@@ -491,7 +491,7 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
             f"model.classifier_from_token={tokens}: {beyond[0]!r} is token {beyond[1]} of tokenizer.json, but the "
             f"model has logits of those below vocab_size={config.vocab_size} of config.json: give another token"
         )
-    size, label_ids = config.embedding_size, tuple(found)
+    size, label_ids = config.output_size, tuple(found)
     return PoolingConfig("classify", "last", size, num_labels=1, activation="sigmoid", label_token_ids=label_ids)
 
 

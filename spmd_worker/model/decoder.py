@@ -74,6 +74,7 @@ class DecoderStack(nn.Module):
         """`embedding` is that of another stack, which this one has too."""
         super().__init__()
         hidden_size, size = model_config.hidden_size, model_config.own_embedding_size
+        sum_size, self._projects_sum = model_config.sum_size, model_config.projects_sum
         num_types = model_config.num_token_types
         self._has_positions = model_config.num_positions > 0 or model_config.sinusoid != ""
         if stage.is_first:
@@ -91,18 +92,19 @@ class DecoderStack(nn.Module):
             elif self._has_positions:
                 offset, padding_token = model_config.position_offset, model_config.unplaced_token
                 num_positions = model_config.num_positions
-                self.embed_positions = PositionEmbedding(context, num_positions, hidden_size, offset, padding_token)
-            self.embed_token_types = TokenTypeEmbedding(context, num_types, hidden_size) if num_types else None
+                self.embed_positions = PositionEmbedding(context, num_positions, sum_size, offset, padding_token)
+            self.embed_token_types = TokenTypeEmbedding(context, num_types, sum_size) if num_types else None
             has_norm = model_config.has_embedding_norm
-            self.embedding_norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
-        self.layers = nn.ModuleList(_new_layer(context, model_config, each) for each in range(stage.start, stage.stop))
+            self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
+        self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
         if size and stage.is_first:
-            self.project_in = replicated_linear(context, "project_in", size, hidden_size)
-        if size and stage.is_last:
+            has_bias = self._projects_sum
+            self.project_in = replicated_linear(context, "project_in", size, hidden_size, has_bias=has_bias)
+        if size and stage.is_last and not self._projects_sum:
             self.project_out = replicated_linear(context, "project_out", hidden_size, size)
         # Every stage has the only table, of which each rank has its heads; layers with tables of their own have them.
         first, self.relative_bias = model_config.layers[0], None
@@ -317,7 +319,7 @@ class DecoderStack(nn.Module):
             x = x * self._multiplier
             if given is not None and rows is not None:
                 x = x.index_copy_(0, given.places, rows)
-        if self.project_in is not None:
+        if self.project_in is not None and not self._projects_sum:
             x = self.project_in(x, adapters)
         if media is not None:
             is_scaled = self._multiplier != 1.0 and self._multiplies_rows
@@ -325,7 +327,8 @@ class DecoderStack(nn.Module):
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(torch.zeros_like(token_ids) if token_types is None else token_types)
         x = x + self.embed_positions(positions, token_ids) if self._has_positions else x
-        return x if self.embedding_norm is None else self.embedding_norm(x)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        return self.project_in(x, adapters) if self.project_in is not None and self._projects_sum else x
 
     def join_layers(self) -> None:
         """Join the layers into one call if possible. The weights are packed and keep their addresses from now on."""
@@ -340,6 +343,13 @@ class DecoderStack(nn.Module):
     def forget_addresses(self) -> None:
         """Have the next step join the layers again: weights may be in other memory, or modules have hooks."""
         self._has_moved = True
+
+
+def _new_layers(context: LayerContext, model_config: ModelConfig, stage: Stage) -> list[DecoderLayer]:
+    """Layers of the stage, which may all be the same."""
+    if model_config.shares_layers:
+        return [_new_layer(context, model_config, stage.start)] * stage.num_layers if stage.num_layers else []
+    return [_new_layer(context, model_config, each) for each in range(stage.start, stage.stop)]
 
 
 def _new_layer(context: LayerContext, model_config: ModelConfig, index: int) -> DecoderLayer:
@@ -386,7 +396,7 @@ class DecoderForCausalLM(nn.Module):
             self.lm_head = VocabularyParallelHead(
                 context.of_head,
                 model_config.vocab_size,
-                model_config.embedding_size,
+                model_config.output_size,
                 tied_to,
                 divisor=model_config.logit_divisor,
                 cap=model_config.logit_cap,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
-from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.model_config.pooling import HeadConfig, PoolingConfig
 
 HEAD: Final = "lm_head"
 """Our name of the token head, of which a classifier from tokens uses two rows."""
@@ -68,7 +68,7 @@ class Pooler(CheckpointLayer):
             self._denses.append((weight.to(self._device), moved, dense.activation))
 
     def forward(self, pooled: Tensor, *, dimensions: int | None, normalizes: bool, activates: bool) -> Tensor:
-        """Float32 [H] -> float32 [D], or scores [L] of a model that classifies."""
+        """Float32 [H], or with late pooling [T, H] -> float32 [D], or scores [L] of a model that classifies."""
         x = pooled
         for weight, bias, activation in self._denses:
             x = _activate(_linear(x, weight, bias), activation)
@@ -80,17 +80,27 @@ class Pooler(CheckpointLayer):
         return x[: self.config.max_dimensions or None] if dimensions is None else x
 
     def _scores(self, x: Tensor) -> Tensor:
-        """[H] -> [L]. Without a score weight the outputs of the dense layers are the scores."""
+        """[H] or [T, H] -> [L]. Without a score weight the outputs of the dense layers are the scores."""
         config = self.config
         if not config.has_score_weight and not config.label_token_ids:
             return x
         if config.head is not None:
-            x = _activate(_linear(x, self.dense, self.dense_bias), config.head.activation)
-            if config.head.norm is not None:
-                x = F.layer_norm(x, x.shape, self.norm, self.norm_bias, config.head.norm.eps)
+            x = self._late_mean(x, config.head) if config.pooling_type == "late" else self._headed(x, config.head)
         scores = _linear(x, self.score, self.score_bias)
         # Two rows are those of the tokens for no and yes.
         return scores[1:] - scores[:1] if len(config.label_token_ids) == 2 else scores
+
+    def _headed(self, x: Tensor, head: HeadConfig) -> Tensor:
+        """[H] -> [H]."""
+        x = _activate(_linear(x, self.dense, self.dense_bias), head.activation)
+        return x if head.norm is None else F.layer_norm(x, x.shape, self.norm, self.norm_bias, head.norm.eps)
+
+    def _late_mean(self, states: Tensor, head: HeadConfig) -> Tensor:
+        """[T, H] -> [H], token by token: the scores are linear, so their mean is that of the mean."""
+        total = torch.zeros_like(states[0])
+        for token in states.unbind(0):
+            total += self._headed(token, head)
+        return total / len(states)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         size = self.config.hidden_size

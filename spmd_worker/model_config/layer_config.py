@@ -364,7 +364,8 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound).
+    min(act(gate), bound) * max(min(up, bound), -bound). With `has_down_bias` the output of a dense feed-forward has a
+    bias, also where the other parts have none (`has_mlp_bias`).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
     they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
@@ -389,6 +390,7 @@ class LayerConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_down_bias: bool = False
     qk_norm: str = "none"
     window: int = 0
     chunk: int = 0

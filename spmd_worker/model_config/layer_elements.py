@@ -190,7 +190,8 @@ def _feed_forward_elements(layer: LayerConfig, hidden_size: int, share: LayerSha
     if not layer.has_dense:
         return total
     num_gates = 1 + layer.is_gated
-    biases = (num_gates * share.num_columns + hidden_size) * layer.has_mlp_bias
+    biases = num_gates * share.num_columns * layer.has_mlp_bias
+    biases += hidden_size * (layer.has_mlp_bias or layer.has_down_bias)
     return (num_gates + 1) * hidden_size * share.num_columns + biases + total
 
 

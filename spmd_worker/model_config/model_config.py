@@ -95,7 +95,9 @@ class ModelConfig:
     are not plain; the model computes the bits of dequantised ones. `variant` is the number of the architecture's
     variant, from 1; 0 is its main row. With `pooling` the model outputs vectors and has no token head. Embeddings, and
     the head's inputs, are `own_embedding_size` wide and projected to and from the hidden size; 0 if they have the
-    hidden size. Without `has_last_norm` the last layer's output is not normed.
+    hidden size. With `projects_sum` the sum of embeddings, positions and types is normed and projected, and nothing is
+    projected back. With `shares_layers` all layers are one: their weights are loaded once. Without `has_last_norm` the
+    last layer's output is not normed.
 
     With `num_layer_inputs` above 0, a second table of as many rows, and a projection of the embedding, give each token
     the numbers of `LayerConfig.input_size` for every layer.
@@ -140,6 +142,8 @@ class ModelConfig:
     unplaced_token: int = -1
     has_embedding_norm: bool = False
     own_embedding_size: int = 0
+    projects_sum: bool = False
+    shares_layers: bool = False
     has_last_norm: bool = True
     image_layers: tuple[int, ...] = ()
     num_image_embeddings: int = 0
@@ -169,8 +173,18 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Elements of an embedding, and of the head's input."""
+        """Elements of an embedding."""
         return self.own_embedding_size or self.hidden_size
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the head's input, or of a pooled vector."""
+        return self.hidden_size if self.projects_sum else self.embedding_size
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of positions, of token types and of the norm before the layers."""
+        return self.embedding_size if self.projects_sum else self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +193,8 @@ class ModelConfig:
     @property
     def layer_numbers(self) -> tuple[int, ...]:
         """Numbers of `layers` in the checkpoint."""
+        if self.shares_layers:
+            return (0,) * self.num_layers
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
 
@@ -237,9 +253,10 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        num_norms, bias = self.has_last_norm + self.has_embedding_norm, self.layers[0].relative_bias
+        bias = self.layers[0].relative_bias
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
-        return tables + sum(self.layer_parameters) + num_norms * self.norm_parameters
+        norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
+        return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
     def num_tower_parameters(self) -> int:
@@ -255,9 +272,10 @@ class ModelConfig:
         """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
         tables = (self.vocab_size * num_tables + self.num_image_embeddings) * self.embedding_size
-        tables += (self.num_positions + self.num_token_types) * self.hidden_size
+        tables += (self.num_positions + self.num_token_types) * self.sum_size
         tables += self.num_layer_inputs * self.layer_inputs_size + self.num_layer_input_parameters
-        return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
+        projections = (2 - self.projects_sum) * self.num_projection_parameters
+        return tables + projections + self.vocab_size * self.has_head_bias
 
     @property
     def layer_inputs_size(self) -> int:
@@ -272,7 +290,7 @@ class ModelConfig:
     @property
     def num_projection_parameters(self) -> int:
         """Parameters of each of the projections from embeddings to layers and from layers to logits; 0 for none."""
-        return self.own_embedding_size * self.hidden_size
+        return (self.own_embedding_size + self.projects_sum) * self.hidden_size
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -292,6 +310,11 @@ class ModelConfig:
     def norm_parameters(self) -> int:
         """Parameters of one norm of the stream."""
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
+
+    @property
+    def embedding_norm_parameters(self) -> int:
+        """Parameters of the norm before the layers; 0 for none."""
+        return self.has_embedding_norm * self.sum_size * (self.norm.has_weight + self.norm.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +378,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     is_named = model_config.architecture in config["architectures"] or model_config.encoder_part is not None
     generates = is_named and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
-    pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
+    pooling = read_pooling(model_folder, config, model_config.output_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
@@ -489,15 +512,21 @@ def _audio(reader: ConfigReader, rule: EncoderDecoder) -> AudioInput | None:
     return AudioInput(reader.count(rule.mel_bins_key), 2 * reader.count(rule.max_rows_key))
 
 
+def _reader(config: Mapping[str, Any], path: Path, family: Family) -> ConfigReader:
+    older = {ours: old for ours, old in family.older_keys.items() if config.get(ours) is None and old in config}
+    return ConfigReader({**family.defaults, **config}, path, {**family.file_keys, **older})
+
+
 def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Family) -> ModelConfig:
     """Sizes of the layers and tables that the row describes."""
-    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    reader = _reader(config, path, family)
     _check_required(reader, family)
     max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
     encoder = family.encoder
     hidden_size = reader.count("hidden_size")
     vocab_size = reader.count("vocab_size")
+    own_embedding_size = _own_embedding_size(reader, family, hidden_size)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -518,11 +547,13 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         sinusoid="" if family.names.positions else family.embedding.sinusoid,
         has_head_bias=_flag(reader, family.head.has_bias),
         is_encoder=encoder is not None,
-        num_token_types=reader.count(encoder.token_types_key) if encoder is not None and encoder.token_types_key else 0,
+        num_token_types=_num_token_types(reader, family),
         unplaced_token=family.embedding.position_offset - 1 if _counts_offset(family) else -1,
         has_embedding_norm=family.embedding.has_norm,
         has_last_norm=family.names.norm != "",
-        own_embedding_size=_own_embedding_size(reader, family, hidden_size),
+        own_embedding_size=own_embedding_size,
+        projects_sum=family.embedding.projects_sum and own_embedding_size > 0,
+        shares_layers=family.shares_layers,
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
         num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
@@ -553,6 +584,11 @@ def _max_positions(reader: ConfigReader, family: Family) -> int:
     return checked_integer(num_rows, reader.where("max_position_embeddings"), offset + 1, MAX_INT) - offset
 
 
+def _num_token_types(reader: ConfigReader, family: Family) -> int:
+    key = "" if family.encoder is None else family.encoder.token_types_key
+    return checked_integer(reader.get(key), reader.where(key), 0, MAX_INT) if key else 0
+
+
 def _counts_offset(family: Family) -> bool:
     return family.encoder is not None and family.encoder.counts_offset
 
@@ -563,11 +599,11 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     rule = None if family.encoder is None else family.encoder.classifier
     if rule is None:
         return EncoderPooling(None, "cls", has_types)
-    reader = ConfigReader({**family.defaults, **config}, path, family.file_keys)
+    reader = _reader(config, path, family)
     activation = rule.activation
     if rule.activation_key:
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
-    pooling_type = reader.choice(rule.pooling_key, ("cls", "mean")) if rule.pooling_key else "cls"
+    pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
     norm = model_config.norm if rule.has_norm else None
     return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
 
@@ -585,7 +621,7 @@ def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab
 def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
     key = family.embedding.size_key
     size = reader.count(key, hidden_size) if key else hidden_size
-    return 0 if size == hidden_size else size
+    return 0 if size == hidden_size and not family.embedding.always_projects else size
 
 
 def _layers(
@@ -616,6 +652,7 @@ def _layers(
         has_qkv_bias=_flag(reader, attention.qkv_bias),
         has_output_bias=_flag(reader, attention.output_bias),
         has_mlp_bias=_flag(reader, feed_forward.bias),
+        has_down_bias=feed_forward.has_down_bias,
         qk_norm=_qk_norm(reader, attention),
         score_cap=_number(reader, attention.score_cap_key, 0.0),
         norms=_norms(family, is_parallel),

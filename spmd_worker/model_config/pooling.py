@@ -39,7 +39,8 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 
 CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
-_MASKED: Final = "ForMaskedLM"
+_TRAINED: Final = ("ForMaskedLM", "ForPreTraining")
+"""Heads with which encoders are trained, and without which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class EncoderPooling:
 class PoolingConfig:
     """Result of a row with the pooling runner.
 
-    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`.
+    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`, or
+    "late": the head takes each token, and the scores the mean of its outputs.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `labels` are the names of the scores in config.json, None for one without a
     name; empty if it has none. `matryoshka_dimensions` are the lengths to which vectors may be cut; `is_matryoshka`:
@@ -158,7 +160,7 @@ def decoder_of(architecture: object) -> str | None:
 
 def encoder_of(architecture: object) -> str | None:
     """Backbone name of an encoder with or without a head; None for other names."""
-    for suffix in (CLASSIFIER, _MASKED, _BACKBONE):
+    for suffix in (CLASSIFIER, *_TRAINED, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
             return f"{architecture.removesuffix(suffix)}{_BACKBONE}"
     return None

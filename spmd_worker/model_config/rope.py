@@ -153,6 +153,25 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
     )
 
 
+def ntk_rope(reader: ConfigReader, max_positions: int, head_size: int) -> RopeParameters:
+    """The rope with the scaling `ntk` of GTE's authors, if the file has it: the base times the factor, then all
+    frequencies divided by factor ** (2 / head size). Raises ModelConfigError.
+    """
+    given = given_rope(reader)
+    key, kind = "rope_scaling", given.get("type", given.get("rope_type", "default"))
+    if kind == "default":
+        return read_rope(reader, max_positions, head_size, may_be_partial=False)
+    where = reader.where(key if reader.get(key) else "rope_parameters")
+    if kind != "ntk" or given.get("mixed_b") is not None:
+        rule = "is not supported, only type=ntk without mixed_b"
+        raise ModelConfigError(f"{where} type={shown(kind)}, mixed_b={shown(given.get('mixed_b'))} {rule}")
+    factor = checked_number(given.get("factor"), f"{where} factor")
+    if factor < 1:
+        raise ModelConfigError(f"{where} factor={factor:g} must be 1 or more")
+    theta = checked_number(reader.number("rope_theta") * factor, f"{where} factor times rope_theta")
+    return RopeParameters(head_size, "linear", theta, factor ** (2 / head_size))
+
+
 def with_theta_of(key: str) -> Callable[[RopeParameters, ConfigReader, int], RopeParameters]:
     """An adjustment: the rope with the base that the file has under this key, whatever it has elsewhere."""
 

@@ -10,7 +10,20 @@ from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
 
 from spmd_worker import LLM
 
-NAMES = ("bert_mean", "mpnet_pairs", "t5_mean", "xlm_pairs", "modern_labels", "gemma_dense")
+NAMES = (
+    "bert_mean",
+    "mpnet_pairs",
+    "t5_mean",
+    "xlm_pairs",
+    "modern_labels",
+    "gemma_dense",
+    "distil_labels",
+    "electra",
+    "nomic_labels",
+    "gte",
+    "euro_labels",
+    "albert",
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +36,7 @@ NAMES = ("bert_mean", "mpnet_pairs", "t5_mean", "xlm_pairs", "modern_labels", "g
 )
 def test_encoders_on_two_ranks_match_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setattr(test_pooling_on_ranks, "pooling_folder", encoder_folder)
-    names = NAMES[:3] if layout == "pipeline_parallel_size" else NAMES
+    names = (*NAMES[:3], NAMES[-1]) if layout == "pipeline_parallel_size" else NAMES
     settings: dict[str, Any] = {"max_model_len": 64}
     monkeypatch.setattr(test_pooling_on_ranks, "SETTINGS", {**SETTINGS, **settings})
     done = test_pooling_on_ranks.run(tmp_path, 2, names=names, **{layout: 2})

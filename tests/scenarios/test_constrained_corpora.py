@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -153,7 +153,9 @@ def test_random_schema_answers_equal_one_token_per_step(llm: LLM, monkeypatch: p
     monkeypatch.undo()
     appended = StepMasks.appended
     monkeypatch.setattr(
-        StepMasks, "appended", lambda self, ids: [each if len(each) == 1 else (*each, 9) for each in appended(self, ids)]
+        StepMasks,
+        "appended",
+        lambda self, ids: [each if len(each) == 1 else (*each, 9) for each in appended(self, ids)],
     )
     assert answered(llm, forms[:100], has_schema).token_ids != found[0]
 

@@ -246,7 +246,8 @@ def test_ten_thousand_hits_are_equal(kind: str, part: str) -> None:
     """Minutes of processor time. Changes of the cache, at the end, are found in the same crowd."""
     num_rows, num_rounds = 300, 0
     crowd_of = (num_rows, tuple(range(2, num_rows, 9)), (1, 1, 1, 1, 1, 2, 28, 28))
-    with new_llm(kind, num_blocks=32, verify_hits=1) as llm:
+    # Rows with states are preempted with fewer blocks: no more run than have slots.
+    with new_llm(kind, num_blocks=24 if part else 32, verify_hits=1) as llm:
         counters = llm.llm_engine.counters
         while counters.num_verified_hits < NUM_HITS:
             answered(llm, *crowd_of)

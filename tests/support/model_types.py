@@ -157,4 +157,11 @@ ENCODER_TYPES: Final = {
     "T5EncoderModel": "t5",
     "MT5EncoderModel": "mt5",
     "UMT5EncoderModel": "umt5",
+    "DistilBertModel": "distilbert",
+    "ElectraModel": "electra",
+    "NomicBertModel": "nomic_bert",
+    "GteModel": "gte",
+    "NewModel": "gte",
+    "EuroBertModel": "eurobert",
+    "AlbertModel": "albert",
 }

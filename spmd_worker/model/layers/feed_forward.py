@@ -54,6 +54,7 @@ class FeedForward(nn.Module):
             self.up_proj = ColumnParallelLinear(
                 context, hidden_size, (OutputPart("up_proj", size, *columns),), has_bias
             )
+        has_bias = has_bias or layer.has_down_bias
         self.down_proj = RowParallelLinear(context, columns, size, hidden_size, has_bias, layer.mlp_multipliers[1])
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:

@@ -267,6 +267,8 @@ def gate_up_linear(
     return GatedLinear(context, hidden_size, parts, has_bias, activation, bound, gate_multiplier)
 
 
-def replicated_linear(context: LayerContext, name: str, input_size: int, output_size: int) -> ColumnParallelLinear:
-    """[T, input_size] -> [T, output_size] on every rank, without a bias. `name` is the layer's own in its parent."""
-    return ColumnParallelLinear(context, input_size, (OutputPart(name, output_size, 0, output_size),), has_bias=False)
+def replicated_linear(
+    context: LayerContext, name: str, input_size: int, output_size: int, *, has_bias: bool = False
+) -> ColumnParallelLinear:
+    """[T, input_size] -> [T, output_size] on every rank. `name` is the layer's own in its parent."""
+    return ColumnParallelLinear(context, input_size, (OutputPart(name, output_size, 0, output_size),), has_bias)

@@ -24,6 +24,7 @@ from spmd_worker.model_config.families.family import (
     Rope,
     Windows,
 )
+from spmd_worker.model_config.families.rotary_encoder_rows import ROTARY_ENCODERS
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig, RelativeBias
 
@@ -116,6 +117,113 @@ _MPNET: Final = replace(
     defaults={**_ROBERTA.defaults, "vocab_size": 30527},
     layers=_with_mpnet_bias,
 )
+_DISTILBERT: Final = replace(
+    _BERT,
+    models="DistilBERT: multi-qa-distilbert, sst-2 classifiers",
+    names=replace(
+        _BERT.names,
+        embedding="distilbert.embeddings.word_embeddings",
+        positions="distilbert.embeddings.position_embeddings",
+        token_types="",
+        embedding_norm="distilbert.embeddings.LayerNorm",
+        layers="distilbert.transformer.layer",
+        norms=("", "sa_layer_norm", "", "output_layer_norm"),
+        parts={
+            "self_attn.q_proj": "attention.q_lin",
+            "self_attn.k_proj": "attention.k_lin",
+            "self_attn.v_proj": "attention.v_lin",
+            "self_attn.o_proj": "attention.out_lin",
+            "mlp.up_proj": "ffn.lin1",
+            "mlp.down_proj": "ffn.lin2",
+        },
+        optional_prefix="distilbert.",
+        head="vocab_projector",
+        ignored_prefixes=("vocab_projector.", "vocab_transform.", "vocab_layer_norm."),
+        head_dense="pre_classifier",
+        classifier="classifier",
+    ),
+    # A constant of the class, which no key changes.
+    norms=replace(_BERT.norms, eps_key="", eps=1e-12),
+    feed_forward=FeedForward(bias=True, is_gated=False, activation_key="activation"),
+    encoder=Encoder(classifier=ClassifierFamily(activation="relu")),
+    file_keys={
+        **_BERT.file_keys,
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+    },
+    required={},
+    defaults={
+        "vocab_size": 30522,
+        "dim": 768,
+        "n_layers": 6,
+        "n_heads": 12,
+        "hidden_dim": 3072,
+        "activation": "gelu",
+        "max_position_embeddings": 512,
+    },
+)
+_ELECTRA_NAMES: Final = _bert_names("electra.", "generator_lm_head", "classifier.dense", "classifier.out_proj")
+_ELECTRA: Final = replace(
+    _BERT,
+    models="ELECTRA: ms-marco-electra cross-encoders",
+    names=replace(
+        _ELECTRA_NAMES,
+        project_in="electra.embeddings_project",
+        ignored_prefixes=("generator_lm_head.", "generator_predictions.", "discriminator_predictions."),
+    ),
+    embedding=Embedding(has_norm=True, size_key="embedding_size", projects_sum=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily(activation="gelu")),
+    defaults={
+        **_BERT.defaults,
+        "embedding_size": 128,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    },
+)
+_ALBERT: Final = replace(
+    _ELECTRA,
+    models="ALBERT: paraphrase-albert",
+    names=Names(
+        embedding="albert.embeddings.word_embeddings",
+        positions="albert.embeddings.position_embeddings",
+        token_types="albert.embeddings.token_type_embeddings",
+        embedding_norm="albert.embeddings.LayerNorm",
+        project_in="albert.encoder.embedding_hidden_mapping_in",
+        layers="albert.encoder.albert_layer_groups.0.albert_layers",
+        norm="",
+        norms=("", "attention.LayerNorm", "", "full_layer_layer_norm"),
+        parts={
+            "self_attn.q_proj": "attention.query",
+            "self_attn.k_proj": "attention.key",
+            "self_attn.v_proj": "attention.value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.up_proj": "ffn",
+            "mlp.down_proj": "ffn_output",
+        },
+        optional_prefix="albert.",
+        ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
+        head="predictions",
+        ignored_prefixes=("albert.pooler.", "predictions.", "sop_classifier."),
+        head_dense="albert.pooler",
+        classifier="classifier",
+    ),
+    embedding=replace(_ELECTRA.embedding, always_projects=True),
+    encoder=_BERT.encoder,
+    shares_layers=True,
+    required={"num_hidden_groups": 1, "inner_group_num": 1},
+    defaults={
+        **_BERT.defaults,
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 16384,
+        "hidden_act": "gelu_new",
+    },
+)
 _GEMMA3: Final = FAMILIES["Gemma3ForCausalLM"]
 
 ENCODERS: Final[dict[str, Family]] = {
@@ -190,4 +298,8 @@ ENCODERS: Final[dict[str, Family]] = {
     "T5EncoderModel": encoder_alone("T5Encoder", "encoders of T5: sentence-t5, gtr-t5"),
     "MT5EncoderModel": encoder_alone("MT5Encoder", "encoders of mT5"),
     "UMT5EncoderModel": encoder_alone("UMT5Encoder", "encoders of UMT5"),
+    "DistilBertModel": _DISTILBERT,
+    "ElectraModel": _ELECTRA,
+    "AlbertModel": _ALBERT,
+    **ROTARY_ENCODERS,
 }

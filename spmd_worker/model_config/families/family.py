@@ -136,12 +136,14 @@ def next_to(names: Names, *others: str) -> Names:
 class ClassifierFamily:
     """The layers between the hidden states of an encoder and its scores: a dense layer with `activation`, or the one
     named by `activation_key`, and a norm with `has_norm`. The input is the first token's hidden state, or the pooling
-    named by `pooling_key`. `bias` is of the dense layer.
+    named by `pooling_key`, in words of `poolings`: "late" is the mean behind these layers. `bias` is of the dense
+    layer.
     """
 
     activation: str = "tanh"
     activation_key: str = ""
     pooling_key: str = ""
+    poolings: Mapping[str, str] = field(default_factory=lambda: {"cls": "cls", "mean": "mean"})
     bias: bool | str = True
     has_norm: bool = False
 
@@ -238,12 +240,13 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """`is_gated` is as in `LayerConfig`. `activation_words` maps the file's names of activations to those in
-    `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none. `bounds_key`
-    lists `LayerConfig.bound` of each layer, null or 0 for none.
+    """`is_gated` and `has_down_bias` are as in `LayerConfig`. `activation_words` maps the file's names of activations
+    to those in `ModelConfig`. `size_factor`, times the hidden size, is the intermediate size if the file has none.
+    `bounds_key` lists `LayerConfig.bound` of each layer, null or 0 for none.
     """
 
     bias: bool | str = "mlp_bias"
+    has_down_bias: bool = False
     is_gated: bool = True
     activation_key: str = "hidden_act"
     activation_words: Mapping[str, str] = field(default_factory=dict)
@@ -266,15 +269,19 @@ class Wiring:
 class Embedding:
     """`by_root`: embeddings are multiplied by the root of the hidden size, rounded to the dtype; otherwise by
     `multiplier_key`, or by the root as it is if the flag `root_key` is true. `size_key` is their width, projected to
-    the hidden size. The first `position_offset` rows of a table of positions are unused. `has_norm`: there is a norm
-    before the layers. `sinusoid` is as in `ModelConfig`, of files without the table of positions in
-    `Names`, if that has one.
+    the hidden size; with `projects_sum` positions, token types and the norm before the layers have that width too,
+    their sum is projected, with a bias, and nothing is projected back; with `always_projects` also if it has the hidden
+    size already. The first `position_offset` rows of a table of
+    positions are unused. `has_norm`: there is a norm before the layers. `sinusoid` is as in `ModelConfig`, of files
+    without the table of positions in `Names`, if that has one.
     """
 
     by_root: bool = False
     multiplier_key: str = ""
     root_key: str = ""
     size_key: str = ""
+    projects_sum: bool = False
+    always_projects: bool = False
     position_offset: int = 0
     has_norm: bool = False
     sinusoid: str = ""
@@ -354,17 +361,20 @@ class Family:
     parts are None if the model has no such part.
 
     `defaults` are those of keys missing in config.json, where transformers has another value than the plain decoder's.
-    `file_keys` are the file's names of our keys, "" for keys that it does not have. `required` keys must have one value
+    `file_keys` are the file's names of our keys, "" for keys that it does not have; `older_keys` are other names of
+    theirs, which count in files that lack the newer ones. `required` keys must have one value
     if they are there. `variants` are other rows of the architecture; a file uses the first that matches it.
 
     `layers` changes the layers that the other parts describe, for a family in which they mix tokens in several ways:
-    from the file and the layers, in order. `ropes` gives all ropes of such a family instead of `rope`; then `layers`
-    sets each layer's.
+    from the file and the layers, in order. `ropes` gives all ropes instead of `rope`; of several, `layers` sets each
+    layer's.
 
     `vision` is the row of `vision_rows.py` by which the model takes images, "" for text alone.
 
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
+
+    `shares_layers`: all layers are one, whose tensors files have once.
 
     `newer` gives the contents of the file, whose path is for errors, with the keys and lists that this row reads, where
     older files have others.
@@ -387,10 +397,12 @@ class Family:
     encoder: Encoder | None = None
     encoder_part: EncoderDecoder | None = None
     file_keys: Mapping[str, str] = field(default_factory=dict)
+    older_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     variants: "tuple[Variant, ...]" = ()
     layer: str = ""
+    shares_layers: bool = False
     layers: Callable[[ConfigReader, tuple[LayerConfig, ...]], tuple[LayerConfig, ...]] | None = None
     ropes: Callable[[ConfigReader, int, int], tuple[RopeParameters, ...]] | None = None
     """Its arguments are the file, the number of positions and the head size."""

@@ -21,7 +21,7 @@ def describe_families() -> str:
             "",
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
-            "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM.",
+            "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM and ForPreTraining.",
             "",
             *_table(("not run", "because"), unsupported),
             "",
@@ -46,7 +46,11 @@ def _input(family: Family) -> str:
 def _unsupported_values(family: Family) -> str:
     # Keys that distinguish variants may have either value.
     either = {key for variant in family.variants for key in variant.keys}
-    found = [f"{key} other than {str(value).lower()}" for key, value in family.required.items() if key not in either]
+    found = [
+        f"{key} other than {'null' if value is None else str(value).lower()}"
+        for key, value in family.required.items()
+        if key not in either
+    ]
     kinds = {} if family.text is None else family.text.families
     texts = [FAMILIES[name] for name in dict.fromkeys(kinds.values())] or [family]
     if any(each.rope is not None and not each.rope.may_be_partial for each in texts):

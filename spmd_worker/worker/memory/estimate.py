@@ -19,7 +19,7 @@ from spmd_worker.model_config.stored_format import EXPERTS
 from spmd_worker.model_config.tower_elements import encoder_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights, stored_linears
-from spmd_worker.ranks.topology import RankLayout, expert_share, layer_share, stage_of, vocabulary_rows
+from spmd_worker.ranks.topology import RankLayout, Stage, expert_share, layer_share, stage_of, vocabulary_rows
 from spmd_worker.worker.memory.tower_memory import tower_activations
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
@@ -63,7 +63,7 @@ def weights_bytes(
     oneDNN does not pack bfloat16), that copy is counted but not made.
     """
     num_rows, hidden = rank_vocabulary_rows(model_config, layout), model_config.hidden_size
-    stage, kinds = stage_of(layout, model_config, rank), Counter(rank_layers(model_config, layout, rank))
+    stage, kinds = stage_of(layout, model_config, rank), Counter(_held_layers(model_config, layout, rank))
     layers = sum(count * layer_elements(layer, hidden, share) for (layer, share), count in kinds.items())
     # Bytes in addition to those in this dtype.
     float32 = sum(count * float32_elements(layer, hidden, share) for (layer, share), count in kinds.items())
@@ -74,7 +74,7 @@ def weights_bytes(
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
-    tables = num_tables * num_rows * model_config.embedding_size + num_others * hidden
+    tables = num_tables * num_rows * model_config.embedding_size + num_others * model_config.sum_size
     image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - num_rows
     tables += stage.is_first * image_rows * model_config.embedding_size
     if model_config.num_layer_inputs:
@@ -85,9 +85,9 @@ def weights_bytes(
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
     # Every rank of a group has the complete projection, on the stage of its table.
-    tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
-    num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
-    norm = num_norms * model_config.norm_parameters
+    tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
+    norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
+    norm += stage.is_first * model_config.embedding_norm_parameters
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = num_rows * (model_config.has_head_bias and has_head) * stage.is_last
@@ -110,7 +110,7 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     all linear layers but experts. Of modules that a checkpoint fuses, which share A, less is needed.
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
-    for layer, share in rank_layers(model_config, layout, rank):
+    for layer, share in _held_layers(model_config, layout, rank):
         columns = share.num_columns if layer.has_dense else 0
         columns = columns if share.experts is None else columns + share.experts.num_shared_columns
         linears = mixer_linears(layer, hidden, share)
@@ -122,14 +122,22 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
         if layer.input_size:
             modules += [(hidden, layer.input_size), (layer.input_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
-    total += (
-        (stage.is_first + stage.is_last)
-        * (hidden + model_config.own_embedding_size)
-        * (model_config.own_embedding_size > 0)
-    )
+    total += _num_projections(model_config, stage) * (hidden + model_config.own_embedding_size)
     total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
     padded_rank = -(-limits.max_lora_rank // _RANK_STEP) * _RANK_STEP
     return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
+
+
+def _held_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> list[tuple[LayerConfig, LayerShare]]:
+    """Those of `rank_layers` that have weights of their own."""
+    return rank_layers(model_config, layout, rank)[: 1 if model_config.shares_layers else None]
+
+
+def _num_projections(model_config: ModelConfig, stage: Stage) -> int:
+    """Projections between embeddings, or logits, and layers of another size, on this stage."""
+    if not model_config.own_embedding_size:
+        return 0
+    return stage.is_first + (stage.is_last and not model_config.projects_sum)
 
 
 def _quantised_bytes_saved(shapes: Shapes, dtype: str, device: str) -> int:
@@ -162,7 +170,7 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
     """
     stage, hidden = stage_of(layout, model_config, rank), model_config.hidden_size
     shapes = Shapes()
-    for layer, share in rank_layers(model_config, layout, rank):
+    for layer, share in _held_layers(model_config, layout, rank):
         for each in mixer_linears(layer, hidden, share):
             shapes[sum(each.num_outputs), each.num_inputs, False] += 1
         if layer.input_size:
@@ -180,7 +188,7 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
         shapes[model_config.layer_inputs_size, hidden, False] += 1
     if model_config.own_embedding_size and stage.is_first:
         shapes[hidden, model_config.own_embedding_size, False] += 1
-    if model_config.own_embedding_size and stage.is_last:
+    if model_config.own_embedding_size and stage.is_last and not model_config.projects_sum:
         shapes[model_config.own_embedding_size, hidden, False] += 1
     return shapes
 

@@ -100,12 +100,16 @@ class RowPooling:
     def _pooled(
         self, scheduled: Sequence[ScheduledSequence], spans: Sequence[tuple[int, int]], hidden: Tensor
     ) -> list[Tensor | None]:
-        """Float32 [H] of each row that ends; None for rows that continue."""
+        """Float32 [H] of each row that ends, or [tokens, H] for late pooling; None for rows that continue."""
         kind = self._pooler.config.pooling_type
         if not scheduled:
             return []
         if kind == "last":
             return [hidden[end - 1].float() if each.num_samples else None for each, (_, end) in zip(scheduled, spans)]
+        if kind == "late":
+            # Rows of encoders are computed in one step.
+            assert all(each.num_samples and not each.sequence.num_computed_tokens for each in scheduled), scheduled
+            return [hidden[start:end].float() for start, end in spans]
         if kind == "cls":
             totals = hidden.index_select(0, _indices([start for start, _ in spans], hidden.device)).float()
         else:
