@@ -126,6 +126,9 @@ them: an 8B model takes 5.9 or 9.1 GB instead of 16. On GPUs [experts in MXFP4 a
   32; a rank's outputs are no multiple of 16 (gates and ups together: 32); its inputs do not begin and end where groups
   do; matrices that are multiplied together, such as queries, keys and values, have several formats;
   `model.allow_nonfinite`; `model.lora_merge`, which adds to weights.
+* Few rows are computed faster so, as they wait for memory; steps of many rows take up to a tenth longer, without AMX up
+  to a quarter at about 16 rows in FP8 ([times](../lab/stored_weights.md)). `model.dequantize_weights=true` is faster
+  there, if the memory suffices.
 * Latent attention and other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are
   dequantised.
 * Weights that a file has otherwise than its config.json says, mostly plain ones that it does not list, are dequantised
