@@ -59,6 +59,12 @@ class WeightUpdates:
     def has_missing(self) -> bool:
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
 
+    def check_complete(self) -> None:
+        """Raise MissingWeightsError if `commit` of all weights would."""
+        for digests, missing, must_be_complete, *_ in filter(None, self._executor.get_weight_updates()):
+            if missing:
+                raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
+
     def check_not_held(self) -> None:
         """Raise RuntimeError between `hold` and `release`."""
         if self.is_held:

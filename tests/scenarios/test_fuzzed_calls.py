@@ -135,6 +135,37 @@ def test_weight_update_error_of_one_rank_reaches_all(other: str, call: str):
     ], done.output
 
 
+def test_missing_weights_of_one_rank_reach_all():
+    """They were found once the ranks had agreed to sleep or resume, so that the others waited for the timeout."""
+    source = """
+        import os
+        from spmd_worker import LLM
+        from test_fuzzed_calls import fuzzed_calls
+        rank = int(os.environ["RANK"])
+        settings = {"num_blocks": 20, "max_model_len": 64, "tensor_parallel_size": 2, "timeout_s": 60}
+        with LLM(fuzzed_calls.MODEL, **settings) as llm:
+            llm.pause_generation()
+            for call in (llm.sleep, llm.resume_generation):
+                if rank == 1:
+                    llm.update_weights(fuzzed_calls.WEIGHTS)
+                try:
+                    call()
+                except Exception as error:
+                    os.write(1, f"{rank} {call.__name__} {type(error).__name__} {str(error)[:72]}\\n".encode())
+            llm.collective_rpc("reload_weights")
+            llm.resume_generation()
+            answer = llm.generate([[3, 4]], use_tqdm=False)[0].outputs[0].token_ids
+            os.write(1, f"{rank} {len(answer) > 0}\\n".encode())
+        """
+    done = ranks.run_ranks(source, 2, 240.0)
+    found = [line for line in done.stdout.splitlines() if line[:1] in "01"]
+    assert len(found) == 6, done.output
+    for call in ("sleep", "resume_generation"):
+        assert f"0 {call} RankFailedError rank 1 failed before {call}: MissingWeightsError" in done.stdout, done.output
+        assert f"1 {call} MissingWeightsError 37 of 38 weights" in done.stdout, done.output
+    assert {"0 True", "1 True"} <= set(found), done.output
+
+
 def test_invalid_flag_on_one_rank_fails_on_both():
     """Regression: its truth was tested before the ranks met, so the other rank waited for the next call."""
     source = f"""

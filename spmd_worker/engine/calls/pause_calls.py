@@ -61,7 +61,12 @@ class PauseCalls:
         Raises RuntimeError while weights or cache are asleep.
         """
         with self._engine.calls.inside("resume_generation"):
+
+            def prepare() -> None:
+                self._engine.life.check_awake()
+                self._engine.changes.complete_weights()
+
             self._engine.life.check_open()
             self._turns.check_outside("resume_generation")
-            agree_on_call(self._engine, "resume_generation", lambda: None)
+            agree_on_call(self._engine, "resume_generation", prepare)
             self._engine.resume_generation()

@@ -192,7 +192,13 @@ class WorkerCalls:
                 number = checked_level(level, least=0)
                 may_wait = self._engine.config.parallel.data_parallel_size == 1
                 self._check_idle(may_have_requests=number == 0 or (mode is not None and (may_wait or mode != WAIT)))
-                return number, mode if mode is None else checked_mode(mode)
+                agreed = number, mode if mode is None else checked_mode(mode)
+                # An error behind the exchange would leave the other ranks waiting. Requests may end before the commit.
+                if number == 1 and not self._engine.requests.has_unfinished:
+                    self._engine.changes.commit_weights()
+                elif number == 1:
+                    self._engine.changes.weights.check_complete()
+                return agreed
 
             self._engine.sleep(*self._agree("sleep", prepare))
 
@@ -213,7 +219,10 @@ class WorkerCalls:
 
             def prepare() -> list[str]:
                 self._check_idle(may_have_requests=False)
-                return checked_tags(tags)
+                waking = checked_tags(tags)
+                if not self._engine.changes.weights.has_missing:
+                    self._engine.changes.commit_weights()
+                return waking
 
             self._engine.wake_up(self._agree("wake_up", prepare))
 
