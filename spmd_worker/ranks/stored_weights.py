@@ -293,7 +293,8 @@ def _check_panels(stored: StoredFormat, linear: StoredLinear) -> None:
     size = stored.group_inputs or PANEL_STEP
     if any(each % size for each in linear.inputs):
         start, stop = linear.inputs
-        raise UnfitError(f"inputs {start} to {stop}, a rank's share, do not begin and end at {stored.words}")
+        groups = f" in groups of {size}" if stored.number == "e4m3" else ""
+        raise UnfitError(f"inputs {start} to {stop}, a rank's share, do not begin and end at {stored.words}{groups}")
 
 
 def _check_shares(stored: StoredFormat, experts: ExpertsConfig, hidden_size: int, layout: RankLayout) -> None:

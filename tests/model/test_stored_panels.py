@@ -191,6 +191,10 @@ def test_weights_that_are_no_panels_are_dequantised():
     found = find_stored_panels(keys_of("gptq", quantization_config=groups), TWO)
     assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
     assert "mlp.down_proj: inputs 0 to 96, a rank's share, do not begin and end at 4-bit integers" in found.reason
+    # A block of 128 is cut off.
+    found = find_stored_panels(keys_of("fp8_dense", intermediate_size=192), ONE)
+    assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]
+    assert "inputs 0 to 192, a rank's share, do not begin and end at FP8 in groups of 128" in found.reason
     # The first two ranks' columns would fit, the others' do not.
     found = find_stored_panels(keys_of("gptq", quantization_config=groups, head_dim=64), RankLayout(4, num_leaves=4))
     assert [*found.formats[0]] == [*ATTENTION, "mlp.gate_up_proj"]

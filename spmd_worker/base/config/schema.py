@@ -73,7 +73,7 @@ class ModelOptions:
     revision: str | None = vllm_option(None, "branch, tag or commit of a name on the hub; null: main", is_common=True)
     dtype: str = vllm_option(
         "auto",
-        "`auto` (the checkpoint's, else float32; for float16 on CPUs float32, in 4 bits bfloat16), "
+        "`auto` (the checkpoint's, else float32; for float16 on CPUs float32, in 4 bits or FP8 bfloat16), "
         "`float32`, `bfloat16` or `float16` (GPU only); `LLM` accepts a `torch.dtype` too",
         vllm_values={"half": "float16", "float": "float32"},
         accepts=Any,
@@ -120,8 +120,9 @@ class ModelOptions:
     )
     dequantize_weights: bool = option(
         False,
-        "dequantise quantised files when they are loaded, as weight updates need; false: 4-bit weights on CPUs (in "
-        "bfloat16) and MXFP4 and FP8 experts on GPUs stay in memory as their files have them, with the same bits",
+        "dequantise quantised files when they are loaded, as weight updates need; false: weights of 4 bits and FP8 on "
+        "CPUs (in bfloat16) and MXFP4 and FP8 experts on GPUs stay in memory as their files have them, with the same "
+        "bits",
     )
     allow_nonfinite: bool = option(
         False,

@@ -58,7 +58,7 @@ def weight_of(
         found = torch.randint(0, 254, (num_outputs, num_inputs), generator=generator)
         # No NaN: 127 and 255.
         numbers = (found + (found >= 127)).to(torch.uint8)
-        # A scale is zero, one is so small that values are subnormal.
+        # A scale is zero, one so small that values are computed number by number.
         factors = torch.rand(num_outputs, num_inputs // size, generator=generator) * 1e-4
         factors[3, 0], factors[5, 0], factors[9, -1] = 0.0, 1e-33, -1e-4
         values = numbers.view(torch.float8_e4m3fn).float() * factors.repeat_interleave(size, 1)
