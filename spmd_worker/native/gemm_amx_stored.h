@@ -1,6 +1,6 @@
 // The micro-kernel of AMX for weights as files store them (stored.h): tiles of outputs by tiles of rows, so that outputs
-// need no interleaving. Sums are transposed at the end of their chain; a chain is that of `AmxBf16`, in which a product's two factors
-// have changed places.
+// need no interleaving. Sums are transposed at the end of their chain; a chain is that of `AmxBf16`, in which a product's two
+// factors have changed places.
 #pragma once
 
 #include <limits>
