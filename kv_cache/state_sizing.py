@@ -131,5 +131,7 @@ def _describe_layer(layer: StateLayer) -> str:
         inputs += f", {layer.saved[0]} x {layer.saved[1]:,} inputs of drafts"
     if not layer.state:
         return inputs
-    num_heads, *sizes = layer.state
-    return f"{num_heads} heads of {' x '.join(map(str, sizes))} float32, {inputs}"
+    count, *sizes = layer.state
+    # The first Mamba has a row of numbers for each channel, others a matrix for each head.
+    parts = "heads" if len(sizes) > 1 else "channels"
+    return f"{count} {parts} of {' x '.join(map(str, sizes))} float32, {inputs}"

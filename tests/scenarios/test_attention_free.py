@@ -134,6 +134,13 @@ def test_plan_names_states_and_no_blocks() -> None:
     assert "3 layers, hidden size 64, no attention" in text
 
 
+def test_plan_names_channels_and_no_columns() -> None:
+    model = ModelOptions(path=str(mamba_folder("mamba1")))
+    text = describe_plan(make_plan(resolve_run(RunConfig(model=model, plan=True, device="cpu"), "cpu")))
+    assert "3 layers of 128 channels of 12 float32" in " ".join(text.split())
+    assert [line.split()[2:5] for line in text.splitlines() if line.startswith("0 ")] == [["-", "-", "-"]]
+
+
 def test_model_config_of_engine_has_no_heads() -> None:
     with LLM(mamba_folder(KIND), **SETTINGS) as llm, LLM(mamba_folder("bamba"), **SETTINGS) as other:
         found = llm.llm_engine.model_config

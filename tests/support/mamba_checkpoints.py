@@ -141,9 +141,20 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba1": ("Mamba", _MAMBA1),
     "mamba1_biases": (
         "Mamba",
-        {"state_size": 16, "expand": 3, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+        {
+            "state_size": 16,
+            "expand": 3,
+            "intermediate_size": 160,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+        },
     ),
-    "falcon_mamba": ("FalconMamba", {**_MAMBA1, "tie_word_embeddings": False, "mixer_rms_eps": 0.05}),
+    # The size that wins over `expand`, as in Falcon Mamba 7B.
+    "falcon_mamba": (
+        "FalconMamba",
+        {**_MAMBA1, "expand": 16, "intermediate_size": 128, "tie_word_embeddings": False, "mixer_rms_eps": 0.05},
+    ),
     "jamba": ("Jamba", {**_JAMBA, "num_experts": 6}),
     "jamba_dense": ("Jamba", {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "tie_word_embeddings": True}),
 }

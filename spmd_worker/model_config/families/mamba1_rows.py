@@ -29,7 +29,8 @@ def _dt_rank(reader: ConfigReader, key: str) -> int:
 def _mamba_layers(reader: ConfigReader, layers: Layers, *, norm: str) -> Layers:
     """Each layer has Mamba and one norm, and no feed-forward."""
     mamba1 = Mamba1Config(
-        num_channels=reader.count("expand") * reader.count("hidden_size"),
+        # The size wins where the file has both: `expand` is 16 in Falcon Mamba 7B, which has twice its hidden size.
+        num_channels=reader.count("num_channels", reader.count("expand") * reader.count("hidden_size")),
         state_size=reader.count("state_size"),
         dt_rank=_dt_rank(reader, "time_step_rank"),
         kernel_size=num_taps(reader, "conv_kernel"),
@@ -95,7 +96,12 @@ _MAMBA: Final = Family(
     # No layer has attention: sizes of heads are not used.
     attention=Attention(head_size=64),
     norms=Norms(eps_key="layer_norm_epsilon", eps=1e-5),
-    file_keys={"num_key_value_heads": "", "head_dim": "", "intermediate_size": "hidden_size"},
+    file_keys={
+        "num_key_value_heads": "",
+        "head_dim": "",
+        "num_channels": "intermediate_size",
+        "intermediate_size": "hidden_size",
+    },
     required={"hidden_act": "silu"},
     defaults={
         "num_attention_heads": 64,

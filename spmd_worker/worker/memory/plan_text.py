@@ -442,6 +442,8 @@ def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...
     of_layers = [*map(_counts, zip(*sizes, strict=True))]
     if plan.resolved.model_config.is_attention_free:
         of_layers[:2] = ["-", "-"]
+    if not any(layer.has_feed_forward for layer in plan.resolved.model_config.layers):
+        of_layers[2] = "-"
     counts = [f"{num_layers:,}", *of_layers, f"{share.num_vocabulary_rows:,}"]
     return (_spans(ranks), *counts, format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
 
