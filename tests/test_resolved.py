@@ -59,19 +59,19 @@ FLOAT16 = {
     ("w4a16", "bfloat16"): {"dequantize_weights": True},
     ("gptq_v2_8bits", "float32"): {},
     ("w8a16_rows", "float32"): {},
-    ("fp8_tensor", "float32"): {},
+    ("fp8_tensor", "bfloat16"): {},
     (None, "float32"): {},
     ("gptq", "float32"): {"dtype": "float32"},
-    ("fp8_tensor", "bfloat16"): {"dtype": "bfloat16"},
+    ("fp8_tensor", "float32"): {"dtype": "float32"},
 }
 """Format of a checkpoint's weights, and the dtype on a CPU."""
 
 
 @pytest.mark.parametrize(("case", "given"), FLOAT16.items())
-def test_float16_of_4_bits_is_bfloat16_on_cpus(
+def test_float16_as_stored_is_bfloat16_on_cpus(
     case: tuple[str | None, str], given: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """It was float32, in which weights of 4 bits are dequantised."""
+    """It was float32, in which weights of 4 bits and FP8 are dequantised."""
     name, expected = case
     keys: dict[str, Any] = {} if name is None else {"quantization_config": dict(FORMATS[name].config)}
     config = json.loads((folder / "config.json").read_text()) | keys

@@ -165,7 +165,7 @@ def test_draft_model_with_states_is_refused():
         ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers=0: the files"),
         ({"mtp_num_hidden_layers": 2}, "has mtp_num_hidden_layers=2, and a head of one layer runs: use"),
         ({"mtp_use_dedicated_embeddings": True}, "sets mtp_use_dedicated_embeddings=true"),
-        ({"layer_types": ["linear_attention"] * 3}, "has no layer with full attention"),
+        ({"layer_types": ["linear_attention"] * 3}, "no layer of this model has attention"),
     ],
 )
 def test_qwen_head_of_another_kind_is_refused(keys: dict[str, Any], words: str, tmp_path: Path):
