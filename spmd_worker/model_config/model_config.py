@@ -222,6 +222,8 @@ class ModelConfig:
         if len(self.ropes) != 1 or self.ropes[0].rope_type not in STRETCHED_ROPE_TYPES:
             return self.max_position_embeddings
         (rope,) = self.ropes
+        if not rope.original_max_position_embeddings:
+            return self.max_position_embeddings
         base = rope.original_max_position_embeddings if rope.rope_type == "yarn" else self.max_position_embeddings
         return max(self.max_position_embeddings, int(base * rope.factor))
 

@@ -155,7 +155,8 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
 
 def ntk_rope(reader: ConfigReader, max_positions: int, head_size: int) -> RopeParameters:
     """The rope with the scaling `ntk` of GTE's authors, if the file has it: the base times the factor, then all
-    frequencies divided by factor ** (2 / head size). Raises ModelConfigError.
+    frequencies divided by factor ** (2 / head size). The file's length is that with scaling, so the rope has no
+    original one. Raises ModelConfigError.
     """
     given = given_rope(reader)
     key, kind = "rope_scaling", given.get("type", given.get("rope_type", "default"))

@@ -39,7 +39,7 @@ _MAX_BYTES: Final = 256 * 1024 * 1024
 _MAX_ID_DIGITS: Final = 10
 
 _BERT_CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
-_BERT_MODELS: Final = ("bert", "mpnet")
+_BERT_MODELS: Final = ("bert", "distilbert", "electra", "mpnet", "nomic_bert")
 """Supported model types to which AutoTokenizer assigns such a class if none is named."""
 _BERT_NORMALIZER: Final = "BertNormalizer"
 

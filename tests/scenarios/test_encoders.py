@@ -457,6 +457,9 @@ def test_weights_are_listed_and_updated_by_file_names() -> None:
         {},
         {"model_type": "mpnet", "do_lower_case": False},
         {"model_type": "mpnet"},
+        {"model_type": "distilbert", "do_lower_case": False},
+        {"model_type": "electra"},
+        {"model_type": "nomic_bert", "do_lower_case": False},
     ],
 )
 @pytest.mark.parametrize("is_lower", [True, False])

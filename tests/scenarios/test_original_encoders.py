@@ -146,6 +146,12 @@ def test_original_files_give_numbers_of_transformers(name: str, tmp_path: Path) 
     assert worst_error(name, pooled(original(name, tmp_path / "model"))) < 1e-5
 
 
+def test_scaling_does_not_lengthen_rows_of_gte(tmp_path: Path) -> None:
+    model_config = read_model_files(original("gte", tmp_path / "model")).model_config
+    assert model_config.ropes[0].factor > 1
+    assert model_config.max_model_len == GTE["max_position_embeddings"]
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "nomic": {"rotary_emb_base": 1000, "layer_norm_epsilon": 1e-5, "n_head": 8},
     "euro_pairs": {"clf_pooling": "mean"},
