@@ -55,7 +55,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
 def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     """Two or three sentences about the cache's effect on this run."""
     if not totals.num_blocks:
-        return "An encoder has no cache: it computes rows completely and keeps no blocks."
+        return "The model keeps no keys and values: it is an encoder, or none of its layers has attention."
     cache = f"The cache of {count(totals.num_blocks, 'block')}"
     nearly_full = (
         f"{share(totals.nearly_full_us, totals.wall_us)} of the time at least {share(NEARLY_FULL, 1)} of it was in use"
