@@ -20,7 +20,7 @@ _MANTISSA_BITS: Final = 23
 _MOST_STEPS: Final = 32.0
 """Above any number less its zero point."""
 _FP8_MOST, _FP8_NAN = 512.0, 0x7F
-"""Above any number of FP8, also of those that are factors of scales; the bits of NaN, but for its sign."""
+"""Above any number of FP8 and the factor of its scales; the bits of NaN, but for the sign."""
 _MAX_EXPONENT: Final = 254
 """Largest biased exponent of a finite float32."""
 
