@@ -33,7 +33,7 @@ struct Gemm {
   int64_t num_outputs;
   Leaves leaves = {};
   const uint8_t* stored = nullptr;  // the weight as files store it (stored.h), instead of `packed`
-  int64_t stored_size = 0;           // bytes of a panel of it
+  int64_t stored_size = 0;          // bytes of a panel of it
 
   int64_t panel_size() const {
     if constexpr (sizeof(Element) == 1) return panel_bytes(num_inputs);
@@ -50,7 +50,8 @@ struct Gemm {
 template <class Element>
 struct Block {
   const Element *x, *panels, *ahead;  // from the part's first input on; `ahead`: panels to prefetch
-  int64_t x_stride, panel_size, num_inputs, num_all_inputs;  // of the part, and of all
+  // `x_stride`: of transposed rows how many columns their tiles have. Inputs: of the part, and of all.
+  int64_t x_stride, panel_size, num_inputs, num_all_inputs;
   int64_t row, pair;
   int num_rows, num_panels;
   bool is_first_part, is_last_part;  // of the chain

@@ -318,7 +318,7 @@ UNSEEN_OF = {
     "MT5EncoderModel": [*_T5, "variants", "newer"],
     "UMT5EncoderModel": [*_T5, "variants", "newer"],
 }
-"""Of the others: keys that are not there, which nobody looks for, and what other tests see."""
+"""Entries of the others: keys that are not there, which nobody looks for, and what other tests see."""
 
 
 def _is_noticed(name: str) -> bool:

@@ -115,7 +115,7 @@ ORIGINALS: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "gte": ("NewModel", GTE, "new.{}".format),
     "gte_labels": ("NewForSequenceClassification", {**GTE, "num_labels": 3, "type_vocab_size": 0}, _of_new),
 }
-"""By the name of transformers' folder: architecture, keys, and the name of each tensor there in the original file."""
+"""Architecture, keys, and the name of each tensor in the original file, by the name of transformers' folder."""
 
 
 def original(name: str, folder: Path, **changes: Any) -> Path:
