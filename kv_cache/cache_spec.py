@@ -59,7 +59,7 @@ class CacheSpec:
 
     `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
     too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
-    the bytes of one element, `block_size` the tokens of one block. `group_of` has each layer's group; it is empty if
+    the bytes of one element, of blocks `block_dtype_bytes` unless it is 0, `block_size` the tokens of one block. `group_of` has each layer's group; it is empty if
     there is one. A layer that reads another one's keys is of that one's group.
     """
 
@@ -70,6 +70,7 @@ class CacheSpec:
     groups: LayerGroups = ONE_GROUP
     group_of: tuple[int, ...] = ()
     draft_layers: tuple[BlockLayer, ...] = ()
+    block_dtype_bytes: int = 0
 
     def __post_init__(self) -> None:
         sizes = (len(self.layers), self.dtype_bytes, self.block_size)
@@ -77,6 +78,11 @@ class CacheSpec:
         assert len(self.states) in (0, len(self.layers)), f"states are of each layer: {self}"
         num_grouped = len(self.layers) if self.groups.num_groups > 1 else 0
         assert len(self.group_of) == num_grouped, f"each layer is of a group: {self}"
+
+    @property
+    def in_fp8(self) -> str:
+        """The dtype of blocks, in words for a log and a plan; "" where it is the model's."""
+        return " in FP8" if self.block_dtype_bytes else ""
 
     @property
     def num_layers(self) -> int:
@@ -105,7 +111,7 @@ class CacheSpec:
 
     def layer_block_bytes(self, layer: BlockLayer) -> int:
         """Bytes of one block in such a layer, keys and values."""
-        return layer.token_size * self.dtype_bytes * self.block_size
+        return layer.token_size * (self.block_dtype_bytes or self.dtype_bytes) * self.block_size
 
     @property
     def block_bytes(self) -> int:

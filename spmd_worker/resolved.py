@@ -94,6 +94,16 @@ class ResolvedRun:
         )
 
     @property
+    def cache_dtype(self) -> str:
+        """`cache.dtype`; `auto` of an encoder, which keeps nothing from step to step."""
+        return "auto" if self.model_config.is_encoder else self.config.cache.dtype
+
+    @property
+    def block_dtype_bytes(self) -> int:
+        """Bytes of a cached number; 0: those of the model's dtype."""
+        return 1 if self.cache_dtype == "fp8" else 0
+
+    @property
     def max_num_seqs(self) -> int:
         """Number of sequences that may be in a step."""
         return highest_num_seqs(self.config)

@@ -233,7 +233,6 @@ _WITHOUT_EFFECT: Final = {
 
 _REJECTED: Final = {
     "config.json defines it, and weights run dequantised: leave it out": "quantization_config",
-    "the cache has the model's dtype: leave it out": "kv_cache_dtype=auto",
     "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
     "adapters are computed in the model's dtype: leave it out": "lora_dtype=auto",
     "an adapter changes the modules of which its files have tensors: leave it out": "lora_target_modules",

@@ -68,7 +68,7 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "kv_cache_dtype_skip_layers": Any, "fault_tolerance_config": Any, "io_processor_plugin": Any,
     "enable_sleep_mode": Any, "enable_cumem_allocator": Any, "enable_nccl_comm_suspend": Any,
     "weight_transfer_config": Any, "additional_config": Any, "override_neuron_config": Any, "max_logprobs": Any,
-    "quantization_config": Any, "kv_cache_dtype": Any, "qlora_adapter_name_or_path": Any, "lora_dtype": Any,
+    "quantization_config": Any, "qlora_adapter_name_or_path": Any, "lora_dtype": Any,
     "lora_target_modules": Any, "lora_extra_vocab_size": Any, "long_lora_scaling_factors": Any,
     "fully_sharded_loras": Any, "enable_lora_bias": Any, "enable_mixed_moe_lora_format": Any,
     "enable_moe_shared_loras": Any, "default_mm_loras": Any, "enable_tower_connector_lora": Any,

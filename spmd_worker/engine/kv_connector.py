@@ -44,6 +44,7 @@ def block_identity(resolved: ResolvedRun, arithmetic: str, weights: str) -> dict
         "model": _text(asdict(resolved.model_config)),
         "model options": _text(options),
         "dtype": resolved.dtype,
+        "cache dtype": resolved.cache_dtype,
         "block size": f"{config.cache.block_size} tokens",
         "layout": _text(parallel),
         "experts": "" if resolved.layout.experts is None else _text(asdict(resolved.layout.experts)),

@@ -326,7 +326,9 @@ def _new_replica(
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     dtype, device = resolved.dtype, resolved.device_type
-    copy_tokens = block_copy_tokens(model_config, dtype, config.cache.block_size, device) / sizes.groups.num_groups
+    block_size, block_dtype_bytes = config.cache.block_size, resolved.block_dtype_bytes
+    copy_tokens = block_copy_tokens(model_config, dtype, block_size, device, block_dtype_bytes)
+    copy_tokens /= sizes.groups.num_groups
     limits = SchedulerLimits(
         max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -338,7 +340,7 @@ def _new_replica(
         resolved.num_steps_ahead,
         keeps_histories,
         0 if config.model.adapter_limits is None else config.model.adapter_limits.max_loras,
-        model_snapshot_interval(model_config, dtype),
+        model_snapshot_interval(model_config, dtype, block_dtype_bytes),
         media_row_limits(resolved),
         config.cache.verify_hits,
         config.executor.verify_steps,

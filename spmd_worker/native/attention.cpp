@@ -132,11 +132,22 @@ struct Attention {
     const int64_t* const table = cache.tables + item.sequence * cache.table_stride;
     const int64_t start = visit.tile_number * kTile;
     Tile<Element> tile =
-        cache.block_size < kGroup
+        cache.in_bytes
+            ? expanded_tile<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last, scratch.copy)
+        : cache.block_size < kGroup
             ? small_block_tile<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last, scratch.copy)
             : tile_of_blocks<Type>(cache, table, item.kv_head, start, item.keys.first, item.keys.last);
     if (cache.latent_size > 0) copy_values<Type>(tile, cache.latent_size, scratch.copy.values);
     return tile;
+  }
+
+  // What is fetched ahead of a visit.
+  Tile<Element> ahead_of(const Bundle& bundle, const Visit& visit, Scratch& scratch) const {
+    if (!cache.in_bytes) return locate(bundle, visit, scratch);
+    const Item& item = bundle.items[visit.item];
+    const int64_t* const table = cache.tables + item.sequence * cache.table_stride;
+    return bytes_ahead<Type>(
+        cache, table, item.kv_head, visit.tile_number * kTile, item.keys.first, item.keys.last);
   }
 
   // `amx_rows`: rows of this thread's tile configuration of AMX.
@@ -144,22 +155,25 @@ struct Attention {
     Scratch scratch;
     for (int item = 0; item < bundle.num_items; ++item) stage(bundle.items[item], scratch);
     const Item& last_item = bundle.items[bundle.num_items - 1];
-    const bool is_copied = cache.block_size < kGroup || cache.latent_size > 0;
+    const bool is_copied = cache.in_bytes || cache.block_size < kGroup || cache.latent_size > 0;
     Visit visit = first_visit(bundle);
     Tile<Element> next = locate(bundle, visit, scratch);
     while (visit.item < bundle.num_items) {
       const Visit following = visit_after(visit, bundle);
       const Tile<Element> tile = next;
-      if (!is_copied && following.item < bundle.num_items)
-        next = locate(bundle, following, scratch);
-      else if (!is_copied && next_bundle != nullptr)
-        next = locate(*next_bundle, first_visit(*next_bundle), scratch);
+      const bool is_last = following.item == bundle.num_items;
+      if (!is_copied || cache.in_bytes) {
+        if (!is_last)
+          next = ahead_of(bundle, following, scratch);
+        else if (next_bundle != nullptr)
+          next = ahead_of(*next_bundle, first_visit(*next_bundle), scratch);
+      }
       const Item& item = bundle.items[visit.item];
       if (visit.is_shared)
         run_tile(0, last_item.index + last_item.num_rows(), visit.tile_number, tile, next, amx_rows, scratch);
       else
         run_tile(item.index, item.index + item.num_rows(), visit.tile_number, tile, next, amx_rows, scratch);
-      if (is_copied && following.item < bundle.num_items) next = locate(bundle, following, scratch);
+      if (is_copied && !is_last) next = locate(bundle, following, scratch);
       visit = following;
     }
     for (int item = 0; item < bundle.num_items; ++item) write(bundle.items[item], scratch);
@@ -442,17 +456,18 @@ struct Attention {
 
 #define SPMD_ATTENTION(name, Type)                                                                                     \
   extern "C" void spmd_write_##name(                                                                                   \
-      Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
+      void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \
       const Type::Element* key, int64_t key_token_stride, int64_t key_head_stride, const Type::Element* value,         \
       int64_t value_token_stride, int64_t value_head_stride, const Type::Element* cos, const Type::Element* sin,       \
       const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads) {                        \
     write_all<Type>(                                                                                                   \
-        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size), value == nullptr},       \
+        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size), in_bytes != 0,           \
+         value == nullptr},                                                                                            \
         {key, value, key_token_stride, key_head_stride, value_token_stride, value_head_stride}, {cos, sin}, blocks,    \
         offsets, num_tokens, int(num_threads));                                                                        \
   }                                                                                                                    \
   extern "C" void spmd_attend_##name(                                                                                  \
-      Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
+      void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
@@ -460,7 +475,7 @@ struct Attention {
       const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
       Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                               \
     const Attention<Type> attention = {                                                                                \
-        {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size),                \
+        {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size), in_bytes != 0, \
          int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
         int(num_heads), scale * kLog2OfE, cap * kLog2OfE, window, ahead, last_visible,                                 \

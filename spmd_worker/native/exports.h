@@ -26,12 +26,12 @@
       const Element* packed, int64_t packed_head_stride, int64_t num_heads, int64_t num_outputs, Element* to,          \
       int64_t to_token_stride, int64_t to_head_stride, int64_t num_threads);                                           \
   extern "C" void spmd_write_##name(                                                                                   \
-      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
+      void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \
       const Element* key, int64_t key_token_stride, int64_t key_head_stride, const Element* value,                     \
       int64_t value_token_stride, int64_t value_head_stride, const Element* cos, const Element* sin,                   \
       const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads);                         \
   extern "C" void spmd_attend_##name(                                                                                  \
-      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
+      void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \
       const int64_t* tables, int64_t table_stride, const Element* queries, int64_t query_token_stride,                 \
       int64_t query_head_stride, int64_t num_heads, const Element* cos, const Element* sin,                            \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
@@ -39,7 +39,7 @@
       const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
       Element* output, int64_t may_use_amx, int64_t num_threads);                                                                                            \
   extern "C" void spmd_attend_projected_##name(                                                                        \
-      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
+      void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \
       const int64_t* tables, int64_t table_stride, const Element* projected, int64_t token_stride, int64_t num_heads,  \
       const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \

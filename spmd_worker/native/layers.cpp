@@ -66,7 +66,7 @@ template <class Element>
 struct Stack {
   const Layer<Element>* layers;
   int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size;
-  int64_t has_bytes, norm_kind, activation, defers;
+  int64_t cache_in_bytes, has_bytes, norm_kind, activation, defers;
   const int64_t *output_leaf_ends, *down_leaf_ends;
   int64_t num_output_leaves, num_down_leaves;
   float epsilon, norm_offset, scale, score_cap, multiplier;
@@ -90,7 +90,7 @@ enum Linear { kQkv, kOutput, kGates, kDown, kNumLinear };
 // One layer's blocks, and the block tables and the blocks of the step's tokens of its group of layers.
 template <class Element>
 struct LayerBlocks {
-  Element* cache;
+  void* cache;
   int64_t block_stride;
   const int64_t* tables;
   int64_t table_stride;
@@ -310,8 +310,8 @@ struct Run {
     const Element *const cos = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope],
                   *const sin = layer.rope < 0 ? nullptr : step.angles[2 * layer.rope + 1];
     Calls<Element>::attend_projected(
-        of.cache, of.block_stride, stack.num_kv_heads, stack.head_size, stack.block_size, of.tables, of.table_stride,
-        step.projected, projected_size, stack.num_heads, cos, sin, of.blocks, step.offsets, step.num_tokens,
+        of.cache, of.block_stride, stack.num_kv_heads, stack.head_size, stack.block_size, stack.cache_in_bytes,
+        of.tables, of.table_stride, step.projected, projected_size, stack.num_heads, cos, sin, of.blocks, step.offsets, step.num_tokens,
         step.query_starts, step.context_lengths, step.num_sequences, stack.scale, stack.score_cap, layer.window,
         step.attended, true, step.num_threads);
     multiply_leaves(

@@ -11,7 +11,7 @@ from spmd_worker.native.build import Built, build
 _TYPES: Final = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 """Codes of the signatures below: pointer, integer, float. Spaces separate groups of arguments."""
 
-_CACHE = "piiii"  # elements, block stride, heads, head size, block size
+_CACHE = "piiiii"  # elements, block stride, heads, head size, block size, whether in bytes
 _STRIDED = "pii"  # elements, stride of tokens, stride of heads
 _ANGLES = "pp"  # cosines and sines of the rotation of rows, or null
 _ROWS = "piii"  # elements, stride, rows, elements of a row

@@ -5,12 +5,16 @@
 //   float32   keys [head size][position],        values [position][head size]
 // in both cases `kPair` adjacent numbers, which one step multiplies together. `Type` is one of those in steps.h.
 //
+// A cache in bytes has the same layout of numbers in e4m3 (e4m3.h), rounded as they are written and expanded, exactly, a tile
+// at a time (`expanded_tile`).
+//
 // A cache of latents (https://arxiv.org/abs/2405.04434) has keys alone: the first numbers of a key are its value, which
 // `copy_values` puts into the order of values, a tile at a time.
 #pragma once
 
 #include <algorithm>
 
+#include "e4m3.h"
 #include "rotate_row.h"
 #include "thread_pool.h"
 
@@ -23,19 +27,22 @@ constexpr int kMaxHeadSize = 576;
 
 template <class Element>
 struct Cache {
-  Element* elements;
+  void* memory;
   int64_t block_stride;  // elements
   const int64_t* tables;
   int64_t table_stride;
   int num_kv_heads, head_size, block_size;
+  bool in_bytes;
   int latent_size = 0;  // above 0: values are this many first numbers of the keys
 
   int value_size() const { return latent_size > 0 ? latent_size : head_size; }
   int64_t head_elements() const { return int64_t(block_size) * head_size; }
-  Element* keys(int64_t block, int head) const {
-    return elements + block * block_stride + (latent_size > 0 ? 1 : 2) * head * head_elements();
+  int64_t key_offset(int64_t block, int head) const {
+    return block * block_stride + (latent_size > 0 ? 1 : 2) * head * head_elements();
   }
+  Element* keys(int64_t block, int head) const { return static_cast<Element*>(memory) + key_offset(block, head); }
   Element* values(int64_t block, int head) const { return keys(block, head) + head_elements(); }
+  uint8_t* key_bytes(int64_t block, int head) const { return static_cast<uint8_t*>(memory) + key_offset(block, head); }
 };
 
 // The keys a row sees within one tile.
@@ -69,6 +76,17 @@ struct TileCopy {
 };
 
 template <class Type>
+Tile<typename Type::Element> tile_of_copy(int head_size, const TileCopy<typename Type::Element>& copy) {
+  Tile<typename Type::Element> tile;
+  tile.key_stride = kTile * Type::kPair;
+  for (int group = 0; group < kGroups; ++group) {
+    tile.keys[group] = copy.keys + group * kGroup * Type::kPair;
+    tile.values[group] = copy.values + group * kGroup * head_size;
+  }
+  return tile;
+}
+
+template <class Type>
 Tile<typename Type::Element> small_block_tile(
     const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
     int64_t last_key, TileCopy<typename Type::Element>& copy) {
@@ -84,13 +102,7 @@ Tile<typename Type::Element> small_block_tile(
     if (cache.latent_size == 0)
       std::memcpy(copy.values + index * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
   }
-  Tile<Element> tile;
-  tile.key_stride = kTile * kPair;
-  for (int group = 0; group < kGroups; ++group) {
-    tile.keys[group] = copy.keys + group * kGroup * kPair;
-    tile.values[group] = copy.values + group * kGroup * head_size;
-  }
-  return tile;
+  return tile_of_copy<Type>(head_size, copy);
 }
 
 // `first_key` and `last_key` bound what any row of the item sees. A group outside them may have no block: the nearest
@@ -112,6 +124,47 @@ Tile<typename Type::Element> tile_of_blocks(
     }
     tile.keys[group] = cache.keys(table[index], head) + offset * Type::kPair;
     tile.values[group] = cache.values(table[index], head) + int64_t(offset) * cache.head_size;
+  }
+  return tile;
+}
+
+// A tile of a cache in bytes, expanded. Keys that no row of the item sees are left out, as in `small_block_tile`.
+template <class Type>
+Tile<typename Type::Element> expanded_tile(
+    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
+    int64_t last_key, TileCopy<typename Type::Element>& copy) {
+  constexpr int kPair = Type::kPair;
+  const int size = cache.block_size, head_size = cache.head_size, each = std::min(size, kGroup);
+  for (int index = 0; index < kTile; index += each) {
+    if (start + index + each <= first_key || start + index > last_key) continue;
+    const int64_t block = table[(start + index) / size], offset = (start + index) % size;
+    const uint8_t* const bytes = cache.key_bytes(block, head);
+    for (int step = 0; step < head_size / kPair; ++step)
+      e4m3::expand(
+          bytes + (int64_t(step) * size + offset) * kPair, each * kPair, copy.keys + (step * kTile + index) * kPair);
+    if (cache.latent_size == 0)
+      e4m3::expand(
+          bytes + cache.head_elements() + offset * head_size, each * head_size, copy.values + index * head_size);
+  }
+  return tile_of_copy<Type>(head_size, copy);
+}
+
+// Places such that what fetches the next tile (steps.h, attention_amx.h) fetches the bytes that `expanded_tile` will read: a
+// line for each step, of blocks of 16 to 64 tokens exactly, of others about.
+template <class Type>
+Tile<typename Type::Element> bytes_ahead(
+    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
+    int64_t last_key) {
+  using Element = typename Type::Element;
+  const int64_t step_bytes = (cache.latent_size > 0 ? 1 : 2) * kGroup * Type::kPair;
+  const int64_t group_bytes = step_bytes * (cache.head_size / Type::kPair);
+  Tile<Element> tile;
+  tile.key_stride = step_bytes / int64_t(sizeof(Element));
+  for (int group = 0; group < kGroups; ++group) {
+    const int64_t key = std::clamp(start + group * kGroup, first_key, last_key), block = key / cache.block_size;
+    const int64_t number = (key - block * cache.block_size) / kGroup;
+    const uint8_t* const bytes = cache.key_bytes(table[block], head) + number * group_bytes;
+    tile.keys[group] = tile.values[group] = reinterpret_cast<const Element*>(bytes);
   }
   return tile;
 }
@@ -214,6 +267,25 @@ struct TokenRows {
   }
 };
 
+// `write_one` to a cache in bytes.
+template <class Type>
+void write_reduced(
+    const Cache<typename Type::Element>& cache, const typename Type::Element* key, const typename Type::Element* value,
+    int64_t block, int head, int offset) {
+  constexpr int kPair = Type::kPair;
+  const int size = cache.head_size;
+  alignas(64) uint8_t bytes[kMaxHeadSize];
+  e4m3::reduce(key, size, bytes);
+  uint8_t* const keys = cache.key_bytes(block, head);
+  const int64_t stride = int64_t(cache.block_size) * kPair;
+  for (int step = 0; step < size / kPair; ++step)
+    std::memcpy(keys + step * stride + offset * kPair, bytes + step * kPair, kPair);
+  if (cache.latent_size > 0) return;
+  e4m3::reduce(value, size, bytes);
+  uint8_t* const values = keys + cache.head_elements() + int64_t(offset - offset % kPair) * size + offset % kPair;
+  for (int dimension = 0; dimension < size; ++dimension) values[dimension * kPair] = bytes[dimension];
+}
+
 // Writes all tokens of a step. Keys are rotated by `angles`.
 template <class Type>
 void write_all(
@@ -231,10 +303,10 @@ void write_all(
       if (token == first || blocks[token - 1] != block) {
         int64_t following = token + 1;
         while (following < end && blocks[following] == block) ++following;
-        if (following < end) fetch_place<Type>(cache, blocks[following], int(offsets[following]));
+        if (following < end && !cache.in_bytes) fetch_place<Type>(cache, blocks[following], int(offsets[following]));
       }
       const bool is_pair =
-          Type::kPair == 2 && offset % 2 == 0 && token + 1 < end && blocks[token + 1] == block && offsets[token + 1] == offset + 1;
+          Type::kPair == 2 && !cache.in_bytes && offset % 2 == 0 && token + 1 < end && blocks[token + 1] == block && offsets[token + 1] == offset + 1;
       num_written = is_pair ? 2 : 1;
       for (int64_t ahead = token + kAhead; ahead < std::min(token + kAhead + num_written, end); ++ahead)
         rows.fetch(ahead, num_heads, head_size);
@@ -250,7 +322,10 @@ void write_all(
             write_two<Type>(cache, keys, values, block, head, int(offset));
             continue;
           }
-        write_one<Type>(cache, keys[0], values[0], block, head, int(offset));
+        if (cache.in_bytes)
+          write_reduced<Type>(cache, keys[0], values[0], block, head, int(offset));
+        else
+          write_one<Type>(cache, keys[0], values[0], block, head, int(offset));
       }
     }
   });

@@ -21,6 +21,7 @@ from spmd_worker.model.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.model.weights.staging import staging_for
 from spmd_worker.model.weights.store import LoadReport
 from spmd_worker.ops.attention.backend import block_shapes, draft_block_shapes
+from spmd_worker.ops.attention.cache_dtype import cache_dtype_of
 from spmd_worker.ops.sampling.sampler import Sampler
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights
 from spmd_worker.ranks.topology import stage_of
@@ -82,7 +83,8 @@ class LoadedModel:
             shapes += draft_block_shapes(self.draft.attention, spec)
         dtype, device = getattr(torch, self.opened.resolved.dtype), self.opened.device
         states = StateEngine(spec, *num_slots, dtype, device) if spec.states else None
-        return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, dtype, device, states)
+        of_blocks = cache_dtype_of(dtype, self.opened.resolved.cache_dtype)
+        return CacheEngine(spec, shapes, num_device_blocks, num_host_blocks, of_blocks, device, states)
 
     def new_runner(
         self, engine: CacheEngine, clock: StageClock | None = None, graphs: StepGraphs | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 
 
@@ -166,7 +167,8 @@ def _cache(backend: AttentionBackend, sequences: list[Sequence], order_seed: int
     generator = torch.Generator().manual_seed(order_seed)
     num_blocks = sum(counts) + 3
     shape = backend.block_shape(sizes.num_kv_heads, sizes.block_size, sizes.head_size)
-    cache = torch.full((num_blocks, *shape), math.nan, dtype=sizes.dtype)
+    dtype = getattr(backend, "cache_dtype", None) or sizes.dtype
+    cache = to_cache(torch.full((num_blocks, *shape), math.nan, dtype=sizes.dtype), dtype)
     return cache, list(torch.randperm(num_blocks, generator=generator)[: sum(counts)].split(counts))
 
 

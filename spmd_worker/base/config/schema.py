@@ -380,6 +380,14 @@ class ExecutorConfig:
 class CacheConfig:
     """The paged KV cache, and host memory for blocks that leave it."""
 
+    dtype: str = vllm_option(
+        "auto",
+        "of cached keys and values: `auto`, the model's, or `fp8` (e4m3, unscaled): twice as many tokens in the memory "
+        "of 16 bits, and other answers",
+        keyword="kv_cache_dtype",
+        vllm_values={"fp8_e4m3": "fp8"},
+        choices=("auto", "fp8"),
+    )
     block_size: int = vllm_option(16, "tokens in a block, a power of two")
     num_blocks: int | None = option(
         None,

@@ -218,6 +218,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(
+            dtype=header.cache_dtype,
             block_size=header.block_size,
             # Of all groups each; measured numbers are no multiples.
             num_blocks=-(-header.num_blocks // header.groups.num_groups) or None,

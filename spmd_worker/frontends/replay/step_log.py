@@ -122,6 +122,7 @@ class StepLogHeader:
     row_sums: str = ""
     speculation: str | None = None
     num_lookahead_tokens: int = 0
+    cache_dtype: str = "auto"
     weight_files: tuple[str, ...] = ()
     weight_digests: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION

@@ -19,6 +19,7 @@ from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import FP8, cache_constants
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -32,13 +33,17 @@ _KEY_TILE = 64  # keys of a tile, as in native/paged_cache.h
 _NOT_ROTATED = (None, None)  # no angles
 
 
-def cpu_backend_or_reason(dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> "CpuBackend | str":
-    """The compiled backend, or the reason if it does not support these sizes or this machine."""
+def cpu_backend_or_reason(
+    dtype: torch.dtype, head_sizes: Sequence[int], block_size: int, cache_dtype: torch.dtype | None = None
+) -> "CpuBackend | str":
+    """The compiled backend, or the reason if it does not support these sizes or this machine. `cache_dtype`: of the
+    cache, `cache_dtype.FP8` or, as None, `dtype`.
+    """
     reason = _unsupported(dtype, head_sizes, block_size)
     if reason is not None:
         return reason
     library = native_library()
-    return library if isinstance(library, str) else CpuBackend(library, dtype, head_sizes, block_size)
+    return library if isinstance(library, str) else CpuBackend(library, dtype, head_sizes, block_size, cache_dtype)
 
 
 def _unsupported(dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> str | None:
@@ -74,12 +79,21 @@ class _CheckedMetadata:
 class CpuBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend` for one dtype, the head sizes of a model and a block size."""
 
-    def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_sizes: Sequence[int], block_size: int) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        dtype: torch.dtype,
+        head_sizes: Sequence[int],
+        block_size: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         reason = _unsupported(dtype, head_sizes, block_size)
         if reason is not None:
             raise ValueError(reason)
         self._library = library
         self._dtype, self._head_sizes, self._block_size = dtype, tuple(head_sizes), block_size
+        self.cache_dtype = cache_dtype or dtype
+        assert self.cache_dtype in (dtype, FP8), (dtype, cache_dtype)
         self._write = library.functions[f"write_{dtype_name(dtype)}"]
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
@@ -89,7 +103,7 @@ class CpuBackend(AttentionBackend):
         self._checked: dict[int, _CheckedMetadata] = {}
 
     def numerics(self) -> Region:
-        constants = {"amx": self._library.has_amx, "key_tile": _KEY_TILE}
+        constants = {"amx": self._library.has_amx, "key_tile": _KEY_TILE, **cache_constants(self.cache_dtype)}
         return Region(f"native {self._library.instruction_set}", native_version(), constants)
 
     def block_shape(
@@ -191,7 +205,7 @@ class CpuBackend(AttentionBackend):
         return CpuBackend(self._library, self._dtype, (head_size,), block_size)
 
     def join_layers(self, layers: Sequence[JoinableLayer], group: GroupHandle) -> "CpuLayers | None":
-        joined = join_layers(self._library, layers, self._block_size, group)
+        joined = join_layers(self._library, layers, self._block_size, group, self.cache_dtype)
         return None if joined is None else CpuLayers(self, joined)
 
     def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor, head_size: int) -> StepPointers:
@@ -213,14 +227,14 @@ class CpuBackend(AttentionBackend):
         )
 
     def _cache_arguments(self, layer_cache: Tensor, head_size: int, *, has_values: bool = True) -> tuple[int, ...]:
-        assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
+        assert layer_cache.dtype == self.cache_dtype, (layer_cache.dtype, self.cache_dtype)
         assert layer_cache.is_cpu, layer_cache.device
         assert layer_cache.ndim == 2, layer_cache.shape
         assert layer_cache.stride(1) == 1, layer_cache.stride()
         num_kv_heads = layer_cache.shape[1] // ((1 + has_values) * self._block_size * head_size)
         shape = self.block_shape(num_kv_heads, self._block_size, head_size, has_values=has_values)
         assert layer_cache.shape[1:] == shape, (layer_cache.shape, shape)
-        sizes = (num_kv_heads, head_size, self._block_size)
+        sizes = (num_kv_heads, head_size, self._block_size, self.cache_dtype == FP8)
         return (layer_cache.data_ptr(), layer_cache.stride(0), *sizes)
 
     def _row_arguments(self, rows: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import cache_constants, from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.torch_version import torch_version
 
@@ -26,10 +27,17 @@ _MAX_CPU_SCORES: Final = 1 << 24
 
 
 class SdpaBackend(AttentionBackend):
-    """Implements `attention.backend.AttentionBackend`."""
+    """Implements `attention.backend.AttentionBackend` for caches of the model's dtype or `cache_dtype`, FP8."""
+
+    def __init__(self, cache_dtype: torch.dtype | None = None) -> None:
+        self.cache_dtype = cache_dtype
 
     def numerics(self) -> Region:
-        return Region("torch's fused attention", f"{torch_version()}, {source_version(__file__)}")
+        version = f"{torch_version()}, {source_version(__file__)}"
+        return Region("torch's fused attention", version, cache_constants(self.cache_dtype))
+
+    def of_sequences(self, head_size: int, block_size: int) -> "SdpaBackend":
+        return SdpaBackend()
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True
@@ -37,9 +45,9 @@ class SdpaBackend(AttentionBackend):
         return (1 + has_values, block_size, num_kv_heads, head_size)
 
     def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
-        layer_cache[metadata.token_blocks, 0, metadata.token_offsets] = key
+        layer_cache[metadata.token_blocks, 0, metadata.token_offsets] = to_cache(key, layer_cache.dtype)
         if value is not None:
-            layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
+            layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = to_cache(value, layer_cache.dtype)
 
     def attend(
         self,
@@ -58,7 +66,7 @@ class SdpaBackend(AttentionBackend):
         for index, num_keys in enumerate(metadata.context_lengths):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
-            keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
+            keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys, query.dtype)
             last = _last_visible(metadata, rows, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
@@ -91,11 +99,13 @@ def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
     return max(0, first_query - window + 1) if window else 0
 
 
-def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -> tuple[Tensor, Tensor, int]:
+def _gather(
+    layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, int]:
     """Keys and values [L, Hkv, D] from the block of `first_key` on, and the position of the first one."""
     block_size = layer_cache.shape[2]
     first_block, end_block = first_key // block_size, (num_keys + block_size - 1) // block_size
-    blocks = layer_cache.index_select(0, table[first_block:end_block])
+    blocks = from_cache(layer_cache.index_select(0, table[first_block:end_block]), dtype)
     first_key = first_block * block_size
     keys = blocks[:, 0].flatten(0, 1)[: num_keys - first_key]
     values = blocks[:, -1].flatten(0, 1)[: num_keys - first_key]

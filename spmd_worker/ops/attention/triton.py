@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import cache_constants
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, rows
@@ -145,12 +146,14 @@ class TritonFixedAttention:
 class TritonBackend(AttentionBackend):
     """Implements `attention.backend.AttentionBackend`. The first layer of a group plans a step's work."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_dtype: torch.dtype | None = None) -> None:
+        self.cache_dtype = cache_dtype
         # Of the last step, by group.
         self._planned: dict[int, _Planned] = {}
 
     def numerics(self) -> Region:
-        return triton_region().with_constants(key_tile=int(attention_kernels.TILE))
+        constants = cache_constants(self.cache_dtype)
+        return triton_region().with_constants(key_tile=int(attention_kernels.TILE), **constants)
 
     def block_shape(
         self, num_kv_heads: int, block_size: int, head_size: int, *, has_values: bool = True

@@ -10,6 +10,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.numerical_policy import RANK_SUM, NumericalPolicy
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import cache_dtype_of
 from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.int8 import int8_kernels
@@ -32,7 +33,8 @@ class CpuDevice(DeviceBackend):
         layers = model_config.layers
         # Values of latent attention are parts of its keys.
         sizes = [layer.head_size for layer in layers] + [layer.latent.rank for layer in layers if layer.latent]
-        attention = cpu_backend_or_reason(dtype, list(dict.fromkeys(sizes)), block_size)
+        cache_dtype = cache_dtype_of(dtype, self.resolved.cache_dtype)
+        attention = cpu_backend_or_reason(dtype, list(dict.fromkeys(sizes)), block_size, cache_dtype)
         has_prefilter = self.resolved.config.executor.argmax_screen
         quantised, (kernels, slow_reason) = None, cpu_kernels(dtype, has_argmax_prefilter=has_prefilter)
         if self.resolved.config.model.quantization is not None:
@@ -44,7 +46,7 @@ class CpuDevice(DeviceBackend):
         if self.resolved.config.parallel.invariant_tensor_parallel and quantised is None:
             raise ConfigError(f"{PLAIN_TORCH}. There are no compiled kernels: {attention}")
         _warn_once(attention)
-        return Operations(kernels, SdpaBackend(), quantised)
+        return Operations(kernels, SdpaBackend(cache_dtype), quantised)
 
     def arithmetic(self, attention: AttentionBackend) -> str:
         # The compiled kernels choose by the CPU's instruction sets.

@@ -19,6 +19,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import cache_dtype_of
 from spmd_worker.ops.attention.triton import HEAD_SIZES, LATENT_SIZES, TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.api import QuantisedKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
@@ -90,7 +91,8 @@ class TritonDevice(DeviceBackend):
         if reason is not None:
             raise ConfigError(f"{_KEY} {reason}: {_WAY_OUT}")
         quantised = self._quantised_kernels()
-        return Operations(quantised or TritonKernels(), TritonBackend(), quantised, decodes_experts=quantised is None)
+        cache_dtype = cache_dtype_of(getattr(torch, self.resolved.dtype), self.resolved.cache_dtype)
+        return Operations(quantised or TritonKernels(), TritonBackend(cache_dtype), quantised, decodes_experts=quantised is None)
 
     def unsupported(self) -> str | None:
         model_config = self.resolved.model_config

@@ -5,6 +5,7 @@ runtime's forward pass, rounded up.
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
@@ -471,14 +472,18 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 
-def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, device: str) -> float:
+def block_copy_tokens(
+    model_config: ModelConfig, dtype: str, block_size: int, device: str, block_dtype_bytes: int = 0
+) -> float:
     """Tokens that could be computed while one block is swapped out and in: two operations per weight and token, without
-    attention, which underestimates recomputation in long sequences. `device` is "cpu" or "cuda".
+    attention, which underestimates recomputation in long sequences. `device` is "cpu" or "cuda", `block_dtype_bytes` as in
+    `CacheSpec`.
 
     Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
     out: each rank computes its share of the tokens and moves its share of the block.
     """
-    return _copy_tokens(model_config, _complete_spec(model_config, dtype, block_size).block_bytes, device)
+    spec = replace(_complete_spec(model_config, dtype, block_size), block_dtype_bytes=block_dtype_bytes)
+    return _copy_tokens(model_config, spec.block_bytes, device)
 
 
 def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> float:
@@ -486,9 +491,9 @@ def slot_copy_tokens(model_config: ModelConfig, dtype: str, device: str) -> floa
     return _copy_tokens(model_config, _complete_spec(model_config, dtype, 1).slot_bytes, device)
 
 
-def model_snapshot_interval(model_config: ModelConfig, dtype: str) -> int:
+def model_snapshot_interval(model_config: ModelConfig, dtype: str, block_dtype_bytes: int = 0) -> int:
     """`snapshot_interval` of a model; 0, only at the end of a prompt, without states or without keys and values."""
-    spec = _complete_spec(model_config, dtype, 1)
+    spec = replace(_complete_spec(model_config, dtype, 1), block_dtype_bytes=block_dtype_bytes)
     return snapshot_interval(spec.slot_bytes, spec.block_bytes) if spec.slot_bytes and spec.block_bytes else 0
 
 

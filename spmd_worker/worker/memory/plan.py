@@ -151,7 +151,7 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     """One rank's share of the cache."""
     block_size, model_config, grouping = resolved.config.cache.block_size, resolved.model_config, grouping_of(resolved)
     spec = cache_spec(model_config, resolved.layout, rank, resolved.dtype, block_size, resolved.most_drafts)
-    spec = replace(spec, draft_layers=draft_layers(resolved, rank))
+    spec = replace(spec, draft_layers=draft_layers(resolved, rank), block_dtype_bytes=resolved.block_dtype_bytes)
     if not grouping.groups.num_windows:
         return spec
     indices = stage_of(resolved.layout, model_config, rank).indices

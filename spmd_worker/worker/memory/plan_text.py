@@ -473,6 +473,7 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
     if resolved.model_config.is_attention_free:
         weights = max(share.weights_bytes for share in plan.shares)
         return describe_states_alone(plan.states, plan.sizings[0].reason, weights)
+    in_fp8 = cache_spec_of(resolved, 0).in_fp8
     block_size, fewest = resolved.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
     # The shares of the device's memory are the indented lines under the first; swap space has its own line here.
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
@@ -483,7 +484,7 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
         in_all = f"each of one of {plan.groups.num_groups} groups of layers"
     return [
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {in_all}, "
-        f"{format_bytes(plan.block_bytes)} each",
+        f"{format_bytes(plan.block_bytes)} each{in_fp8}",
         *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         f"sequences  {plan.num_blocks // plan.num_blocks_of_longest:,} of {_longest(resolved)} fit at once{where}; "
         f"scheduler.max_num_seqs is {num_seqs:,}",
@@ -539,9 +540,10 @@ def _grammars(plan: MemoryPlan) -> list[str]:
 def _describe_unsized(plan: MemoryPlan) -> list[str]:
     """Capacity of GPUs of common sizes, because the run measures its own; on the CPU the sizes alone."""
     utilization, is_on_cpu = plan.resolved.config.cache.gpu_memory_utilization, plan.resolved.device_type == "cpu"
+    in_fp8 = cache_spec_of(plan.resolved, 0).in_fp8
     source = "none fit" if is_on_cpu else "measured when the run starts, or set by cache.num_blocks"
     lines = [
-        f"blocks     {source}: {format_bytes(plan.block_bytes)} each, {plan.num_blocks_of_longest:,} for a sequence of "
+        f"blocks     {source}: {format_bytes(plan.block_bytes)} each{in_fp8}, {plan.num_blocks_of_longest:,} for a sequence of "
         f"{_longest(plan.resolved)}",
         *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         *_describe_slot(plan),

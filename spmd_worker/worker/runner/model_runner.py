@@ -456,7 +456,7 @@ class ModelRunner:
 
     def _receiving(self, num_tokens: int) -> Transfer:
         shape = (num_tokens, self._streams.received_size)
-        empty = torch.empty(shape, dtype=self._cache_engine.dtype, device=self._device)
+        empty = torch.empty(shape, dtype=self._model.model.dtype, device=self._device)
         return self._pipeline.receive_previous(empty)
 
     def _report(

@@ -51,7 +51,7 @@ _ANSWER_KEYS: Final = (
     *("model.logprobs_mode", "model.head_dtype", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
-    *("model.default_prompt_name", "scheduler.policy"),
+    *("model.default_prompt_name", "scheduler.policy", "cache.dtype"),
 )
 """Keys of the configuration that answers depend on, besides all of `sampling`, the input and the model's files."""
 

@@ -68,6 +68,7 @@ def step_log_header(engine: Engine, weights: Mapping[str, str] = MappingProxyTyp
         enable_chunked_prefill=scheduler.enable_chunked_prefill,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
+        cache_dtype=resolved.cache_dtype,
         watermark_blocks_per_sequence=limits.watermark_blocks_per_sequence,
         num_host_blocks=cache.num_host_blocks,
         num_tier_blocks=cache.num_tier_blocks,

@@ -84,7 +84,7 @@ class _Stack(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         *_fields(
             *("hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size"),
-            *("has_bytes", "norm_kind", "activation", "defers"),
+            *("cache_in_bytes", "has_bytes", "norm_kind", "activation", "defers"),
         ),
         *_fields("output_leaf_ends", "down_leaf_ends", "num_output_leaves", "num_down_leaves"),
         *_fields("epsilon", "norm_offset", "scale", "score_cap", "multiplier", kind=ctypes.c_float),
@@ -114,6 +114,7 @@ class NativeLayers:
         block_size: int,
         fast: SharedMemoryGroup | None,
         adapter_stacks: AdapterStacks | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`adapter_stacks` has those of the layers, in the order of calls."""
         self._adapter_stacks = adapter_stacks or (lambda: ())
@@ -122,6 +123,7 @@ class NativeLayers:
         self._memory = [[None if each is None else each.detach() for each in _tensors(layer)] for layer in layers]
         self._has_bytes = _has_bytes(layers[0])
         self._dtype = next(norm.dtype for norm in _norms(layers[0]) if norm is not None)
+        self._cache_dtype = cache_dtype or self._dtype
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
             _Layer(
@@ -133,7 +135,7 @@ class NativeLayers:
         self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
-            *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes),
+            *(sizes.head_size, sizes.intermediate_size, block_size, self._cache_dtype != self._dtype, self._has_bytes),
             *(_norm_kind(sizes.norm), ACTIVATIONS.index(sizes.activation), sizes.defers),
             *(ctypes.addressof(ends) for ends in self._leaf_ends),
             *(*map(len, self._leaf_ends), sizes.norm.eps, sizes.norm.offset),
@@ -206,7 +208,7 @@ class NativeLayers:
         for each, row in zip(cache[:1] if isinstance(cache, Tensor) else cache, rows):
             assert each is not None, "a layer without blocks has no attention"
             assert each.shape == (step.num_blocks, block_elements), (each.shape, step.num_blocks, block_elements)
-            assert each.dtype == self._dtype, (each.dtype, self._dtype)
+            assert each.dtype == self._cache_dtype, (each.dtype, self._cache_dtype)
             assert each.is_cpu, each.device
             assert each.stride(1) == 1, each.stride()
             row[0], row[1] = each.data_ptr(), each.stride(0)
@@ -227,7 +229,11 @@ class NativeLayers:
 
 
 def join_layers(
-    library: NativeLibrary, layers: Sequence[JoinableLayer], block_size: int, group: GroupHandle
+    library: NativeLibrary,
+    layers: Sequence[JoinableLayer],
+    block_size: int,
+    group: GroupHandle,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeLayers | None:
     """None if the call does not compute one of the layers, layers differ in sizes, a weight is not in panels, the group
     does not exchange tensors in shared memory, or its ranks exchange int8 sums.
@@ -250,7 +256,7 @@ def join_layers(
     for each in weights:
         _check_shapes(each, sizes)
     assert fast is None or isinstance(fast, SharedMemoryGroup), type(fast)
-    return NativeLayers(library, weights, sizes, block_size, fast, partial(_stacks_of, layers))
+    return NativeLayers(library, weights, sizes, block_size, fast, partial(_stacks_of, layers), cache_dtype)
 
 
 def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]:

@@ -24,7 +24,8 @@ LATENT (https://arxiv.org/abs/2405.04434): the first DV elements of a key are it
 is all of a value.
 queries [T, at least Hq * D], a token's heads contiguous; a layer's keys [blocks, Hkv, BLOCK, D] and values [blocks,
 Hkv, BLOCK, DV], a block's contiguous, blocks `stride_page` elements apart; tables int32 [S, B]; out [T, Hq, DV].
-Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32.
+Queries, keys, values and out are of one dtype: float16, bfloat16 or float32; sums are float32. Keys and values may be
+bytes of an FP8 cache instead.
 items int32 [.., 8]: sequence, first token, number of tokens, position of the first, end of the keys that the last sees,
 first segment, end segment, partial row (-1: final).
 joins int32 [.., 3]: token, first partial row, number of segments, one partial row each.
@@ -33,6 +34,8 @@ partial rows: float32 sums [.., Hq, DV], maximum scores (top) and softmax denomi
 
 import triton
 import triton.language as tl
+
+from spmd_worker.ops.kernels.triton.cache_kernels import from_cache
 
 TILE = 64
 SEGMENT = 512
@@ -108,6 +111,12 @@ def _load(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.conste
 
 
 @triton.jit
+def _load_cached(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, ELEMENT: tl.constexpr):
+    """`_load` from a cache, as numbers of ELEMENT."""
+    return from_cache(_load(rows, is_row, FIRST, PART, SIZE), ELEMENT)
+
+
+@triton.jit
 def _store(rows, value, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
     d = FIRST + tl.arange(0, PART)
     tl.store(rows[:, None] + d[None, :], value, mask=_inside(is_row, FIRST, PART, SIZE))
@@ -131,14 +140,15 @@ def _segment(
         is_there = (n < end) & (n >= lowest)
         page = tl.load(table + n // BLOCK, mask=is_there, other=0).to(tl.int64) * stride_page
         key_rows, value_rows = keys + (page + (n % BLOCK) * D), values + (page + (n % BLOCK) * (D if LATENT else DV))
-        k0 = _load(key_rows, is_there, 0, K0, D)
+        k0 = _load_cached(key_rows, is_there, 0, K0, D, q0.dtype)
         scores = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if K1:
-            scores = tl.dot(q1, tl.trans(_load(key_rows, is_there, K0, K1, D)), scores, input_precision="ieee")
+            k1 = _load_cached(key_rows, is_there, K0, K1, D, q0.dtype)
+            scores = tl.dot(q1, tl.trans(k1), scores, input_precision="ieee")
         if LATENT and K0 == DV and PARTS == 1:
             v0 = k0
         else:
-            v0 = _load(value_rows, is_there, 0, V0, DV // PARTS)
+            v0 = _load_cached(value_rows, is_there, 0, V0, DV // PARTS, q0.dtype)
         factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
@@ -162,7 +172,7 @@ def _segment(
         weights = p.to(v0.dtype)
         left = tl.dot(weights, v0, left * a[:, None], input_precision="ieee")
         if V1:
-            v1 = _load(value_rows, is_there, V0, V1, DV // PARTS)
+            v1 = _load_cached(value_rows, is_there, V0, V1, DV // PARTS, q0.dtype)
             right = tl.dot(weights, v1, right * a[:, None], input_precision="ieee")
         top = new_top
     return top, denom, left, right

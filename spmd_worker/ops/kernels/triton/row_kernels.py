@@ -8,6 +8,7 @@ computed in float32.
 import triton
 import triton.language as tl
 
+from spmd_worker.ops.kernels.triton.cache_kernels import to_cache
 from spmd_worker.ops.kernels.triton.norm_kernels import store_normed
 from spmd_worker.ops.kernels.triton.tile_kernels import silu_times
 
@@ -94,8 +95,8 @@ def rotate_and_write(
     # Keys of all heads, then values of all heads.
     index = (slot // BLOCK).to(tl.int64) * stride_page + (slot % BLOCK) * D + ((head - HEADS) * (BLOCK * D))[:, None]
     is_cached = inside & (head >= HEADS)[:, None] & (slot >= 0)
-    tl.store(cache + index + i[None, :], first, mask=is_cached)
-    tl.store(cache + index + half + i[None, :], second, mask=is_cached)
+    tl.store(cache + index + i[None, :], to_cache(first, cache), mask=is_cached)
+    tl.store(cache + index + half + i[None, :], to_cache(second, cache), mask=is_cached)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def write_rows(
     if slot >= 0:
         index = (slot // BLOCK).to(tl.int64) * stride_page + head * (BLOCK * D) + (slot % BLOCK) * D
         k = tl.load(key + token.to(tl.int64) * stride_key + head * D + d, mask=inside)
-        tl.store(cache + index + d, k, mask=inside)
+        tl.store(cache + index + d, to_cache(k, cache), mask=inside)
         if VALUES:
             v = tl.load(value + token.to(tl.int64) * stride_value + head * D + d, mask=inside)
-            tl.store(cache + index + KV_HEADS * BLOCK * D + d, v, mask=inside)
+            tl.store(cache + index + KV_HEADS * BLOCK * D + d, to_cache(v, cache), mask=inside)
