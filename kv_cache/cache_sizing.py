@@ -118,7 +118,8 @@ def size_cache(
         assert measurement is not None, "without cache.num_blocks the number of blocks needs a measurement"
         swap_bytes = num_host_blocks * spec.block_bytes + states.host_bytes if is_swap_space_on_device else 0
         num_device_blocks, lines = _profiled_blocks(spec, measurement, need, memory_utilization, swap_bytes, states)
-    header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {format_bytes(spec.block_bytes)} each{spec.in_fp8}"
+    each = f"{format_bytes(spec.block_bytes)} each{spec.in_fp8}"
+    header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {each}"
     swap = f"swap space on the host: {_describe_blocks(num_host_blocks, spec)}"
     swap_lines = [f"limited by need: {need} use at most {num_host_blocks} blocks"]
     if num_host_blocks < need.num_blocks(spec.block_size, spec.groups):

@@ -59,8 +59,9 @@ class CacheSpec:
 
     `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
     too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
-    the bytes of one element, of blocks `block_dtype_bytes` unless it is 0, `block_size` the tokens of one block. `group_of` has each layer's group; it is empty if
-    there is one. A layer that reads another one's keys is of that one's group.
+    the bytes of one element, of blocks `block_dtype_bytes` unless it is 0, `block_size` the tokens of one block.
+    `group_of` has each layer's group; it is empty if there is one. A layer that reads another one's keys is of that
+    one's group.
     """
 
     layers: tuple[BlockLayer | None, ...]

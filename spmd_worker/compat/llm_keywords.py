@@ -68,22 +68,22 @@ _Others = TypedDict("_Others", {  # noqa: UP013  # one name a line otherwise
     "kv_cache_dtype_skip_layers": Any, "fault_tolerance_config": Any, "io_processor_plugin": Any,
     "enable_sleep_mode": Any, "enable_cumem_allocator": Any, "enable_nccl_comm_suspend": Any,
     "weight_transfer_config": Any, "additional_config": Any, "override_neuron_config": Any, "max_logprobs": Any,
-    "quantization_config": Any, "qlora_adapter_name_or_path": Any, "lora_dtype": Any,
-    "lora_target_modules": Any, "lora_extra_vocab_size": Any, "long_lora_scaling_factors": Any,
-    "fully_sharded_loras": Any, "enable_lora_bias": Any, "enable_mixed_moe_lora_format": Any,
-    "enable_moe_shared_loras": Any, "default_mm_loras": Any, "enable_tower_connector_lora": Any,
-    "logits_processors": Any, "hf_overrides": Any, "rope_scaling": Any, "rope_theta": Any, "hf_config_path": Any,
-    "disable_sliding_window": Any, "model_impl": Any, "model_class_overrides": Any, "model_weights": Any,
-    "task": Any, "convert": Any, "pooler_config": Any, "override_pooler_config": Any, "diffusion_config": Any,
-    "tokenizer": Any, "tokenizer_mode": Any, "scheduler_cls": Any, "kv_cache_memory_bytes": Any,
-    "kv_offloading_size": Any, "cpu_offload_gb": Any, "prefill_context_parallel_size": Any,
-    "decode_context_parallel_size": Any, "data_parallel_rank": Any, "data_parallel_start_rank": Any,
-    "data_parallel_size_local": Any, "data_parallel_hybrid_lb": Any, "data_parallel_external_lb": Any,
-    "data_parallel_multi_port_external_lb": Any, "device_ids": Any, "enable_return_routed_experts": Any,
-    "aux_output_config": Any, "watermark_config": Any, "sleep_preserve_parameter_names": Any,
-    "return_sampling_mask": Any, "enable_mm_embeds": Any, "mm_encoder_only": Any, "allowed_media_domains": Any,
-    "kv_transfer_config": Any, "kv_events_config": Any, "ec_transfer_config": Any, "enable_fault_tolerance": Any,
-    "enable_trace_replay": Any, "model_loader_extra_config": Any, "override_attention_dtype": Any,
+    "quantization_config": Any, "qlora_adapter_name_or_path": Any, "lora_dtype": Any, "lora_target_modules": Any,
+    "lora_extra_vocab_size": Any, "long_lora_scaling_factors": Any, "fully_sharded_loras": Any,
+    "enable_lora_bias": Any, "enable_mixed_moe_lora_format": Any, "enable_moe_shared_loras": Any,
+    "default_mm_loras": Any, "enable_tower_connector_lora": Any, "logits_processors": Any, "hf_overrides": Any,
+    "rope_scaling": Any, "rope_theta": Any, "hf_config_path": Any, "disable_sliding_window": Any, "model_impl": Any,
+    "model_class_overrides": Any, "model_weights": Any, "task": Any, "convert": Any, "pooler_config": Any,
+    "override_pooler_config": Any, "diffusion_config": Any, "tokenizer": Any, "tokenizer_mode": Any,
+    "scheduler_cls": Any, "kv_cache_memory_bytes": Any, "kv_offloading_size": Any, "cpu_offload_gb": Any,
+    "prefill_context_parallel_size": Any, "decode_context_parallel_size": Any, "data_parallel_rank": Any,
+    "data_parallel_start_rank": Any, "data_parallel_size_local": Any, "data_parallel_hybrid_lb": Any,
+    "data_parallel_external_lb": Any, "data_parallel_multi_port_external_lb": Any, "device_ids": Any,
+    "enable_return_routed_experts": Any, "aux_output_config": Any, "watermark_config": Any,
+    "sleep_preserve_parameter_names": Any, "return_sampling_mask": Any, "enable_mm_embeds": Any,
+    "mm_encoder_only": Any, "allowed_media_domains": Any, "kv_transfer_config": Any, "kv_events_config": Any,
+    "ec_transfer_config": Any, "enable_fault_tolerance": Any, "enable_trace_replay": Any,
+    "model_loader_extra_config": Any, "override_attention_dtype": Any,
 }, total=False)
 # fmt: on
 
@@ -137,6 +137,7 @@ class LLMKeywords(_Others, total=False):
     device_backend: str | None
     argmax_screen: bool | None
     verify_steps: int | None
+    kv_cache_dtype: str | None
     block_size: int | None
     num_blocks: int | None
     num_gpu_blocks_override: int | None

@@ -26,6 +26,7 @@ CROWDED = {
     "swap": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01},
     "recompute": {"num_blocks": 30, "preemption_mode": "recompute"},
     "verified": {"num_blocks": 40, "preemption_mode": "recompute", "verify_hits": 3, "verify_steps": 9},
+    "fp8": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01, "kv_cache_dtype": "fp8"},
     "tier": {"num_blocks": 30, "preemption_mode": "auto", "swap_space": 0.0001, "host_tier_gib": 0.01},
 }
 
@@ -80,11 +81,15 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
 def test_two_ranks_preempt_alike_and_match_one_rank(tmp_path: Path):
     by_rank = answers_of_two_ranks(tmp_path)
     assert by_rank[0] == by_rank[1]
-    with LLM(checkpoint_folder(NAME), num_blocks=1000, enable_prefix_caching=False, **SETTINGS) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    expected = [[each.token_ids for each in output.outputs] for output in outputs]
+    expected = {}
+    for dtype in ("auto", "fp8"):
+        roomy = {"num_blocks": 1000, "enable_prefix_caching": False, "kv_cache_dtype": dtype}
+        with LLM(checkpoint_folder(NAME), **roomy, **SETTINGS) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        expected[dtype] = [[each.token_ids for each in output.outputs] for output in outputs]
+    assert expected["fp8"] != expected["auto"]
     for name, answer in by_rank[0].items():
-        assert answer["token_ids"] == expected, name
+        assert answer["token_ids"] == expected["fp8" if name == "fp8" else "auto"], name
         assert answer["counters"]["num_preemptions"] > 0 or name == "verified", name
         assert sum(answer["cached"]) > 0, name
         assert answer["used"] == [0, 0], name

@@ -33,7 +33,8 @@ def to_cache(numbers: Tensor, cache_dtype: torch.dtype) -> Tensor:
     """Keys or values as a cache of this dtype holds them."""
     if cache_dtype != FP8:
         return numbers
-    bounded = numbers.float().clamp(-MOST, MOST).masked_fill(numbers.isinf(), torch.nan)
+    wide = numbers.float()
+    bounded = torch.where(wide.isinf(), wide.new_tensor(torch.nan).copysign(wide), wide.clamp(-MOST, MOST))
     return bounded.to(torch.float8_e4m3fn).view(FP8)
 
 

@@ -66,7 +66,9 @@ class SdpaBackend(AttentionBackend):
         for index, num_keys in enumerate(metadata.context_lengths):
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
-            keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys, query.dtype)
+            keys, values, first_key = _gather(
+                layer_cache, metadata.block_tables[index], first_key, num_keys, query.dtype
+            )
             last = _last_visible(metadata, rows, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:

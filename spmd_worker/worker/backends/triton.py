@@ -92,7 +92,9 @@ class TritonDevice(DeviceBackend):
             raise ConfigError(f"{_KEY} {reason}: {_WAY_OUT}")
         quantised = self._quantised_kernels()
         cache_dtype = cache_dtype_of(getattr(torch, self.resolved.dtype), self.resolved.cache_dtype)
-        return Operations(quantised or TritonKernels(), TritonBackend(cache_dtype), quantised, decodes_experts=quantised is None)
+        return Operations(
+            quantised or TritonKernels(), TritonBackend(cache_dtype), quantised, decodes_experts=quantised is None
+        )
 
     def unsupported(self) -> str | None:
         model_config = self.resolved.model_config

@@ -476,8 +476,8 @@ def block_copy_tokens(
     model_config: ModelConfig, dtype: str, block_size: int, device: str, block_dtype_bytes: int = 0
 ) -> float:
     """Tokens that could be computed while one block is swapped out and in: two operations per weight and token, without
-    attention, which underestimates recomputation in long sequences. `device` is "cpu" or "cuda", `block_dtype_bytes` as in
-    `CacheSpec`.
+    attention, which underestimates recomputation in long sequences. `device` is "cpu" or "cuda", `block_dtype_bytes`
+    as in `CacheSpec`.
 
     Replicas decide by it, so it depends on sizes and constants, not on measurements. The tensor-parallel size cancels
     out: each rank computes its share of the tokens and moves its share of the block.

@@ -543,8 +543,8 @@ def _describe_unsized(plan: MemoryPlan) -> list[str]:
     in_fp8 = cache_spec_of(plan.resolved, 0).in_fp8
     source = "none fit" if is_on_cpu else "measured when the run starts, or set by cache.num_blocks"
     lines = [
-        f"blocks     {source}: {format_bytes(plan.block_bytes)} each{in_fp8}, {plan.num_blocks_of_longest:,} for a sequence of "
-        f"{_longest(plan.resolved)}",
+        f"blocks     {source}: {format_bytes(plan.block_bytes)} each{in_fp8}, {plan.num_blocks_of_longest:,} for a "
+        f"sequence of {_longest(plan.resolved)}",
         *describe_windows(plan.resolved, plan.block_bytes, plan.layers_bytes),
         *_describe_slot(plan),
         f"swap       {_swap_space(plan)}",

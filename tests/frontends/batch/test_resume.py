@@ -208,7 +208,7 @@ def test_failed_job_leaves_the_former_provenance(
 @pytest.mark.parametrize(
     "change",
     [
-        *("seed", "sampling.temperature", "job.max_rows", "model.dtype", "scheduler.policy"),
+        *("seed", "sampling.temperature", "job.max_rows", "model.dtype", "scheduler.policy", "cache.dtype"),
         pytest.param("model.quantization", marks=pytest.mark.matrix),
     ],
 )
@@ -221,6 +221,7 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
         "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
         "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
         # Rows with a priority are error rows without it.
+        "cache.dtype": replace(config, cache=replace(config.cache, dtype="fp8")),
         "scheduler.policy": replace(config, scheduler=SchedulerConfig(policy="priority")),
     }[change]
     with pytest.raises(ConfigError, match=rf"^{change} is \S+, and \S+ .*job\.run_dir=.*job\.resume=force"):

@@ -45,8 +45,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def log_of_moves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows, swapped out and back, and prefix blocks stored on the host and loaded again."""
-    cache = CacheConfig(num_blocks=64, block_size=4, swap_space_gib=0.001, host_tier_gib=0.01)
+    """The same rows with a cache in FP8, swapped out and back, and blocks stored on the host and loaded again."""
+    cache = CacheConfig(dtype="fp8", num_blocks=64, block_size=4, swap_space_gib=0.0005, host_tier_gib=0.005)
     return run_logged(tmp_path_factory.mktemp("moves"), cache, "swap")
 
 
@@ -106,7 +106,9 @@ def test_every_token_of_run_is_recomputed(log: Path, run_script):
 
 
 def test_every_token_of_block_moving_run_is_recomputed(log_of_moves: Path, run_script):
-    messages = list(read_messages(read_step_log(log_of_moves).messages()))
+    log = read_step_log(log_of_moves)
+    assert log.header.cache_dtype == "fp8"
+    messages = list(read_messages(log.messages()))
     for kind in ("swap_out", "swap_in", "store", "load"):
         assert any(getattr(message.plan.block_ops, kind) for message in messages), f"no {kind}"
     code, output, _ = run_script(log_of_moves, "--with-model")

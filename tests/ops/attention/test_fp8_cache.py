@@ -1,4 +1,4 @@
-"""Attention over a cache in FP8: the bits of attention over a cache that holds the rounded numbers in the model's dtype."""
+"""Attention over a cache in FP8: bits of attention over a cache that has the rounded numbers in the model's dtype."""
 
 from dataclasses import replace
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmd_worker.ops.attention import cpu
 from spmd_worker.ops.attention.backend import AttentionBackend
+from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
 from spmd_worker.ops.attention.cpu import CpuBackend
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -40,7 +41,8 @@ class Latents:
         counts = [-(-len(query) // self.block_size) for query, _ in self.rows]
         block_shape = backend.block_shape(1, self.block_size, size, has_values=False)
         # NaN where nothing was written: a key that should not be looked at shows.
-        self.cache = torch.full((sum(counts) + 2, *block_shape), math.nan, dtype=dtype)
+        of_cache = getattr(backend, "cache_dtype", None) or dtype
+        self.cache = to_cache(torch.full((sum(counts) + 2, *block_shape), math.nan, dtype=dtype), of_cache)
         order = torch.randperm(len(self.cache), generator=generator)[: sum(counts)]
         self.tables = torch.zeros(len(counts), max(counts), dtype=torch.int64)
         for row, blocks in zip(self.tables, order.split(counts), strict=True):
@@ -105,6 +107,22 @@ def test_rows_are_right_and_have_equal_bits(instruction_set: str, dtype: torch.d
         assert all(map(torch.equal, Latents(backend, shape, dtype).run(chunk), whole)), chunk
     for index in range(len(LENGTHS)):
         assert torch.equal(Latents(backend, shape, dtype, index).run(13)[0], whole[index]), index
+
+
+@each_library
+@each_dtype
+@each_shape
+def test_fp8_cache_has_bits_of_rounded_keys(instruction_set: str, dtype: torch.dtype, shape: str):
+    _, size, _, block_size = SHAPES[shape]
+    plain, reduced = (
+        Latents(CpuBackend(library_for(instruction_set), dtype, (size,), block_size, cache_dtype), shape, dtype)
+        for cache_dtype in (dtype, FP8)
+    )
+    assert not any(map(torch.equal, plain.run(1000), reduced.run(1000)))
+    for _, key in plain.rows:
+        key.copy_(from_cache(to_cache(key, FP8), dtype))
+    for chunk in (1000, 63):
+        assert all(map(torch.equal, plain.run(1000), reduced.run(chunk))), chunk
 
 
 def test_a_key_too_few_is_noticed():

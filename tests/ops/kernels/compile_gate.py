@@ -257,6 +257,7 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
             # Sums of 512 numbers lie on the stack between segments.
             stack_bytes = 24 if "mistral-4" in name else 1152 if way == "many" else 0
             yield replace(variant, stack_bytes=stack_bytes)
+    yield from fp8_cache_variants(element)
     types = _typed(row_kernels.write_rows, element)
     constants = {"KV_HEADS": 1, "D": 576, "DP": 1024, "BLOCK": 16, "VALUES": False}
     options, strides = row_kernels.LAUNCH | {"num_warps": 1}, ("stride_key", "stride_value", "stride_page")
@@ -316,7 +317,26 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
     most = attention.shared_bytes(tile, size, itemsize, has_biases="bias" in name)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
+    if "fp8 cache" in name:
+        types |= dict.fromkeys(("keys", "values"), "*u8")
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
+
+
+def fp8_cache_variants(element: str) -> Iterator[Variant]:
+    """What reads and writes a cache in FP8."""
+    shape = heads, kv_heads, size = MODELS["llama-8b"]
+    for way in ("few", "few joined", "many"):
+        variant = attend_variant(f"attend fp8 cache {way}", *shape, element)
+        # What is in flight has a byte a number.
+        yield replace(variant, pipelined_bytes=variant.pipelined_bytes // 2, stack_bytes=8 if way == "many" else 0)
+    cache = {"cache": "*u8"}
+    types, constants = _typed(row_kernels.rotate_and_write, element), rows.rotate_constants(heads, kv_heads, size, 16)
+    kernel, options = row_kernels.rotate_and_write, row_kernels.LAUNCH
+    yield Variant("rotate_and_write fp8 cache", kernel, types | cache, constants, options, _STRIDES)
+    types, options = _typed(row_kernels.write_rows, element), row_kernels.LAUNCH | {"num_warps": 1}
+    constants = {"KV_HEADS": kv_heads, "D": size, "DP": power_of_two(size), "BLOCK": 16, "VALUES": True}
+    strides = ("stride_key", "stride_value", "stride_page")
+    yield Variant("write_rows fp8 cache", row_kernels.write_rows, types | cache, constants, options, strides)
 
 
 def draw_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -839,7 +859,8 @@ def _on(variant: Variant, capability: int) -> Variant:
     constants = variant.constants
     heads = (constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"])
     chosen = attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
-    return replace(chosen, stack_bytes=variant.stack_bytes)
+    share = 2 if "fp8 cache" in variant.name else 1
+    return replace(chosen, stack_bytes=variant.stack_bytes, pipelined_bytes=chosen.pipelined_bytes // share)
 
 
 def _typed(kernel: Any, element: str) -> dict[str, str]:
@@ -986,6 +1007,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
         "write_rows llama-8b",
+        "attend fp8 cache few joined",
         "attend latent deepseek-v3 few",
         "write_rows latent",
         "linear_of_heads 16",

@@ -22,6 +22,7 @@ import triton.language as tl
 from decoding_steps import decoding
 from triton_cases import BLOCK, assert_near, in_gate, run
 
+from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels
@@ -204,6 +205,18 @@ def biases_of_distances_are_right_in_any_cut() -> None:
     (nothing,) = step.attend([(0, 35, 40)], distance_bias=torch.zeros_like(step.bias))
     assert_near(plain, nothing.double(), torch.float32)
     assert not torch.allclose(plain, whole[35:], rtol=1e-2, atol=1e-2)
+
+
+def a_cache_in_fp8_has_bits_of_rounded_numbers() -> None:
+    for heads, dtype in (((3, 1, 16), torch.float32), ((2, 2, 80), torch.float16)):
+        step = Step([37, 70], heads, dtype)
+        chunks = [(0, 27, 37), (1, 69, 70)]
+        exact, pages = step.attend(chunks), step.pages
+        step.pages = [to_cache(each, FP8) for each in pages]
+        found = step.attend(chunks)
+        step.pages = [from_cache(each, dtype) for each in step.pages]
+        assert all(map(torch.equal, found, step.attend(chunks)))
+        assert not any(map(torch.equal, found, exact))
 
 
 def encoders_see_both_ways() -> None:
@@ -401,6 +414,7 @@ CASES: tuple[Callable[[], None], ...] = (
     a_window_is_right_and_what_is_before_it_is_never_read,
     capped_scores_and_sinks_are_right,
     biases_of_distances_are_right_in_any_cut,
+    a_cache_in_fp8_has_bits_of_rounded_numbers,
     encoders_see_both_ways,
     tokens_of_images_see_all_of_them,
     a_rows_bits_do_not_depend_on_how_it_was_cut,

@@ -10,6 +10,7 @@ registers and races are not seen. Attention is in triton_attention_cases.py.
 """
 
 import json
+import math
 import sys
 import threading
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from triton_interpreter import make_faster
 
+from spmd_worker.ops.attention.cache_dtype import FP8, to_cache
 from spmd_worker.ops.kernels.api import LogitFilters
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
@@ -115,6 +117,11 @@ def queries_and_keys_are_turned_and_written_as_the_reference_does() -> None:
         cache.zero_()
         rows.write_rows(keys, v, cache, slots)
         assert torch.equal(cache, expected)
+        # In FP8, of all magnitudes and beyond.
+        for large in (1.0, 2.0**-8, 300.0, math.inf):
+            reduced = torch.zeros(cache.shape, dtype=FP8)
+            rows.write_rows(keys * large, v * large, reduced, slots)
+            assert torch.equal(reduced, to_cache(expected * large, FP8).where(expected != 0, reduced)), large
 
 
 def logits_of_every_kind(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -60,7 +60,7 @@ def rows() -> tuple[list[dict], list[SamplingParams]]:
     return prompts, params
 
 
-def answers(folder: Path, worker: str | None, *, alone: bool = False, **settings: int) -> tuple[list, int]:
+def answers(folder: Path, worker: str | None, *, alone: bool = False, **settings: int | str) -> tuple[list, int]:
     """Of each row its ids and log-probabilities; and how many rows were preempted."""
     prompts, params = rows()
     settings = {"num_blocks": 64, "max_num_batched_tokens": 512} | settings
@@ -114,6 +114,10 @@ def main() -> None:
         with mock.patch.object(read_back, "_FREE_ON", ()), mock.patch.object(RowHistories, "process_", counted):
             ahead, _ = answers(folder, WORKER, async_scheduling=True)
         refused = refusal(folder, "bfloat16")
+        reduced = {"kv_cache_dtype": "fp8"}
+        expected_in_fp8, _ = answers(folder, None, **reduced)
+        in_fp8, _ = answers(folder, WORKER, **reduced)
+        cut_in_fp8, _ = answers(folder, WORKER, max_num_batched_tokens=16, max_num_seqs=8, block_size=2, **reduced)
     ids = [[row[0] for row in each] for each in (expected, whole)]
     print(
         json.dumps(
@@ -124,6 +128,10 @@ def main() -> None:
                 "same bits alone": alone == whole,
                 "same bits a step ahead": ahead == whole,
                 "rows with penalties go ahead": sum(NUM_AHEAD) >= 20,
+                "ids are the CPU's with a cache in FP8": [row[0] for row in in_fp8]
+                == [row[0] for row in expected_in_fp8],
+                "same bits in chunks with a cache in FP8": cut_in_fp8 == in_fp8,
+                "control: a cache in FP8 has other bits": in_fp8 != whole,
                 "bfloat16 is refused": "interpreter does not support bfloat16: use dtype=float32" in refused,
                 "control: other kernels have other bits": expected != whole,
                 "control: rows were preempted": num_preempted > 0,

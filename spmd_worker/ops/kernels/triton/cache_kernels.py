@@ -1,5 +1,5 @@
-"""Numbers of an FP8 cache on a GPU, as bytes of e4m3 (ops/attention/cache_dtype.py), by integer and float operations that
-every GPU has; see `native/e4m3.h`.
+"""Numbers of an FP8 cache on a GPU, as bytes of e4m3 (ops/attention/cache_dtype.py), by operations that every GPU has;
+see `native/e4m3.h`.
 """
 
 import triton
@@ -26,7 +26,7 @@ def to_cache(value, cache):
 
 @triton.jit
 def from_cache(cached, ELEMENT: tl.constexpr):
-    """What a cache holds, as numbers of ELEMENT."""
+    """Numbers of ELEMENT, from those of a cache."""
     if cached.dtype == tl.uint8:
         wide = cached.to(tl.uint16)
         # 2^-8 times the number, subnormal ones too.
