@@ -285,7 +285,7 @@ _EMBEDDED = {"relative_attention": True, "pos_att_type": "c2p"}
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("BertForTokenClassification", {}, "is unknown"),
-        ("DebertaV2Model", {"conv_kernel_size": 3}, "conv_kernel_size=3 is not supported: convolutions of token"),
+        ("DebertaV2Model", {"conv_kernel_size": 3}, "conv_kernel_size=3 is not supported, only 0"),
         ("DebertaV2Model", {"embedding_size": 8}, "embedding_size=8 is not supported, only 1536"),
         ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size=8 is not supported, only 64"),
         ("DebertaV2Model", {"pooler_hidden_size": 8}, "pooler_hidden_size=8 is not supported, only 1536"),

@@ -75,8 +75,6 @@ def _with_distances(
     for key, size in equal.items():
         if reader.count(key, size) != size:
             raise reader.error(key, f"is not supported, only {size}, that of the layers")
-    if _number(reader, "conv_kernel_size"):
-        raise reader.error("conv_kernel_size", "is not supported: convolutions of token vectors do not run here")
     kinds = _kinds(reader)
     distances = None
     if reader.flag("relative_attention", False):
@@ -152,6 +150,8 @@ _V2: Final = Family(
     embedding=Embedding(has_norm=True),
     encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily(activation_key="pooler_hidden_act")),
     file_keys={"num_key_value_heads": "", "head_dim": ""},
+    # A convolution behind the first layer.
+    required={"conv_kernel_size": 0},
     defaults={
         **_DEFAULTS,
         "vocab_size": 128100,

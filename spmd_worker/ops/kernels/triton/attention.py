@@ -289,8 +289,8 @@ def attend(
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
     pages = (layer_cache[:, 0], layer_cache[:, 1])
-    more = (score_cap, sinks, distance_bias, distance_scores)
-    return attend_pages(queries, *pages, plan, num_heads, scale, *more)
+    sizes = (plan, num_heads, scale, score_cap)
+    return attend_pages(queries, *pages, *sizes, sinks, distance_bias, distance_scores)
 
 
 def attend_latents(
@@ -329,7 +329,7 @@ def attend_pages(
         biases, most = distance_bias.contiguous(), distance_bias.shape[1] // 2
         assert biases.dtype == torch.float32, biases.dtype
         assert biases.shape == (num_heads, 2 * most + 1), (biases.shape, num_heads)
-    scores = (plan.partial_tops, plan.partial_tops, plan.counts, 0, 0)
+    scores: tuple[object, ...] = (plan.partial_tops, plan.partial_tops, plan.counts, 0, 0)
     if distance_scores is not None:
         assert (score_cap, distance_bias) == (0.0, None), "scores of distances are with plain ones"
         assert num_heads == num_kv_heads, (num_heads, num_kv_heads)
