@@ -20,6 +20,7 @@ from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import (
     ConvConfig,
     DeltaConfig,
+    DistanceConfig,
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
@@ -67,6 +68,7 @@ _RECORDS: Final[dict[str, type]] = {
         ConvConfig,
         DeltaConfig,
         DenseConfig,
+        DistanceConfig,
         DraftRun,
         DraftTokenIds,
         EncoderPart,

@@ -23,6 +23,7 @@ from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.distances import DistanceEmbeddings
 from spmd_worker.model.layers.embedding import (
     PositionEmbedding,
     SinusoidalPositions,
@@ -36,7 +37,7 @@ from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
-from spmd_worker.model.layers.norm import FullNorm, RMSNorm, add_without_norm, new_norm
+from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
@@ -111,6 +112,11 @@ class DecoderStack(nn.Module):
         if first.relative_bias is not None and not first.relative_bias.is_of_layer:
             bias = (first.relative_bias, first.num_heads)
             self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
+        self.distances: DistanceEmbeddings | None = None
+        self.distance_norm: Norm | None = None
+        if first.distances is not None:
+            self.distances = DistanceEmbeddings(context, first.distances, hidden_size)
+            self.distance_norm = new_norm(context, hidden_size, first.norm) if first.distances.has_norm else None
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -200,6 +206,7 @@ class DecoderStack(nn.Module):
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         causal = metadata.without_sight() if self._sees_in_windows else metadata
+        biases = self._biases(metadata)
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -208,7 +215,7 @@ class DecoderStack(nn.Module):
             self._copy_stream(streams, index, part, residual)
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **self._biases}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases}
             if states:
                 options["states"] = states[index]
             if routes is not None:
@@ -265,7 +272,7 @@ class DecoderStack(nn.Module):
         rows, residual = stream[step.encoder_rows], stream[places]
         of_tokens = (positions[places], rope_regimes[places], self.dtype)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
-        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases}
+        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases(step.own)}
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         for layer, layer_cache in zip(self._decoder_layers, cache, strict=True):
             if len(rows) and layer.cross_attn is not None:
@@ -292,9 +299,10 @@ class DecoderStack(nn.Module):
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [each for each in self.layers if isinstance(each, DecoderLayer)]
 
-    @property
-    def _biases(self) -> dict[str, Tensor]:
-        """Further arguments of layers whose attention has the bias of distances of all layers."""
+    def _biases(self, metadata: AttentionMetadata) -> dict[str, Any]:
+        """Further arguments of layers whose attention has the bias, or the embedded distances, of all layers."""
+        if self.distances is not None:
+            return {"distances": self.distances.of_step(max(metadata.context_lengths, default=1), self.distance_norm)}
         return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
 
     @property

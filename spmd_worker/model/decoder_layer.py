@@ -11,6 +11,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.cross_attention import CrossAttention
+from spmd_worker.model.layers.distances import StepDistances
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.mixers import MIXERS
@@ -67,14 +68,16 @@ class DecoderLayer(nn.Module):
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
         distance_bias: Tensor | None = None,
+        distances: StepDistances | None = None,
         seen: AttentionMetadata | None = None,
         routes: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
-        attention, if layers share one; `seen` is `CrossStep.seen`, if the layer attends to an encoder's rows. A layer
-        with experts appends those of each token to `routes`.
+        attention, if layers share one; `distances` are those of the step, if it multiplies by them; `seen` is
+        `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with experts appends those of each token to
+        `routes`.
         """
         parallel_input = None
         if self._mixers:
@@ -84,7 +87,9 @@ class DecoderLayer(nn.Module):
                 parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
             arguments = (x, ropes, layer_cache, metadata, wanted)
             distance_bias = distance_bias if self.relative_bias is None else self.relative_bias.table()
-            biases = {} if distance_bias is None else {"distance_bias": distance_bias}
+            biases: dict[str, Any] = {} if distance_bias is None else {"distance_bias": distance_bias}
+            if distances is not None:
+                biases["distances"] = distances
             part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
             if wanted is not None:
                 residual, adapters = residual[wanted.rows], wanted.adapters

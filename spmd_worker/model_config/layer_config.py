@@ -9,6 +9,8 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
+_PANEL: Final = 16
+"""Outputs of a panel of weights."""
 LATENT_NORM_EPS: Final = 1e-6
 """Epsilon of the norms of latents, whatever the file has for others."""
 
@@ -324,6 +326,43 @@ class RelativeBias:
 
 
 @dataclass(frozen=True, slots=True)
+class DistanceConfig:
+    """Embedded distances between query and key (https://arxiv.org/abs/2006.03654), a table of 2 * `span` rows for all
+    layers. To scores are added, before they are scaled, queries times rows as keys if it `has_keys`, and keys times
+    rows as queries if it `has_queries`. The query's position less the key's has row `span` + distance, bounded; with
+    `max_distance` above 0 distances from `span` // 2 on share rows by their logarithm up to that one.
+
+    Rows have a norm of their own with `has_norm`, and are projected like tokens if the layer `shares_projections`, else
+    by projections of their own.
+    """
+
+    span: int
+    max_distance: int
+    has_keys: bool
+    has_queries: bool
+    shares_projections: bool
+    has_norm: bool
+
+    @property
+    def num_products(self) -> int:
+        """Scores of a token and a distance."""
+        return self.has_keys + self.has_queries
+
+    @property
+    def num_projections(self) -> int:
+        """Projections of rows alone."""
+        return 0 if self.shares_projections else self.num_products
+
+    def elements(self, hidden_size: int) -> int:
+        """Elements of the table and its norm."""
+        return (2 * self.span + 2 * self.has_norm) * hidden_size
+
+    def num_columns(self, longest: int) -> int:
+        """Rows of the table that a step whose longest sequence has so many tokens may need, in whole panels of 16."""
+        return -(-min(2 * self.span, 2 * longest) // _PANEL) * _PANEL
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShare:
     """A tensor-parallel rank's share of one layer: heads, columns of a dense feed-forward, and experts of a sparse one,
     None for a dense one. Of what is divided evenly it has the `num_ranks`th part.
@@ -378,7 +417,8 @@ class LayerConfig:
 
     Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
     and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
-    are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention.
+    are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention, and
+    so are products with embedded `distances`.
     """
 
     num_heads: int
@@ -429,6 +469,7 @@ class LayerConfig:
     has_cross_attention: bool = False
     cross_norms: tuple[bool, bool] = (False, False)
     relative_bias: RelativeBias | None = None
+    distances: DistanceConfig | None = None
 
     @property
     def value_head_size(self) -> int:
@@ -478,6 +519,7 @@ class LayerConfig:
             self.mixer == "attention"
             and self.qk_norm in ("none", "head")
             and self.relative_bias is None
+            and self.distances is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
             and not self.value_size

@@ -74,7 +74,16 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
         LinearSizes(hidden_size, (query, *keys)),
         LinearSizes(share.num_heads * value_size, (hidden_size,)),
         *gates,
+        *_distance_linears(layer, hidden_size, share),
     )
+
+
+def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Projections of embedded distances that are not those of tokens."""
+    distances = layer.distances
+    if distances is None or not distances.num_projections:
+        return ()
+    return (LinearSizes(hidden_size, (share.num_heads * layer.head_size,) * distances.num_projections),)
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -83,6 +92,10 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
     projections = _attention_linears(layer, hidden_size, share)[0]
     others += sum(projections.num_outputs) * layer.has_qkv_bias
+    for each in _distance_linears(layer, hidden_size, share):
+        assert layer.distances is not None, layer
+        # Of queries alone, if keys have none; held for both.
+        others += sum(each.num_outputs) * (layer.has_key_bias or layer.distances.has_queries)
     if layer.qk_norm in ("head", "head_after_rope"):
         others += (1 + (layer.kv_layer is None)) * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":

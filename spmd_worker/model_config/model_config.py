@@ -240,7 +240,8 @@ class ModelConfig:
     @property
     def bounds_rows(self) -> bool:
         """Whether rows end at `max_model_len` at the latest: relative positions alone have no end."""
-        return self.num_positions > 0 or self.layers[0].relative_bias is None
+        first = self.layers[0]
+        return self.num_positions > 0 or (first.relative_bias is None and first.distances is None)
 
     @property
     def has_states(self) -> bool:
@@ -255,8 +256,9 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model, tied embeddings counted once."""
-        bias = self.layers[0].relative_bias
+        bias, distances = self.layers[0].relative_bias, self.layers[0].distances
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
+        tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 

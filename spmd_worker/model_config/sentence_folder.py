@@ -97,7 +97,7 @@ _TYPED_TOKENIZERS: Final = (
     *("SqueezeBertTokenizer", "TapasTokenizer"),
 )
 """Classes of transformers 5 that output token types if tokenizer_config.json has no `model_input_names`."""
-_TYPED_MODELS: Final = ("bert", "electra", "nomic_bert")
+_TYPED_MODELS: Final = ("bert", "deberta", "deberta-v2", "electra", "nomic_bert")
 """Supported model types to which AutoTokenizer assigns such a class if none is named."""
 
 

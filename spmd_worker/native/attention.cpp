@@ -79,7 +79,9 @@ struct Attention {
   const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
   const float* distance_bias = nullptr;  // [heads, 2 * max_distance + 1], see RowBias; null: no biases
   int64_t max_distance = 0;
+  DistanceScores<Element> distance_scores = {};
 
+  bool has_biases() const { return distance_bias != nullptr || distance_scores.columns != nullptr; }
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
 
@@ -191,9 +193,22 @@ struct Attention {
       Type::stage(query, size, scratch.queries + index * size / Type::kPair);
       std::memset(scratch.outputs + index * value_size, 0, value_size * sizeof(float));
       scratch.softmax[index] = start_of(item, row);
-      if (distance_bias != nullptr)
-        scratch.biases[index] = {distance_bias + query_head(item, row) * (2 * max_distance + 1), max_distance, at};
+      if (has_biases()) scratch.biases[index] = bias_of(item, row, at);
     }
+  }
+
+  RowBias<Element> bias_of(const Item& item, int64_t row, int64_t position) const {
+    const int64_t head = query_head(item, row);
+    if (distance_bias != nullptr)
+      return {distance_bias + head * (2 * max_distance + 1), max_distance, position, kLog2OfE};
+    // The sequence is complete: its first token has its first key.
+    const DistanceScores<Element>& scores = distance_scores;
+    const int64_t num_keys = context_lengths[item.sequence];
+    const int64_t first = query_starts[item.sequence] * scores.token_stride + head * scores.head_stride;
+    const Element* const query =
+        scores.of_queries == nullptr ? nullptr : scores.of_queries + first + position * scores.token_stride;
+    const Element* const keys = scores.of_keys == nullptr ? nullptr : scores.of_keys + first;
+    return {nullptr, max_distance, position, scale, scores.columns, query, keys, scores.token_stride, num_keys};
   }
 
   // A sink is counted in the sum and has no value: the softmax starts with it.
@@ -249,7 +264,7 @@ struct Attention {
     Range visible[kAmxTileRows];
     for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[index + r].within(number);
     const AttentionByUnit<Type> by_amx = {
-        cache.head_size, cache.value_size(), scale, cap, distance_bias != nullptr, scratch};
+        cache.head_size, cache.value_size(), scale, cap, has_biases(), scratch};
     if (amx_rows != num_rows) by_amx.set_up(amx_rows = num_rows);
     by_amx.run_rows(index, num_rows, number, visible, tile, next);
   }
@@ -277,7 +292,7 @@ struct Attention {
     for (int r = 0; r < kRows; ++r)
       if (!visible[r].is_empty())
         decays[r] = probabilities_of_row<Type>(
-            r, index + r, number, scale, cap, distance_bias != nullptr, visible[r], scratch);
+            r, index + r, number, scale, cap, has_biases(), visible[r], scratch);
     if (!is_even)
       add_uneven<kRows>(visible, index, tile, next, decays, scratch);
     else if (fetches_next)
@@ -472,14 +487,17 @@ struct Attention {
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
       int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks,                                  \
-      const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
+      const float* distance_bias, int64_t max_distance, const Type::Element* query_scores,                             \
+      const Type::Element* key_scores, int64_t score_token_stride, int64_t score_head_stride,                          \
+      const int32_t* columns, int64_t latent_size,                                                                     \
       Type::Element* output, int64_t may_use_amx, int64_t num_threads) {                                               \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size), in_bytes != 0, \
          int(latent_size)},                                                                                            \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
         int(num_heads), scale * kLog2OfE, cap * kLog2OfE, window, ahead, last_visible,                                 \
-        may_use_amx != 0 && amx::is_granted(), sinks, distance_bias, max_distance};                                    \
+        may_use_amx != 0 && amx::is_granted(), sinks, distance_bias, max_distance,                                     \
+        {query_scores, key_scores, score_token_stride, score_head_stride, columns}};                                   \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

@@ -1,6 +1,7 @@
 // State of one thread's attention of some query rows: their online softmax, and scratch memory.
 #pragma once
 
+#include "elements.h"
 #include "steps.h"
 
 namespace {
@@ -25,13 +26,30 @@ struct Softmax {
   Floats sum;
 };
 
-// What is added to one row's scores by the distance of a key from the row's own position, up to `most` on both sides.
+// Scores of each token of a step with embedded distances: a number a column for each token and head, or null. The column
+// of a key depends on its distance from the query, up to `max_distance` on both sides.
+template <class Element>
+struct DistanceScores {
+  const Element *of_queries, *of_keys;
+  int64_t token_stride, head_stride;  // elements
+  const int32_t* columns;  // [2 * max_distance + 1]; null: there are no such scores
+};
+
+// What is added to one row's scores by the distance of a key from the row's own position, up to `most` on both sides: a
+// number of the distance, or with `columns` scores of the query and of the key in the column of the distance.
+template <class Element>
 struct RowBias {
   const float* table;  // [2 * most + 1]
   int64_t most, position;
+  float factor;  // of what is added, to base 2
+  const int32_t* columns = nullptr;  // [2 * most + 1]
+  const Element* of_query = nullptr;
+  const Element* of_keys = nullptr;  // of the key at position 0
+  int64_t key_stride = 0, num_keys = 0;
 
   // Of the 64 keys of a tile: in the table itself, or in `copy`. No key, seen or not, is outside the table.
   const float* of_tile(int64_t tile_number, float* copy) const {
+    if (columns != nullptr) return scores_of_tile(tile_number * kTile, copy);
     const int64_t first = tile_number * kTile - position, last = first + kTile - 1;
     if (first >= -most && last <= most) return table + most + first;
     if (last <= -most || first >= most) {
@@ -41,14 +59,27 @@ struct RowBias {
     }
     return copy;
   }
+
+  // Keys that are not there, which no row sees, have zeros.
+  const float* scores_of_tile(int64_t first, float* copy) const {
+    const int count = int(std::clamp<int64_t>(num_keys - first, 0, kTile));
+    const int32_t* const at = columns + most + first - position;
+    for (int key = 0; key < count; ++key) copy[key] = of_query == nullptr ? 0.0f : to_float(of_query[at[key]]);
+    if (of_keys != nullptr) {
+      const Element* const keys = of_keys + first * key_stride;
+      for (int key = 0; key < count; ++key) copy[key] += to_float(keys[key * key_stride + at[key]]);
+    }
+    std::fill(copy + count, copy + kTile, 0.0f);
+    return copy;
+  }
 };
 
 // Scores of one row -> probabilities relative to the maximum score so far; returns the factor of earlier sums. `biases` of
-// the 64 keys, if the row has any.
+// the 64 keys, times `bias_factor`, if the row has any.
 template <class Type, bool kHasBiases>
 float probabilities_of(
     const float* scores, float scale, float cap, Range visible, Softmax& softmax, typename Type::Left* to,
-    [[maybe_unused]] const float* biases) {
+    [[maybe_unused]] const float* biases, [[maybe_unused]] float bias_factor) {
   constexpr int kCount = kTile / kLanes;
   Floats scaled[kCount];
   const Floats factor = broadcast(scale);
@@ -57,7 +88,7 @@ float probabilities_of(
     for (int v = 0; v < kCount; ++v) scaled[v] = bounded(scaled[v], cap);
   if constexpr (kHasBiases)
     for (int v = 0; v < kCount; ++v)
-      scaled[v] = fused(load<Floats>(biases + v * kLanes), broadcast(kLog2OfE), scaled[v]);
+      scaled[v] = fused(load<Floats>(biases + v * kLanes), broadcast(bias_factor), scaled[v]);
   if (visible.first > 0 || visible.end < kTile) {
     const Ints numbers = lane_numbers();
     for (int v = 0; v < kCount; ++v) {
@@ -98,7 +129,7 @@ struct Scratch {
   alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
   Softmax softmax[kItemRows];
   Keys seen[kItemRows];
-  RowBias biases[kItemRows];
+  RowBias<Element> biases[kItemRows];
   TileCopy<Element> copy;
   alignas(64) Element visible_values[kTile * kMaxHeadSize];
 };
@@ -107,9 +138,10 @@ struct Scratch {
 template <class Type>
 __attribute__((noinline)) float biased_probabilities_of(
     const float* scores, float scale, float cap, Range visible, Softmax& softmax, typename Type::Left* to,
-    const RowBias& bias, int64_t tile_number) {
+    const RowBias<typename Type::Element>& bias, int64_t tile_number) {
   alignas(64) float copy[kTile];
-  return probabilities_of<Type, true>(scores, scale, cap, visible, softmax, to, bias.of_tile(tile_number, copy));
+  const float* const biases = bias.of_tile(tile_number, copy);
+  return probabilities_of<Type, true>(scores, scale, cap, visible, softmax, to, biases, bias.factor);
 }
 
 // `probabilities_of` row `r` of those whose scores are in the scratch memory, row `index` of its bundle.
@@ -120,7 +152,7 @@ SPMD_INLINE float probabilities_of_row(
   const float* const scores = scratch.scores + r * kTile;
   typename Type::Left* const to = scratch.probabilities + r * kTile / Type::kPair;
   Softmax& softmax = scratch.softmax[index];
-  if (!has_biases) return probabilities_of<Type, false>(scores, scale, cap, visible, softmax, to, nullptr);
+  if (!has_biases) return probabilities_of<Type, false>(scores, scale, cap, visible, softmax, to, nullptr, 0.0f);
   return biased_probabilities_of<Type>(
       scores, scale, cap, visible, softmax, to, scratch.biases[index], tile_number);
 }

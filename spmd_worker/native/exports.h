@@ -36,7 +36,8 @@
       int64_t query_head_stride, int64_t num_heads, const Element* cos, const Element* sin,                            \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,      \
       int64_t window, int64_t ahead, const int32_t* last_visible, const float* sinks,                                  \
-      const float* distance_bias, int64_t max_distance, int64_t latent_size,                                           \
+      const float* distance_bias, int64_t max_distance, const Element* query_scores, const Element* key_scores,        \
+      int64_t score_token_stride, int64_t score_head_stride, const int32_t* columns, int64_t latent_size,              \
       Element* output, int64_t may_use_amx, int64_t num_threads);                                                                                            \
   extern "C" void spmd_attend_projected_##name(                                                                        \
       void* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t in_bytes, \

@@ -22,7 +22,7 @@ _DTYPES = ("float32", "bfloat16")
 # One function per dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources document the arguments.
 _SIGNATURES: Final = {
     "write": f"{_CACHE} {_STRIDED} {_STRIDED} {_ANGLES} pp ii",
-    "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffii pp pi i pii",
+    "attend": f"{_CACHE} pi {_STRIDED} i {_ANGLES} ppi ffii pp pi pp ii p i pii",
     "attend_projected": f"{_CACHE} pi pii {_ANGLES} ppi ppi ffi pii",
     "full_norm": f"{_STRIDED} iii pp ff ip i",
     "rms_norm": f"{_STRIDED} iii pf p i",

@@ -21,7 +21,7 @@
     spmd_attend_##name(                                                                                                \
         cache, block_stride, num_kv_heads, head_size, block_size, in_bytes, tables, table_stride, projected, token_stride,       \
         head_size, num_heads, cos, sin, query_starts, context_lengths, num_sequences, scale, cap, window, 0,       \
-        nullptr, nullptr, nullptr, 0, 0, output, may_use_amx, num_threads);                                                                \
+        nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0, 0, nullptr, 0, output, may_use_amx, num_threads);                                                            \
   }
 
 SPMD_PROJECTED(float32, float)

@@ -16,8 +16,8 @@ from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.encoder import is_failure
 
 _SENTENCEPIECE: Final = "tokenizer.model"
-_OF_ENCODERS: Final = ("spiece.model", "sentencepiece.bpe.model")
-"""SentencePiece models of T5, Pegasus, mBART and NLLB, whose classes number the pieces anew."""
+_OF_ENCODERS: Final = ("spiece.model", "sentencepiece.bpe.model", "spm.model")
+"""SentencePiece models of T5, Pegasus, mBART, NLLB and DeBERTa, whose classes number the pieces anew."""
 _PAIRS: Final = (("vocab.json", "source.spm", "target.spm"), ("vocab.json", "sentencepiece.bpe.model"))
 """Files of Marian and M2M100, of which transformers makes no tokenizer.json."""
 _KINDS: Final = (("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS, *[(each,) for each in _OF_ENCODERS])

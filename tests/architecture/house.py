@@ -171,7 +171,9 @@ _READ = "of what was read back already, or where reading costs nothing"
 _ERROR = "of two numbers that differ, for the error that ends the run"
 _OF_HOST = "of numbers that the host has"
 _PIXELS = "pixels come to the host of the rank that makes their rows"
+_ADAPTERS = "in steps of encoders whose rows have adapters of embedded distances"
 MAY_READ_BACK = {
+    "spmd_worker.model.layers.distances": {"tolist": (1, _ADAPTERS), "nonzero": (1, _ADAPTERS)},
     "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS)},
     "spmd_worker.worker.runner.media_store": {"tolist": (2, _PIXELS), "cpu": (1, _PIXELS), "numpy": (1, _PIXELS)},
     "spmd_worker.worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},

@@ -22,6 +22,9 @@ NAMES = (
     "nomic_labels",
     "gte",
     "euro_labels",
+    "deberta_masked",
+    "debertav1_labels",
+    "deberta_mean",
     "albert",
 )
 
@@ -36,7 +39,7 @@ NAMES = (
 )
 def test_encoders_on_two_ranks_match_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     monkeypatch.setattr(test_pooling_on_ranks, "pooling_folder", encoder_folder)
-    names = (*NAMES[:3], NAMES[-1]) if layout == "pipeline_parallel_size" else NAMES
+    names = (*NAMES[:3], *NAMES[-2:]) if layout == "pipeline_parallel_size" else NAMES
     settings: dict[str, Any] = {"max_model_len": 64}
     monkeypatch.setattr(test_pooling_on_ranks, "SETTINGS", {**SETTINGS, **settings})
     done = test_pooling_on_ranks.run(tmp_path, 2, names=names, **{layout: 2})

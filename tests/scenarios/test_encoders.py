@@ -22,6 +22,7 @@ from spmd_worker import LLM, LLMEngine, PoolingParams
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.distances import rows_of
 from spmd_worker.model.layers.embedding import PositionEmbedding
 from spmd_worker.model.layers.relative_bias import buckets_of
 from spmd_worker.model.registry import build_model
@@ -114,6 +115,27 @@ def test_comparison_detects_buckets_one_token_off(name: str, monkeypatch: pytest
     assert max(error(ours, expected(name, prompt)) for ours, prompt in zip(pooled(name), PROMPTS)) > 1e-2
 
 
+@pytest.mark.control("Encoders compute what transformers computes")
+@pytest.mark.parametrize("name", ["deberta", "debertav1"])
+def test_comparison_detects_embedded_distances_one_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worst_error(name) < most_error(name)
+    monkeypatch.setattr(
+        "spmd_worker.model.layers.distances.rows_of", lambda distances, config: rows_of(distances + 1, config)
+    )
+    assert max(error(ours, expected(name, prompt)) for ours, prompt in zip(pooled(name), PROMPTS)) > 1e-2
+
+
+def test_longest_row_has_buckets_of_released_models() -> None:
+    """Beside short ones, of which each has the bits that it has alone."""
+    prompts = [random_prompt(512, 5), random_prompt(130, 6), [7]]
+    with LLM(encoder_folder("deberta_wide"), device="cpu", max_model_len=512, max_num_batched_tokens=1024) as llm:
+        outputs = llm.embed(ids(prompts), use_tqdm=False)
+        alone = [llm.embed(ids([prompt]), use_tqdm=False)[0].outputs.embedding for prompt in prompts]
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert error(output.outputs.embedding, expected("deberta_wide", prompt)) < 1e-5
+    assert [output.outputs.embedding for output in outputs] == alone
+
+
 @pytest.mark.gate("one by one", "in other blocks")
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
@@ -127,6 +149,8 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "t5_mean",
         "nomic_pairs",
         "euro_labels",
+        "deberta_mean",
+        "debertav1_pairs",
     )
     for name in names:
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
@@ -150,6 +174,8 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
                 "gte_pairs",
                 "euro_pairs",
                 "albert_pairs",
+                "deberta_pairs",
+                "debertav1_pairs",
             )
         ],
     ],
@@ -248,6 +274,9 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
     seen.apply(first)
 
 
+_EMBEDDED = {"relative_attention": True, "pos_att_type": "c2p"}
+
+
 @pytest.mark.parametrize(
     ("architecture", "given", "words"),
     [
@@ -256,7 +285,20 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("BertForTokenClassification", {}, "is unknown"),
-        ("DebertaV2ForSequenceClassification", {}, "queries and keys by relative positions too, which does not run"),
+        ("DebertaV2Model", {"conv_kernel_size": 3}, "conv_kernel_size=3 is not supported, only 0"),
+        ("DebertaV2Model", {"embedding_size": 8}, "embedding_size=8 is not supported, only 1536"),
+        ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size=8 is not supported, only 64"),
+        ("DebertaV2Model", {"pooler_hidden_size": 8}, "pooler_hidden_size=8 is not supported, only 1536"),
+        ("DebertaV2Model", {"relative_attention": True}, "pos_att_type=None is not supported with relative_attention"),
+        ("DebertaV2Model", {"pos_att_type": "c2p|p2p"}, r"pos_att_type='c2p\|p2p' must have c2p, p2c or both"),
+        ("DebertaV2Model", {**_EMBEDDED, "position_buckets": 1}, "position_buckets=1 must be from 2 to"),
+        (
+            "DebertaV2Model",
+            {**_EMBEDDED, "position_buckets": 1022},
+            "less than twice max_position_embeddings=512 less 1",
+        ),
+        ("DebertaV2Model", {**_EMBEDDED, "norm_rel_ebd": 1}, "norm_rel_ebd=1 must be"),
+        ("DebertaModel", {"talking_head": True}, "talking_head=True is not supported, only False"),
         ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),
     ],
 )
@@ -346,7 +388,9 @@ def test_plan_counts_weights_per_stage(name: str) -> None:
             assert held == weights_bytes(config, layout, rank, "bfloat16", "cpu"), (num_stages, rank)
     if not name.endswith("_labels") and not name.endswith("_pairs"):
         whole = sum(each.numel() for each in _transformers_parameters(name))
-        assert config.num_parameters == whole
+        # Keys of the first DeBERTa have no biases: zeros are held, for tokens and for distances.
+        zeros = 2 * config.hidden_size * config.num_layers * (name == "debertav1")
+        assert config.num_parameters == whole + zeros
 
 
 def _transformers_parameters(name: str) -> list[Tensor]:
@@ -357,7 +401,10 @@ def _transformers_parameters(name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"],
+    [
+        *("bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"),
+        *("deberta_labels", "debertav1"),
+    ],
 )
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")
@@ -390,11 +437,14 @@ def test_encoder_of_t5_ignores_decoder_in_its_files(tmp_path: Path) -> None:
 
 
 def test_rows_of_relative_positions_have_no_longest() -> None:
-    """T5's may be longer than config.json says; positions of MPNet end."""
+    """T5's and DeBERTa's may be longer than config.json says; positions of MPNet end."""
     prompt = random_prompt(700, 5)
     with LLM(encoder_folder("t5"), device="cpu", max_model_len=700) as llm:
         (output,) = llm.embed(ids([prompt]), use_tqdm=False)
     assert error(output.outputs.embedding, expected("t5", prompt)) < 1e-5
+    with LLM(encoder_folder("deberta"), device="cpu", max_model_len=700) as llm:
+        (output,) = llm.embed(ids([prompt]), use_tqdm=False)
+    assert error(output.outputs.embedding, expected("deberta", prompt)) < 1e-5
     with pytest.raises(ConfigError, match="max_model_len=700 is more than the model's 128 tokens"):
         LLM(encoder_folder("mpnet"), device="cpu", max_model_len=700)
 

@@ -129,6 +129,7 @@ CROSS: dict[str, Callable[[Path], Any]] = {
     "modern": cross("modern_pairs"),
     "gte pairs": cross("gte_pairs"),
     "distil pairs": cross("distil_pairs"),
+    "deberta pairs": cross("deberta_pairs"),
     "electra pairs": cross("electra_pairs", model_input_names=...),
     "decoder": cross("reward"),
     "dense": scored_by_dense,

@@ -30,6 +30,13 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    DebertaConfig,
+    DebertaForSequenceClassification,
+    DebertaModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
     DistilBertConfig,
     DistilBertForMaskedLM,
     DistilBertForSequenceClassification,
@@ -85,8 +92,10 @@ PAD = {
     "gte": 1,
     "euro": 0,
     "albert": 0,
+    "deberta": 0,
+    "debertav1": 0,
 }
-_TYPED = ("bert", "electra", "nomic", "albert")
+_TYPED = ("bert", "electra", "nomic", "albert", "deberta", "debertav1")
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": SIZES["hidden_size"],
@@ -145,6 +154,26 @@ _GEMMA = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+# Rows of 90 tokens have distances of rows of their own, of shared ones and beyond the last.
+_DEBERTA = {
+    **_COMMON,
+    "layer_norm_eps": 0.05,
+    "relative_attention": True,
+    "position_buckets": 16,
+    "max_relative_positions": 64,
+    "pos_att_type": "p2c|c2p",
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+}
+# Of the first release: a row each, positions in the input too.
+_DEBERTA1 = {
+    **{key: value for key, value in _DEBERTA.items() if key in (*_COMMON, "layer_norm_eps", "relative_attention")},
+    "max_relative_positions": 48,
+    "pos_att_type": ["c2p", "p2c"],
+    "position_biased_input": True,
+    "type_vocab_size": 2,
+}
 _DISTIL = {"vocab_size": 320, "dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 128}
 
 
@@ -185,7 +214,7 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
-_LARGE = ("query", "key", "q_proj", "q_lin", "Wqkv", ".attn.q.", ".attn.k.", "classifier.weight", "out_proj")
+_LARGE = ("query", "key", "in_proj", "q_proj", "q_lin", "Wqkv", ".attn.q.", ".attn.k.", "classifier.weight", "out_proj")
 
 
 @torch.no_grad()
@@ -242,6 +271,8 @@ _T5_MODEL = _written("t5", T5EncoderModel, T5Config, _T5)
 _NOMIC_MODEL = _written("nomic", NomicBertModel, NomicBertConfig, _NOMIC)
 _GTE_MODEL = _written("gte", GteModel, GteConfig, _GTE)
 _GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
+
+_DEBERTA_MODEL = _written("deberta", DebertaV2Model, DebertaV2Config, _DEBERTA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
     "bert": _BERT_MODEL,
@@ -311,10 +342,57 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "albert_trained": _written("albert", AlbertForPreTraining, AlbertConfig, {**_COMMON, "embedding_size": 64}),
     "albert_labels": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=3),
     "albert_pairs": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=1),
+    "deberta": _DEBERTA_MODEL,
+    "deberta_wide": _written(
+        *("deberta", DebertaV2Model, DebertaV2Config, _DEBERTA),
+        num_hidden_layers=2,
+        position_buckets=256,
+        max_relative_positions=-1,
+        max_position_embeddings=512,
+    ),
+    "deberta_masked": _written(
+        *("deberta", DebertaV2ForMaskedLM, DebertaV2Config, _DEBERTA),
+        share_att_key=False,
+        norm_rel_ebd="none",
+        hidden_act="gelu_new",
+    ),
+    # An odd number of rows that are no whole panels, one product, and no positions but these.
+    "deberta_labels": _written(
+        *("deberta", DebertaV2ForSequenceClassification, DebertaV2Config, _DEBERTA),
+        num_labels=3,
+        position_buckets=21,
+        pos_att_type=["p2c"],
+        type_vocab_size=2,
+    ),
+    "deberta_pairs": _written(
+        *("deberta", DebertaV2ForSequenceClassification, DebertaV2Config, _DEBERTA),
+        num_labels=1,
+        position_buckets=-1,
+        max_relative_positions=-1,
+        share_att_key=False,
+        pos_att_type=["c2p"],
+        position_biased_input=True,
+        type_vocab_size=2,
+        pooler_hidden_act="relu",
+    ),
+    "deberta_plain": _written(
+        *("deberta", DebertaV2Model, DebertaV2Config, _COMMON), pos_att_type="c2p|p2c", layer_norm_eps=0.05
+    ),
+    "debertav1": _written("debertav1", DebertaModel, DebertaConfig, _DEBERTA1),
+    "debertav1_labels": _written(
+        *("debertav1", DebertaForSequenceClassification, DebertaConfig, _DEBERTA1),
+        num_labels=3,
+        position_biased_input=False,
+        pos_att_type="c2p",
+    ),
+    "debertav1_pairs": _written(
+        *("debertav1", DebertaForSequenceClassification, DebertaConfig, _DEBERTA1), num_labels=1, pos_att_type="p2c"
+    ),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
     "mpnet_mean": _with_modules(_MPNET_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
+    "deberta_mean": _with_modules(_DEBERTA_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "t5_mean": _with_modules(_T5_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
     "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),

@@ -164,4 +164,6 @@ ENCODER_TYPES: Final = {
     "NewModel": "gte",
     "EuroBertModel": "eurobert",
     "AlbertModel": "albert",
+    "DebertaV2Model": "deberta-v2",
+    "DebertaModel": "deberta",
 }

@@ -7,6 +7,7 @@ last chunks of several in one batch. Unwritten places of the cache hold NaN thro
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Sizes:
     has_sinks: bool = False
     max_distance: int = 0
     """Above 0: scores have a bias for each distance up to this one."""
+    num_embedded: int = 0
+    """Above 0: queries and keys have scores with so many embedded distances."""
     sees_later: bool = False
     images: tuple[range, ...] = ()
     """Tokens that see all of their range."""
@@ -74,6 +78,20 @@ class Sequence:
         query, key, value = self.merged.split(sizes, dim=1)
         return query, key, value
 
+    @property
+    def distance_scores(self) -> Tensor:
+        """[2, heads, length, embedded distances], of queries and of keys."""
+        sizes, generator = self.sizes, torch.Generator().manual_seed(self.length)
+        shape = (2, sizes.num_heads, self.length, sizes.num_embedded)
+        return (4 * torch.randn(shape, generator=generator)).to(sizes.dtype)
+
+
+def columns_of(distances: Tensor, num_embedded: int) -> Tensor:
+    """Columns of distances, of which the middle ones have one each."""
+    most = num_embedded // 2
+    far = distances.sign() * (most // 2 + (distances.abs() - most // 2) // 3)
+    return (torch.where(distances.abs() > most // 2, far, distances) + most).clamp(0, num_embedded - 1)
+
 
 def sequence(length: int, sizes: Sizes, seed: int = 0) -> Sequence:
     """Normal numbers, the same for the same arguments whatever the block size."""
@@ -114,6 +132,11 @@ def _formula(one: Sequence) -> Tensor:
     if one.sizes.distance_bias is not None:
         most = one.sizes.max_distance
         scores += one.sizes.distance_bias.double()[:, distances.clamp(-most, most) + most]
+    if one.sizes.num_embedded:
+        columns = columns_of(distances, one.sizes.num_embedded)
+        of_queries, of_keys = one.distance_scores.double()
+        by_key = of_keys.gather(2, columns.t().expand(len(of_keys), -1, -1)).transpose(1, 2)
+        scores += (of_queries.gather(2, columns.expand(len(of_keys), -1, -1)) + by_key) * one.sizes.scale
     is_visible = distances <= (one.length if one.sizes.sees_later else 0)
     is_visible |= positions <= last_seen(one.sizes, positions).unsqueeze(1)
     if one.sizes.window < 0:
@@ -206,4 +229,10 @@ def _step(
     backend.write(key, value, cache, metadata)
     sizes = sequences[0].sizes
     bounds = (sizes.score_cap, sizes.sinks)
-    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, *bounds, distance_bias=sizes.distance_bias)
+    more: dict[str, Any] = {"distance_bias": sizes.distance_bias}
+    if sizes.num_embedded:
+        of_queries, of_keys = torch.cat([one.distance_scores for one in sequences], dim=2).transpose(1, 2)
+        longest = max(end for _, end in ranges) + 3
+        columns = columns_of(torch.arange(1 - longest, longest), sizes.num_embedded).int()
+        more["distance_scores"] = DistanceScores(of_queries, of_keys, columns)
+    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, *bounds, **more)

@@ -222,6 +222,7 @@ def test_conversion_that_differs_from_the_model_is_rejected(
         ("T5Tokenizer", "spiece.model"),
         ("PegasusTokenizer", "spiece.model"),
         ("MBart50Tokenizer", "sentencepiece.bpe.model"),
+        ("DebertaV2Tokenizer", "spm.model"),
     ],
 )
 def test_sentencepiece_of_encoders_gives_ids_of_transformers(tokenizer_class: str, file: str, tmp_path: Path):

@@ -22,7 +22,7 @@ from spmd_worker.ops.kernels.adapters import Matrices
 
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
 _LINEARS: Final = (
-    *(*QKV, "self_attn.o_proj", "self_attn.g_proj"),
+    *(*QKV, "self_attn.o_proj", "self_attn.g_proj", "self_attn.pos_q_proj", "self_attn.pos_k_proj"),
     *("conv.in_proj", "conv.out_proj"),
     *("mamba.in_z", "mamba.out_proj"),
     *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),

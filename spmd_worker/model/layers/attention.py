@@ -6,6 +6,7 @@ less; W: tokens of `WantedTokens`.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.distances import StepDistances, distance_scores
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
@@ -21,6 +23,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ops.kernels.reference_recurrent import softplus
 from spmd_worker.ranks.topology import shard_range
@@ -83,6 +86,13 @@ class Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(context, input_size or hidden_size, parts, layer.has_qkv_bias)
         inputs, num_inputs = (heads[0] * value_size, heads[1] * value_size), layer.num_heads * value_size
         self.o_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, layer.has_output_bias, out_multiplier)
+        self._distances = layer.distances
+        self.pos_proj: ColumnParallelLinear | None = None
+        if layer.distances is not None and layer.distances.num_projections:
+            kinds = ["q_proj"] * layer.distances.has_queries + ["k_proj"] * layer.distances.has_keys
+            of_rows = [replace(part, name=f"pos_{part.name}") for part in parts if part.name in kinds]
+            has_bias = layer.has_qkv_bias and any(part.has_bias for part in of_rows)
+            self.pos_proj = ColumnParallelLinear(context, hidden_size, tuple(of_rows), has_bias)
         self.g_proj: ColumnParallelLinear | None = None
         if layer.output_gate in ("head", "projected"):
             num_gates = 1 if layer.output_gate == "head" else value_size
@@ -119,9 +129,11 @@ class Attention(nn.Module):
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
         distance_bias: Tensor | None = None,
+        distances: StepDistances | None = None,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
-        another layer's, then reads. `distance_bias` is as in `AttentionBackend.attend`, if the layer has such biases.
+        another layer's, then reads. `distance_bias` is as in `AttentionBackend.attend`, if the layer has such biases;
+        `distances` are those of the step, if it multiplies by them.
         """
         del states
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
@@ -144,7 +156,11 @@ class Attention(nn.Module):
                 query, metadata = query[wanted.rows], wanted.metadata
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
-            attended = self._backend.attend(query, *of_layer, distance_bias=distance_bias)
+            more: dict[str, Any] = {"distance_bias": distance_bias}
+            if distances is not None:
+                assert wanted is None, "sequences are complete"
+                more["distance_scores"] = self._distance_scores(query, key, distances, adapters)
+            attended = self._backend.attend(query, *of_layer, **more)
             attended = attended[..., : self._value_size].flatten(1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters
@@ -155,6 +171,26 @@ class Attention(nn.Module):
             attended = self._gated(attended, heads.view(len(attended), self.num_heads, -1)[..., self.head_size :])
         output: Tensor = self.o_proj(attended, adapters)
         return output
+
+    def _distance_scores(
+        self, query: Tensor, key: Tensor, distances: StepDistances, adapters: StepAdapters | None
+    ) -> DistanceScores:
+        """Products of queries and keys [T, Hq, D] with embedded distances."""
+        assert self._distances is not None, "the layer has none"
+        layer = self.qkv_proj if self.pos_proj is None else self.pos_proj
+        own = adapters if layer.is_adapted(adapters) else None
+        of_step = (self._kernels, self._distances, query, key, distances)
+        return distance_scores(*of_step, self._projected_distances, own)
+
+    def _projected_distances(self, rows: Tensor, adapters: StepAdapters | None) -> tuple[Tensor | None, Tensor | None]:
+        """Embedded distances [W, hidden] as queries and as keys [W, Hq * D], as far as they are needed."""
+        if self.pos_proj is None:
+            query, key, _ = self.qkv_proj(rows, adapters).split_with_sizes(self._sizes, dim=-1)
+            return query, key
+        parts = self.pos_proj.parts
+        projected = self.pos_proj(rows, adapters).split_with_sizes([each.stop - each.start for each in parts], dim=-1)
+        found = {each.name: columns for each, columns in zip(parts, projected, strict=True)}
+        return found.get("pos_q_proj"), found.get("pos_k_proj")
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
         """Heads [T, Hq * V] times the activated gates [T, Hq, 1 or V] of each, rounded to the dtype."""

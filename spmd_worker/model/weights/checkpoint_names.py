@@ -58,6 +58,8 @@ class CheckpointNames:
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
             "model.relative_bias": names.relative_bias,
+            "model.distances": names.distances[0],
+            "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.families.distance_encoder_rows import DISTANCE_ENCODERS
 from spmd_worker.model_config.families.encoder_decoder_rows import encoder_alone
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -302,4 +303,5 @@ ENCODERS: Final[dict[str, Family]] = {
     "ElectraModel": _ELECTRA,
     "AlbertModel": _ALBERT,
     **ROTARY_ENCODERS,
+    **DISTANCE_ENCODERS,
 }

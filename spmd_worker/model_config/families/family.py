@@ -60,7 +60,8 @@ class Names:
     and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
     norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
-    an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`.
+    an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`,
+    `distances` those of the table and the norm of `LayerConfig.distances`.
     `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
     leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
     files may have any of them, or one in its place.
@@ -99,6 +100,7 @@ class Names:
     layer_inputs: tuple[str, str, str] = ("", "", "")
     cross_norms: tuple[str, str] = ("", "")
     relative_bias: str = ""
+    distances: tuple[str, str] = ("", "")
     head_bias: str = ""
     embedding_copies: tuple[str, ...] = ()
     audio: AudioNames = AudioNames()

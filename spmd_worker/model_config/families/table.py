@@ -271,7 +271,6 @@ _LOGIT_SCALE: Final = (
     "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
     "its language model"
 )
-_DISENTANGLED: Final = "its attention multiplies queries and keys by relative positions too, which does not run here"
 _CLASSIFIES: Final = "it classifies with an encoder-decoder model, which only generates here"
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
@@ -317,13 +316,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
-    _DISENTANGLED: tuple(
-        [
-            f"{family}{suffix}"
-            for family in ("Deberta", "DebertaV2")
-            for suffix in ("Model", "ForSequenceClassification", "ForMaskedLM")
-        ]
-    ),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
         *("LEDForConditionalGeneration", "LongT5ForConditionalGeneration", "FSMTForConditionalGeneration"),

@@ -16,6 +16,7 @@ from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ranks.communicator import GroupHandle
 
 
@@ -75,6 +76,7 @@ class AttentionBackend(Protocol):
         sinks: Tensor | None = None,
         value_size: int = 0,
         distance_bias: Tensor | None = None,
+        distance_scores: DistanceScores | None = None,
     ) -> Tensor:
         """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, unless
         `metadata.sees_later`, or up to `metadata.last_visible`.
@@ -88,7 +90,8 @@ class AttentionBackend(Protocol):
         key-value head (https://arxiv.org/abs/2405.04434) -> [T, Hq, value_size].
 
         `distance_bias`, float32 [Hq, 2 * M + 1], is added to scaled, capped scores: column M + d, with d the key's
-        position less the query's, bounded to [-M, M].
+        position less the query's, bounded to [-M, M]. `distance_scores` are added to scores before they are scaled;
+        there is no cap then.
         """
 
     def attend_projected(

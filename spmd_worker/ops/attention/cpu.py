@@ -25,6 +25,7 @@ from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_layers
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_tensor, dtype_name
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ranks.communicator import GroupHandle
 
 MAX_HEAD_SIZE = 576
@@ -139,6 +140,7 @@ class CpuBackend(AttentionBackend):
         sinks: Tensor | None = None,
         value_size: int = 0,
         distance_bias: Tensor | None = None,
+        distance_scores: DistanceScores | None = None,
     ) -> Tensor:
         """Tokens and heads of `query` may be strided."""
         (num_heads, size), checked = query.shape[1:], self._check(metadata, layer_cache)
@@ -154,6 +156,9 @@ class CpuBackend(AttentionBackend):
             assert not value_size, "latents have no biases"
             assert distance_bias.shape[1] % 2 == 1, distance_bias.shape
             check_tensor(distance_bias, torch.float32, (num_heads, distance_bias.shape[1]))
+        if distance_scores is not None:
+            assert (score_cap, distance_bias, value_size) == (0.0, None, 0), "scores of distances are with plain ones"
+            assert num_heads == num_kv_heads, (num_heads, num_kv_heads)
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, size))
         output = torch.empty((*query.shape[:2], value_size or size), dtype=self._dtype)
         self._attend(
@@ -164,7 +169,7 @@ class CpuBackend(AttentionBackend):
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
             *(scale, score_cap, window, metadata.num_later_keys(window), checked.last_address),
             None if sinks is None else sinks.data_ptr(),
-            *((None, 0) if distance_bias is None else (distance_bias.data_ptr(), distance_bias.shape[1] // 2)),
+            *_distance_arguments(distance_bias, distance_scores, query, metadata),
             *(value_size, output.data_ptr(), self._may_use_amx, num_threads()),
         )
         return output
@@ -275,6 +280,20 @@ class CpuLayers:
         return self._layers.run(residual, angles, cache, pointers, adapters)
 
 
+def _distance_arguments(
+    bias: Tensor | None, scores: DistanceScores | None, query: Tensor, metadata: AttentionMetadata
+) -> tuple[int | None, ...]:
+    """Bias of distances and its largest, scores of queries and of keys, their strides, columns."""
+    if scores is None:
+        of_bias = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1] // 2)
+        return (*of_bias, None, None, 0, 0, None)
+    scores.check(query, metadata.query_starts, metadata.context_lengths)
+    first, last = scores.tables
+    _check_range("columns", scores.columns, min(first.shape[2], last.shape[2]))
+    addresses = [None if each is None else each.data_ptr() for each in (scores.of_queries, scores.of_keys)]
+    return (None, len(scores.columns) // 2, *addresses, *first.stride()[:2], scores.columns.data_ptr())
+
+
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:
     """Raise AssertionError for metadata with which the compiled code would read or write out of bounds."""
     starts = torch.tensor(metadata.query_starts, dtype=torch.int64)
@@ -320,6 +339,10 @@ def _checked_sight(last_visible: Tensor, starts: Tensor, lengths: Tensor) -> Ten
 
 def _check_indices(name: str, indices: Tensor, end: int) -> None:
     assert indices.dtype == torch.int64, (name, indices.dtype)
+    _check_range(name, indices, end)
+
+
+def _check_range(name: str, indices: Tensor, end: int) -> None:
     assert indices.device.type == "cpu", (name, indices.device)
     if indices.numel() > 0:
         lowest, highest = (int(bound) for bound in indices.aminmax())

@@ -18,6 +18,7 @@ from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_constants, from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.torch_version import torch_version
 
 _MAX_SCORES: Final = 1 << 29
@@ -60,7 +61,10 @@ class SdpaBackend(AttentionBackend):
         sinks: Tensor | None = None,
         value_size: int = 0,
         distance_bias: Tensor | None = None,
+        distance_scores: DistanceScores | None = None,
     ) -> Tensor:
+        if distance_scores is not None:
+            distance_scores.check(query, metadata.query_starts, metadata.context_lengths)
         output = query.new_empty((*query.shape[:2], value_size or query.shape[2]))
         num_later = metadata.num_later_keys(window)
         for index, num_keys in enumerate(metadata.context_lengths):
@@ -75,8 +79,9 @@ class SdpaBackend(AttentionBackend):
                 assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
                 assert last is None, "latents are seen by causal attention alone"
                 output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
-            elif score_cap > 0 or sinks is not None or distance_bias is not None:
-                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last, distance_bias)
+            elif score_cap > 0 or sinks is not None or distance_bias is not None or distance_scores is not None:
+                of_sequence = None if distance_scores is None else _of_distances(distance_scores, rows)
+                output[rows] = _attend_unfused(*arguments, score_cap, sinks, last, distance_bias, of_sequence)
             else:
                 output[rows] = _attend_fused(*arguments, last)
         return output
@@ -157,9 +162,11 @@ def _attend_unfused(
     sinks: Tensor | None,
     last: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    distance_scores: Tensor | None = None,
 ) -> Tensor:
-    """`_attend_fused` with capped scores, sinks or biases of distances, which torch's fused attention does not support
-    or would need for all queries: in float32, with the scores of some queries at a time.
+    """`_attend_fused` with capped scores, sinks or what is added by distance, which torch's fused attention does not
+    support or would need for all queries: in float32, with the scores of some queries at a time. `distance_scores`
+    [Hq, T, T] are of a complete sequence.
     """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
@@ -167,6 +174,8 @@ def _attend_unfused(
     parts = []
     for rows in _query_slices(num_queries, num_heads, keys, _MAX_CPU_SCORES):
         scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+        if distance_scores is not None:
+            scores += distance_scores[:, rows, first_key:] * scale
         if score_cap > 0:
             scores = (scores / score_cap).tanh() * score_cap
         if distance_bias is not None:
@@ -213,6 +222,22 @@ def _biases(distance_bias: Tensor, rows: slice, num_queries: int, num_keys: int,
     queries = torch.arange(first_query + rows.start, first_query + rows.stop, device=distance_bias.device)
     keys = torch.arange(first_key, num_keys, device=distance_bias.device)
     return distance_bias[:, (keys - queries.unsqueeze(1)).clamp(-most, most) + most]
+
+
+def _of_distances(scores: DistanceScores, rows: slice) -> Tensor:
+    """Float32 [Hq, queries, keys] of a complete sequence, whose tokens are `rows`."""
+    most = len(scores.columns) // 2
+    at = torch.arange(rows.stop - rows.start, device=scores.columns.device)
+    # [queries, keys]
+    columns = scores.columns[at - at.unsqueeze(1) + most].long()
+    found: list[Tensor] = []
+    if scores.of_queries is not None:
+        of_queries = scores.of_queries[rows].float().transpose(0, 1)
+        found.append(of_queries.gather(2, columns.expand(len(of_queries), -1, -1)))
+    if scores.of_keys is not None:
+        of_keys = scores.of_keys[rows].float().transpose(0, 1)
+        found.append(of_keys.gather(2, columns.t().expand(len(of_keys), -1, -1)).transpose(1, 2))
+    return found[0] if len(found) == 1 else found[0] + found[1]
 
 
 def _mask(

@@ -17,6 +17,7 @@ from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_constants
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, rows
 from spmd_worker.ops.kernels.triton.version import triton_region
@@ -179,6 +180,7 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None = None,
         value_size: int = 0,
         distance_bias: Tensor | None = None,
+        distance_scores: DistanceScores | None = None,
     ) -> Tensor:
         num_heads, head_size = query.shape[1:]
         # A token's heads must be contiguous; tokens may be strided.
@@ -187,7 +189,10 @@ class TritonBackend(AttentionBackend):
         if value_size:
             assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
             return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
-        return attention.attend(query, layer_cache, plan, num_heads, scale, score_cap, sinks, distance_bias)
+        if distance_scores is not None:
+            distance_scores.check(query, metadata.query_starts, metadata.context_lengths)
+        more = (score_cap, sinks, distance_bias, distance_scores)
+        return attention.attend(query, layer_cache, plan, num_heads, scale, *more)
 
     def attend_projected(
         self,

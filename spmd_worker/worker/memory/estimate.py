@@ -85,6 +85,7 @@ def weights_bytes(
     for (layer, share), _ in [*kinds.items()][:1]:
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
+        tables += 0 if layer.distances is None else layer.distances.elements(hidden)
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
@@ -389,6 +390,9 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     if layer.output_gate:
         # Gates of numbers are projected too; they are float32, and rounded.
         elements += (2 if layer.output_gate == "head" else 8) * share.num_heads * size
+    if layer.distances is not None:
+        columns = layer.distances.num_columns(model_config.max_position_embeddings)
+        elements += layer.distances.num_products * share.num_heads * columns
     return elements
 
 

@@ -181,6 +181,9 @@ ENCODERS = {
     "bert": r"encoder\.layer\.\d\.(attention\.self\.(query|value)|.*dense)",
     "modern": r"layers\.\d\.(attn\.Wqkv|attn\.Wo|mlp\.Wi|mlp\.Wo)",
     "t5": r"encoder\.block\.\d\.layer\.\d\.(SelfAttention\.(q|v|o)|DenseReluDense\.w[io])",
+    "deberta": r"encoder\.layer\.\d\.(attention\.self\.(query_proj|key_proj|value_proj)|.*dense)",
+    "deberta_masked": r"encoder\.layer\.\d\.attention\.self\.(query_proj|pos_key_proj|pos_query_proj)",
+    "debertav1": r"encoder\.layer\.\d\.(attention\.self\.(in_proj|pos_proj|pos_q_proj)|.*dense)",
     "mpnet": r"encoder\.layer\.\d\.(attention\.attn\.(q|v|o)|.*dense)",
 }
 

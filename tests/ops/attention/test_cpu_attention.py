@@ -10,7 +10,7 @@ import pytest
 import torch
 from looped import looped
 from native_libraries import NATIVE, each_library, library_for
-from paged_steps import Sizes, error, formula, pieces, run, sequence, together
+from paged_steps import Sizes, columns_of, error, formula, pieces, run, sequence, together
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +19,7 @@ from spmd_worker.ops.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 
 WHOLE = 10_000
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -155,6 +156,51 @@ def test_bidirectional_distance_bias_matches_formula(instruction_set, dtype, max
     alone = [run(backend, one, WHOLE) for one in rows]
     assert all(is_close(result, formula(one), dtype) for result, one in zip(alone, rows, strict=True))
     assert all(map(torch.equal, together(backend, rows, [7, 131]), alone))
+
+
+@each_library
+@each_dtype
+@looped("more", [{}, {"block_size": 2, "window": 50}])
+def test_scores_of_embedded_distances_match_formula(instruction_set, dtype, more):
+    sizes = Sizes(dtype=dtype, group_size=1, head_size=32, sees_later=True, num_embedded=48, **more)
+    rows = [sequence(length, sizes, seed=length) for length in (1, 7, 64, 131)]
+    backend = backend_for(instruction_set, sizes)
+    alone = [run(backend, one, WHOLE) for one in rows]
+    assert all(is_close(result, formula(one), dtype) for result, one in zip(alone, rows, strict=True))
+    assert all(map(torch.equal, together(backend, rows, [1, 7, 64, 131]), alone))
+    control = replace(rows[-1], sizes=replace(sizes, num_embedded=46))
+    assert not is_close(alone[-1], formula(control), dtype), "negative control: other columns"
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_plain_torch_adds_scores_of_distances_too(window):
+    sizes = Sizes(group_size=1, head_size=32, sees_later=True, num_embedded=48, window=window)
+    for one in (sequence(1, sizes), sequence(131, sizes)):
+        assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
+
+
+@pytest.mark.parametrize("is_of_keys", [False, True])
+def test_scores_of_one_kind_are_as_with_zeros(is_of_keys):
+    sizes = Sizes(group_size=1, head_size=32, sees_later=True)
+    query, key, value = sequence(90, sizes).parts
+    blocks = torch.arange(90) // 16
+    metadata = AttentionMetadata((0, 90), (90,), torch.arange(6)[None], blocks, torch.arange(90) % 16, sees_later=True)
+    columns = columns_of(torch.arange(-89, 90), 16).int()
+    scores = torch.randn(90, 2, 16)
+    tables = (None, scores) if is_of_keys else (scores, None)
+    found = []
+    for backend in (backend_for(NATIVE, sizes), SdpaBackend()):
+        cache = torch.zeros(6, *backend.block_shape(2, 16, 32))
+        backend.write(key, value, cache, metadata)
+        both = [torch.zeros_like(scores) if each is None else each for each in tables]
+        for given in (tables, both):
+            given = DistanceScores(*given, columns)
+            found.append(backend.attend(query, cache, metadata, 0.1, 0, distance_scores=given))
+        with pytest.raises(AssertionError):
+            backend.attend(query, cache, metadata, 0.1, 0, distance_scores=DistanceScores(*both, columns[1:-1]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert error(found[0], found[2]) < 1e-5
 
 
 @each_dtype

@@ -251,6 +251,7 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     yield attend_variant("attend 256 many sight", *HEAD_SIZES["256"], element)
     for way in ("few", "many"):
         yield attend_variant(f"attend t5 bias {way}", *T5, element)
+        yield attend_variant(f"attend deberta distances {way}", *T5, element)
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)
@@ -311,14 +312,16 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     value_size = size - 64 if is_latent else size
     kind = {"is_capped": capped, "has_sinks": sinks, "is_latent": is_latent, "has_sight": "sight" in name}
     kind |= {"is_biased": "bias" in name}
+    kind |= dict.fromkeys(("has_query_scores", "has_key_scores"), "distances" in name)
     constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, 16, **kind)
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
-    most = attention.shared_bytes(tile, size, itemsize, has_biases="bias" in name)
+    most = attention.shared_bytes(tile, size, itemsize, has_biases="bias" in name or "distances" in name)
     kernel, types = attention_kernels.attend, _typed(attention_kernels.attend, element) | {"values": f"*{element}"}
     if "fp8 cache" in name:
         types |= dict.fromkeys(("keys", "values"), "*u8")
+    types |= {"columns": "*i32", "score_token": "i32", "score_head": "i32"}
     return Variant(name, kernel, types, constants, tile.options(), _STRIDES, element != "fp32", staged, most)
 
 

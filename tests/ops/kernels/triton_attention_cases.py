@@ -20,11 +20,13 @@ import torch
 import triton
 import triton.language as tl
 from decoding_steps import decoding
+from paged_steps import columns_of
 from triton_cases import BLOCK, assert_near, in_gate, run
 
 from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.triton import attention, attention_kernels
 from spmd_worker.ops.kernels.triton.attention import Launches, Tile
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -113,8 +115,9 @@ class Step:
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
         images: tuple[range, ...] = (),
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """In float64."""
+        """In float64. `added` are further products of queries and keys."""
         index, first, end = chunk
         q = self.queries[index][first:end].double().transpose(0, 1)
         group = len(q) // self.pages[0].shape[1]
@@ -127,7 +130,8 @@ class Step:
         if window < 0:
             quotients = torch.arange(end) // -window
             seen = (distance <= 0) & (quotients[first:, None] == quotients)
-        scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        scores = q @ k.transpose(1, 2)
+        scores = (scores if added is None else scores + added) * q.shape[2] ** -0.5
         scores = score_cap * (scores / score_cap).tanh() if score_cap else scores
         if distance_bias is not None:
             scores += distance_bias.double()[:, distance.clamp(-NEAR, NEAR) + NEAR]
@@ -217,6 +221,33 @@ def a_cache_in_fp8_has_bits_of_rounded_numbers() -> None:
         step.pages = [from_cache(each, dtype) for each in step.pages]
         assert all(map(torch.equal, found, step.attend(chunks)))
         assert not any(map(torch.equal, found, exact))
+
+
+def scores_of_embedded_distances_are_right() -> None:
+    step = Step([1, 20, 70], (2, 2, 16), torch.float16)
+    chunks = [(0, 0, 1), (1, 0, 20), (2, 0, 70)]
+    tables = [4 * torch.randn(2, 91, 16) for _ in range(2)]
+    of_queries, of_keys = (each.to(torch.float16).transpose(0, 1) for each in tables)
+    columns = columns_of(torch.arange(-74, 75), 16).int()
+    kinds = ((of_queries, of_keys), (None, of_keys), (of_queries, None))
+    for of_query, of_key in kinds[:2] if in_gate() else kinds:
+        scores = DistanceScores(of_query, of_key, columns)
+        found = step.attend(chunks, is_causal=False, distance_scores=scores)
+        for chunk, rows, start in zip(chunks, found, (0, 1, 21), strict=True):
+            length = chunk[2]
+            distance = torch.arange(length) - torch.arange(length)[:, None]
+            column = columns_of(distance, 16)
+            added = torch.zeros(2, length, length, dtype=torch.float64)
+            for table, at, turns in ((of_query, column, False), (of_key, column.t(), True)):
+                if table is not None:
+                    own = table[start : start + length].double().transpose(0, 1)
+                    of_pairs = own.gather(2, at.expand(2, -1, -1))
+                    added += of_pairs.transpose(1, 2) if turns else of_pairs
+            assert_near(rows, step.reference(chunk, is_causal=False, added=added), torch.float16)
+        own = DistanceScores(*[None if each is None else each[1:21] for each in (of_query, of_key)], columns)
+        assert torch.equal(found[1], step.attend([chunks[1]], is_causal=False, distance_scores=own)[0])
+    # Control.
+    assert not torch.allclose(found[1], step.attend([chunks[1]], is_causal=False)[0], rtol=1e-2, atol=1e-2)
 
 
 def encoders_see_both_ways() -> None:
@@ -415,6 +446,7 @@ CASES: tuple[Callable[[], None], ...] = (
     capped_scores_and_sinks_are_right,
     biases_of_distances_are_right_in_any_cut,
     a_cache_in_fp8_has_bits_of_rounded_numbers,
+    scores_of_embedded_distances_are_right,
     encoders_see_both_ways,
     tokens_of_images_see_all_of_them,
     a_rows_bits_do_not_depend_on_how_it_was_cut,

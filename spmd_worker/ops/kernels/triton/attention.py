@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.triton import attention_kernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
@@ -282,12 +283,14 @@ def attend(
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    distance_scores: DistanceScores | None = None,
 ) -> Tensor:
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
     pages = (layer_cache[:, 0], layer_cache[:, 1])
-    return attend_pages(queries, *pages, plan, num_heads, scale, score_cap, sinks, distance_bias)
+    sizes = (plan, num_heads, scale, score_cap)
+    return attend_pages(queries, *pages, *sizes, sinks, distance_bias, distance_scores)
 
 
 def attend_latents(
@@ -308,6 +311,7 @@ def attend_pages(
     score_cap: float = 0.0,
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
+    distance_scores: DistanceScores | None = None,
     *,
     is_latent: bool = False,
 ) -> Tensor:
@@ -325,6 +329,12 @@ def attend_pages(
         biases, most = distance_bias.contiguous(), distance_bias.shape[1] // 2
         assert biases.dtype == torch.float32, biases.dtype
         assert biases.shape == (num_heads, 2 * most + 1), (biases.shape, num_heads)
+    scores: tuple[object, ...] = (plan.partial_tops, plan.partial_tops, plan.counts, 0, 0)
+    if distance_scores is not None:
+        assert (score_cap, distance_bias) == (0.0, None), "scores of distances are with plain ones"
+        assert num_heads == num_kv_heads, (num_heads, num_kv_heads)
+        tables, columns = distance_scores.tables, distance_scores.columns
+        scores, most = (*tables, columns, *tables[0].stride()[:2]), len(columns) // 2
     scale_log2 = scale / score_cap if score_cap > 0 else scale * _LOG2_E
     sizes = (num_heads, num_kv_heads, head_size, value_size, block_size)
     is_short = plan.launches == Launches(has_many=False, has_joins=False)
@@ -337,9 +347,13 @@ def attend_pages(
     kind = {"is_capped": score_cap > 0, "has_sinks": sinks is not None, "is_latent": is_latent}
     kind |= {"is_chunked": plan.window < 0, "has_sight": plan.last_visible is not None}
     kind |= {"is_biased": distance_bias is not None}
+    if distance_scores is not None:
+        kind["has_query_scores"] = distance_scores.of_queries is not None
+        kind["has_key_scores"] = distance_scores.of_keys is not None
     for items, count, tile, programs, is_one in kinds:
         attention_kernels.attend[(programs,)](
             *(queries, keys, values, plan.tables, items, count, out, *partials, sink_scores, biases, _sight(plan)),
+            *scores,
             *(queries.stride(0), keys.stride(0), plan.tables.stride(0)),
             *(plan.window or _ALL_KEYS, plan.later, most, scale_log2, score_cap * _LOG2_E),
             **attend_constants(tile, *sizes, **kind),
@@ -370,6 +384,8 @@ def attend_constants(
     is_chunked: bool = False,
     has_sight: bool = False,
     is_biased: bool = False,
+    has_query_scores: bool = False,
+    has_key_scores: bool = False,
 ) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend` that its items do not choose."""
     assert value_size % tile.parts == 0, (value_size, tile)
@@ -395,6 +411,8 @@ def attend_constants(
         "CHUNKED": is_chunked,
         "SIGHT": has_sight,
         "BIASED": is_biased,
+        "OF_QUERIES": has_query_scores,
+        "OF_KEYS": has_key_scores,
     }
 
 

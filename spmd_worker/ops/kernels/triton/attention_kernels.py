@@ -125,14 +125,15 @@ def _store(rows, value, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: t
 @triton.jit
 def _segment(
     q0, q1, keys, values, table, biases, position, before, last, first, end, lowest, all_from, all_until, scale, cap,
-    most, stride_page,
+    most, of_query, of_keys, columns, score_token, stride_page,
     D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
-    LATENT: tl.constexpr, BIASED: tl.constexpr,
+    LATENT: tl.constexpr, BIASED: tl.constexpr, OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, end) of one segment from a fresh state. `first` is a multiple of TILE; keys below `lowest` are not
     read. A row sees keys after `before` up to `last`, every row [all_from, all_until). Scores are exponents of two. If
-    BIASED, `biases` [ROWS] point to a row's bias of its own `position`, with `most` on both sides.
+    BIASED, `biases` [ROWS] point to a row's bias of its own `position`, with `most` on both sides. `of_query` [ROWS]
+    and `of_keys` point to scores by column of a row and of the first key (`attend`).
     """
     top, denom, left, right = _fresh(ROWS, V0, V1)
     for start in tl.range(first, end, TILE):
@@ -154,6 +155,16 @@ def _segment(
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
             scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
             factor = cap
+        if OF_QUERIES or OF_KEYS:
+            distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -most), most)
+            column = tl.load(columns + (distance + most))
+            added = tl.zeros([ROWS, TILE], tl.float32)
+            if OF_QUERIES:
+                added = tl.load(of_query[:, None] + column).to(tl.float32)
+            if OF_KEYS:
+                key_scores = of_keys + tl.where(is_there, n, 0).to(tl.int64) * score_token
+                added += tl.load(key_scores[None, :] + column).to(tl.float32)
+            scores += added
         if BIASED:
             distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -most), most)
             bias = tl.load(biases[:, None] + distance) * 1.4426950408889634
@@ -190,11 +201,13 @@ def _first_seen(position, window):
 @triton.jit
 def _item(
     work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks, biases,
-    last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
+    last_visible, query_scores, key_scores, columns, score_token, score_head, stride_query, stride_page, stride_table,
+    window, later, most, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr, BIASED: tl.constexpr,
+    LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr, BIASED: tl.constexpr, OF_QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One item, key-value head and part of the values, see `attend`."""
     heads: tl.constexpr = KV_HEADS * G
@@ -230,12 +243,16 @@ def _item(
         head_keys, head_values = keys + kv_head * (BLOCK * D), values + kv_head * (BLOCK * DV) + column
     table = tables + sequence.to(tl.int64) * stride_table
     head_biases = biases + (head * (2 * most + 1) + most)
+    # A sequence with such scores is complete: its first token has its first key.
+    own = tl.where(is_row, token + r // G, token).to(tl.int64)
+    of_query = query_scores + (own * score_token + head * score_head)
+    of_keys = key_scores + ((token - first_position).to(tl.int64) * score_token + kv_head * score_head)
     if ONE:
         top, denom, left, right = _segment(
             q0, q1, head_keys, head_values, table, head_biases, position, before, last,
             tl.maximum(first * SEGMENT, lowest // TILE * TILE), tl.minimum((first + 1) * SEGMENT, seen), lowest,
-            all_from, all_until, scale, cap, most, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED,
-            LATENT, BIASED,
+            all_from, all_until, scale, cap, most, of_query, of_keys, columns, score_token, stride_page, D, DV, K0, K1,
+            V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED, LATENT, BIASED, OF_QUERIES, OF_KEYS,
         )  # fmt: skip
     else:
         top, denom, left, right = _fresh(ROWS, V0, V1)
@@ -243,8 +260,8 @@ def _item(
             top2, denom2, left2, right2 = _segment(
                 q0, q1, head_keys, head_values, table, head_biases, position, before, last,
                 tl.maximum(segment * SEGMENT, lowest // TILE * TILE), tl.minimum((segment + 1) * SEGMENT, seen), lowest,
-                all_from, all_until, scale, cap, most, stride_page, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, ROWS,
-                CAPPED, LATENT, BIASED,
+                all_from, all_until, scale, cap, most, of_query, of_keys, columns, score_token, stride_page, D, DV, K0,
+                K1, V0, V1, PARTS, BLOCK, TILE, ROWS, CAPPED, LATENT, BIASED, OF_QUERIES, OF_KEYS,
             )  # fmt: skip
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
     if partial < 0:
@@ -263,14 +280,16 @@ def _item(
         tl.store(partial_denoms + part, denom, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["stride_table", "window", "later", "most"])
+@triton.jit(do_not_specialize=["stride_table", "window", "later", "most", "score_token", "score_head"])
 def attend(
     queries, keys, values, tables, items, num_items, out, partial_sums, partial_tops, partial_denoms, sinks, biases,
-    last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
+    last_visible, query_scores, key_scores, columns, score_token, score_head, stride_query, stride_page, stride_table,
+    window, later, most, scale, cap,
     KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, LOOPS: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, LATENT: tl.constexpr, CHUNKED: tl.constexpr, SIGHT: tl.constexpr, BIASED: tl.constexpr,
+    OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """All items of a step, whose number `num_items` int32 [1] is read here, so that one CUDA graph serves every mix of
     lengths. If it LOOPS, any number of programs share the items; else there is a program for each, which takes fewer
@@ -282,6 +301,9 @@ def attend(
     or a later one, and `later` is 0.
     `sinks` float32 [Hq]. If BIASED, `biases` float32 [Hq, 2 * most + 1] are added to scores: column most + d, with d
     the key's position less the token's, bounded to [-most, most].
+    If OF_QUERIES, `query_scores`, and if OF_KEYS, `key_scores` are added to scores before they are scaled: of a token
+    and head, `score_token` and `score_head` elements apart, in the column `columns`, int32 [2 * most + 1], of the same
+    distance. Sequences are complete then, and G is 1.
     `scale` is log2(e) * the attention scale, or if CAPPED the attention scale / the cap; `cap` is log2(e) * the cap.
     """
     count = tl.load(num_items) * (KV_HEADS * PARTS)
@@ -290,16 +312,18 @@ def attend(
         for each in tl.range(work, count, tl.num_programs(0)):
             _item(
                 each, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-                biases, last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
+                biases, last_visible, query_scores, key_scores, columns, score_token, score_head, stride_query,
+                stride_page, stride_table, window, later, most, scale, cap,
                 KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-                CHUNKED, SIGHT, BIASED,
+                CHUNKED, SIGHT, BIASED, OF_QUERIES, OF_KEYS,
             )  # fmt: skip
     elif work < count:
         _item(
             work, queries, keys, values, tables, items, out, partial_sums, partial_tops, partial_denoms, sinks,
-            biases, last_visible, stride_query, stride_page, stride_table, window, later, most, scale, cap,
+            biases, last_visible, query_scores, key_scores, columns, score_token, score_head, stride_query,
+            stride_page, stride_table, window, later, most, scale, cap,
             KV_HEADS, G, D, DV, K0, K1, V0, V1, PARTS, BLOCK, TILE, SEGMENT, ROWS, ONE, CAPPED, SINKS, LATENT,
-            CHUNKED, SIGHT, BIASED,
+            CHUNKED, SIGHT, BIASED, OF_QUERIES, OF_KEYS,
         )  # fmt: skip
 
 
