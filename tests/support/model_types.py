@@ -146,6 +146,10 @@ MODEL_TYPES: Final = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
 }
 
+CLASSIFIER_TYPES: Final = {
+    f"{name}ForSequenceClassification": name.lower() for name in ("Bart", "MBart", "T5", "MT5", "UMT5")
+}
+"""Of encoder-decoder models that classify."""
 ENCODER_TYPES: Final = {
     "BertModel": "bert",
     "RobertaModel": "roberta",

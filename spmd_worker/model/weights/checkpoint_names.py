@@ -387,7 +387,8 @@ class CheckpointNames:
             return False
         is_ignored = self.is_copy(name) or name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
-        is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
+        biases = (f"{self._names.head}.bias", self._names.head_bias)
+        is_head = name == self._head or (not self._has_head and name in biases)
         return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)
 
     def _is_of_keys(self, name: str) -> bool:

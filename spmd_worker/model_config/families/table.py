@@ -272,7 +272,6 @@ _LOGIT_SCALE: Final = (
     "its language model"
 )
 _DISENTANGLED: Final = "its attention multiplies queries and keys by relative positions too, which does not run here"
-_CLASSIFIES: Final = "it classifies with an encoder-decoder model, which only generates here"
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
@@ -330,6 +329,5 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("BigBirdPegasusForConditionalGeneration", "SwitchTransformersForConditionalGeneration"),
         *("NllbMoeForConditionalGeneration", "T5GemmaForConditionalGeneration", "EncoderDecoderModel"),
     ),
-    _CLASSIFIES: tuple([f"{each}ForSequenceClassification" for each in ("Bart", "MBart", "T5", "MT5", "UMT5")]),
 }
 """Known but unsupported architectures, by the reason."""
