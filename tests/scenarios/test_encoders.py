@@ -127,6 +127,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "t5_mean",
         "nomic_pairs",
         "euro_labels",
+        "jina_mean",
     )
     for name in names:
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
@@ -149,6 +150,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
                 "nomic_pairs",
                 "gte_pairs",
                 "euro_pairs",
+                "jina_pairs",
                 "albert_pairs",
             )
         ],
@@ -255,6 +257,8 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
+        ("XLMRobertaModel", {"position_embedding_type": "rotary"}, "position_embedding_type='rotary' is not supported"),
+        ("XLMRobertaLoRA", {}, "its adapters of tasks are parts of its weights.*jina-embeddings-v3-hf"),
         ("BertForTokenClassification", {}, "is unknown"),
         ("DebertaV2ForSequenceClassification", {}, "queries and keys by relative positions too, which does not run"),
         ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),

@@ -48,6 +48,10 @@ from transformers import (
     GteConfig,
     GteForSequenceClassification,
     GteModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3ForMaskedLM,
+    JinaEmbeddingsV3ForSequenceClassification,
+    JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
@@ -84,6 +88,7 @@ PAD = {
     "electra": 0,
     "nomic": 0,
     "gte": 1,
+    "jina": 1,
     "euro": 0,
     "albert": 0,
 }
@@ -124,6 +129,7 @@ _GTE = {
     "layer_norm_eps": 0.02,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 120.0, "factor": 4.0 ** (2 / 16)},
 }
+_JINA = {**_COMMON, "layer_norm_eps": 0.02, "rope_parameters": {"rope_type": "default", "rope_theta": 60.0}}
 _ALBERT = {**_ELECTRA, "layer_norm_eps": 0.1, "hidden_act": "gelu"}
 _EURO = {
     **_COMMON,
@@ -242,6 +248,7 @@ _MPNET_MODEL = written("mpnet", MPNetModel, MPNetConfig, _MPNET)
 _T5_MODEL = written("t5", T5EncoderModel, T5Config, _T5)
 _NOMIC_MODEL = written("nomic", NomicBertModel, NomicBertConfig, _NOMIC)
 _GTE_MODEL = written("gte", GteModel, GteConfig, _GTE)
+_JINA_MODEL = written("jina", JinaEmbeddingsV3Model, JinaEmbeddingsV3Config, _JINA)
 _GEMMA_MODEL = written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
@@ -308,6 +315,14 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "euro_pairs": written(
         *("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO), num_labels=1, classifier_pooling="bos"
     ),
+    "jina": _JINA_MODEL,
+    "jina_masked": written("jina", JinaEmbeddingsV3ForMaskedLM, JinaEmbeddingsV3Config, _JINA, hidden_act="gelu_new"),
+    "jina_labels": written(
+        *("jina", JinaEmbeddingsV3ForSequenceClassification, JinaEmbeddingsV3Config, _JINA), num_labels=3
+    ),
+    "jina_pairs": written(
+        *("jina", JinaEmbeddingsV3ForSequenceClassification, JinaEmbeddingsV3Config, _JINA), num_labels=1
+    ),
     "albert": written("albert", AlbertModel, AlbertConfig, _ELECTRA),
     "albert_trained": written("albert", AlbertForPreTraining, AlbertConfig, {**_COMMON, "embedding_size": 64}),
     "albert_labels": written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=3),
@@ -315,6 +330,7 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
+    "jina_mean": _with_modules(_JINA_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "mpnet_mean": _with_modules(_MPNET_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "t5_mean": _with_modules(_T5_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),

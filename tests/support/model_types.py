@@ -167,5 +167,6 @@ ENCODER_TYPES: Final = {
     "GteModel": "gte",
     "NewModel": "gte",
     "EuroBertModel": "eurobert",
+    "JinaEmbeddingsV3Model": "jina_embeddings_v3",
     "AlbertModel": "albert",
 }

@@ -272,6 +272,10 @@ _LOGIT_SCALE: Final = (
     "its language model"
 )
 _DISENTANGLED: Final = "its attention multiplies queries and keys by relative positions too, which does not run here"
+_TASKS: Final = (
+    "its adapters of tasks are parts of its weights, which its authors' code selects; give transformers' form of it, "
+    "such as jina-embeddings-v3-hf, and adapters in PEFT's format"
+)
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
@@ -323,6 +327,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
             for suffix in ("Model", "ForSequenceClassification", "ForMaskedLM")
         ]
     ),
+    _TASKS: ("XLMRobertaLoRA",),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
         *("LEDForConditionalGeneration", "LongT5ForConditionalGeneration", "FSMTForConditionalGeneration"),
