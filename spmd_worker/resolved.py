@@ -127,7 +127,7 @@ class ResolvedRun:
     @property
     def max_encoder_positions(self) -> int:
         """Positions of the longest input of an encoder, which takes whole blocks before the decoder's tokens."""
-        return num_encoder_positions(self.config, self.model_config)
+        return num_encoder_positions(self.config, self.model_config, self.max_model_len)
 
     @property
     def max_sequence_len(self) -> int:
@@ -297,6 +297,7 @@ def resolve(
         raise ConfigError("model.prompt_adapters are for models that generate, but this run pools: leave it out")
     _uses_async_scheduling(config, model_config, device_type)
     unused = "" if files.decoder is None else files.decoder.warning
+    max_model_len = _max_model_len(config, model_config)
     for text in [*_settings_without_effect(config, model_config, device_type), *([unused] if unused else [])]:
         logger.warning("%s", text, extra=SAME_ON_EVERY_RANK)
     return ResolvedRun(
@@ -305,14 +306,14 @@ def resolve(
         layout=_layout(config, model_config, device_type),
         device_type=device_type,
         dtype=_dtype(config, model_config, device_type),
-        max_model_len=_max_model_len(config, model_config),
+        max_model_len=max_model_len,
         default_sampling=default_sampling(
             *(config.sampling, files.generation_config, config.limits.max_tokens),
             None if files.decoder is None else files.decoder.max_tokens,
         ),
         files_digest=files.digest,
         location=location,
-        max_encoder_len=max_encoder_len(config, model_config),
+        max_encoder_len=max_encoder_len(config, model_config, max_model_len),
         decoder=files.decoder,
     )
 
@@ -755,7 +756,7 @@ def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     tokens = config.scheduler.max_num_batched_tokens
     if model_config.is_encoder:
         return max_model_len
-    num_before = num_encoder_positions(config, model_config)
+    num_before = num_encoder_positions(config, model_config, max_model_len)
     if not config.scheduler.enable_chunked_prefill and tokens < num_before + max_model_len:
         before = f" behind {num_before} positions of the encoder's input" if num_before else ""
         raise ConfigError(

@@ -40,9 +40,9 @@ class EncoderLimits:
 
 
 def encoder_limits(resolved: ResolvedRun) -> EncoderLimits | None:
-    """Limits of a run; None for a model without an encoder."""
+    """Limits of a run; None for a model without an encoder, and where it reads the rows that are classified."""
     part, max_len = resolved.model_config.encoder_part, resolved.max_encoder_len
-    if part is None:
+    if part is None or resolved.model_config.pooling is not None:
         return None
     may_raise = not part.max_rows or max_len < part.max_rows
     return EncoderLimits(part.kind, max_len, may_raise)

@@ -44,14 +44,18 @@ def request_output(
     prompt, were not finite has an error and no outputs.
     """
     request = group.request
+    own_ids, encoder_ids = list(request.own_token_ids), encoder_prompt_token_ids(request)
+    if request.pooling is not None and encoder_ids is not None:
+        # The encoder reads the row, of which the decoder's ids are made.
+        own_ids, encoder_ids = encoder_ids, None
     output = RequestOutput(
         request_id=str(request.request_id),
         prompt=prompt,
-        prompt_token_ids=list(request.own_token_ids),
+        prompt_token_ids=own_ids,
         finished=True,
         num_cached_tokens=num_cached_tokens(group),
         encoder_prompt=encoder_prompt,
-        encoder_prompt_token_ids=encoder_prompt_token_ids(request),
+        encoder_prompt_token_ids=encoder_ids,
     )
     if request.pooling is None:
         output.error_code, output.error = _error_of(group) or (None, None)
@@ -85,9 +89,13 @@ def request_output(
 
 
 def num_cached_tokens(group: SequenceGroup) -> int:
-    """Tokens of the caller's prompt that were found in the prefix cache, with those of an encoder's text."""
+    """Tokens of the caller's prompt that were found in the prefix cache, with those of an encoder's text; of a row that
+    encoder and decoder read, the encoder's.
+    """
     request, num_found = group.request, group.num_cached_tokens or 0
     num_of_text = min(num_found, len(encoder_prompt_token_ids(request) or ()))
+    if num_of_text and request.pooling is not None:
+        return num_of_text
     return num_of_text + max(num_found - request.num_virtual_tokens, 0)
 
 

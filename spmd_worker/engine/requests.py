@@ -23,6 +23,7 @@ from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.pause import Pause
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
+from spmd_worker.replica.sequence.encoder_input import encoder_text as input_of_text
 from spmd_worker.replica.sequence.events import Abort, Admit
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, shifted
@@ -227,6 +228,8 @@ class Requests:
                 token_ids = (PLACEHOLDER,) * virtual.num_tokens + token_ids
                 given_rows = (virtual.rows, *[replace(each, start=virtual.num_tokens) for each in given_rows])
                 items = shifted(items, num_virtual)
+            if self.limits.pooling is not None and (read_twice := self.limits.pooling.shifted) is not None:
+                encoder, token_ids = input_of_text(token_ids), read_twice.decoder_ids(token_ids)
             if encoder is not None:
                 block_size = self._resolved.config.cache.block_size
                 token_ids, item = encoder.before(token_ids, block_size)

@@ -124,7 +124,13 @@ class RequestLimits:
         if rows is not None and sampling.scores_prompt and rows.num_rows == len(prompt_token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
-        self._check_prompt(self._token_ids(prompt_token_ids), sampling, pooling, num_virtual, media_items)
+        token_ids = self._token_ids(prompt_token_ids)
+        self._check_prompt(token_ids, sampling, pooling, num_virtual, media_items)
+        if self.pooling is not None and self.pooling.shifted is not None:
+            try:
+                self.pooling.shifted.decoder_ids(token_ids)
+            except ValueError as error:
+                raise RequestError("invalid_value", str(error)) from None
         if media_items:
             if rows is not None or sampling.truncate_prompt_tokens is not None:
                 key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"

@@ -30,7 +30,7 @@ from spmd_worker.model_config.layer_config import (
     RelativeBias,
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
-from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, TextTransform
+from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, ShiftedRow, TextTransform
 from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
@@ -95,6 +95,7 @@ _RECORDS: Final[dict[str, type]] = {
         RopeParameters,
         RoutedTokens,
         SamplingParams,
+        ShiftedRow,
         StateLayer,
         StepResult,
         StructuredOutputsParams,

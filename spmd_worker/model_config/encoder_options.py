@@ -1,15 +1,19 @@
 """Settings of a run with an encoder-decoder model: the lengths of both parts, and what such models do not support."""
 
+from typing import Final
+
 from kv_cache.block import num_blocks_for
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.model_config import ENCODERS, ModelConfig
 
+_CLASSIFIES: Final = "classifies with an encoder-decoder model"
 
-def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
-    """Rows of the longest input of the encoder; 0 for a model without one. Raises ConfigError for an unsupported
-    setting.
+
+def max_encoder_len(config: RunConfig, model_config: ModelConfig, max_model_len: int) -> int:
+    """Rows of the longest input of the encoder; 0 for a model without one. `max_model_len` is the run's: of a model
+    that classifies, encoder and decoder read the same row. Raises ConfigError for an unsupported setting.
     """
     part, wanted = model_config.encoder_part, config.scheduler.max_encoder_len
     if part is None:
@@ -20,6 +24,13 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
             )
         return 0
     _check_options(config, model_config)
+    if model_config.pooling is not None:
+        if wanted not in (None, max_model_len):
+            raise ConfigError(
+                f"scheduler.max_encoder_len={wanted} must be model.max_model_len={max_model_len} in a run that "
+                f"{_CLASSIFIES}, whose encoder and decoder read the same row: leave it null"
+            )
+        return max_model_len
     if part.max_rows and wanted is not None and wanted > part.max_rows:
         raise ConfigError(
             f"scheduler.max_encoder_len={wanted} is more than the {part.max_rows} positions of the model's encoder: "
@@ -33,10 +44,10 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig) -> int:
     return wanted or _own_max_len(part, model_config)
 
 
-def num_encoder_positions(config: RunConfig, model_config: ModelConfig) -> int:
+def num_encoder_positions(config: RunConfig, model_config: ModelConfig, max_model_len: int) -> int:
     """Positions of the longest input, which takes whole blocks."""
     block_size = config.cache.block_size
-    return num_blocks_for(max_encoder_len(config, model_config), block_size) * block_size
+    return num_blocks_for(max_encoder_len(config, model_config, max_model_len), block_size) * block_size
 
 
 def _own_max_len(part: EncoderPart, model_config: ModelConfig) -> int:
@@ -45,8 +56,13 @@ def _own_max_len(part: EncoderPart, model_config: ModelConfig) -> int:
 
 def _check_options(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError for what an encoder-decoder model does not support."""
-    model, architecture = config.model, model_config.architecture
-    if model_config.pooling is not None:
+    model, architecture, pooling = config.model, model_config.architecture, model_config.pooling
+    if pooling is not None and pooling.shifted is not None and pooling.pooling_type != "last":
+        raise ConfigError(
+            f"model.pooling_type={pooling.pooling_type} is not supported in a run that {_CLASSIFIES}, by its decoder's "
+            f"last state: leave it out"
+        )
+    if pooling is not None and pooling.shifted is None:
         encoder = f"{architecture.removesuffix('ForConditionalGeneration')}EncoderModel"
         way_out = f", or name {encoder} in architectures of config.json to pool its encoder's rows"
         raise ConfigError(

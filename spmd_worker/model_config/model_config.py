@@ -21,10 +21,11 @@ from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checke
 from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
-from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS, generating_of
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS, classifying_of, generating_of
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import (
     Attention,
+    ClassifierFamily,
     Embedding,
     EncoderDecoder,
     Family,
@@ -42,6 +43,7 @@ from spmd_worker.model_config.pooling import (
     EncoderPooling,
     HeadConfig,
     PoolingConfig,
+    ShiftedRow,
     decoder_of,
     encoder_of,
     read_pooling,
@@ -363,10 +365,10 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
     text = _content(path)
     has_generation = generation_path.exists()
     generation_text = _content(generation_path) if has_generation else b""
-    config = _json_object(text, path)
+    given = config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if has_generation else {}
     # If it is null, config.json's counts.
-    config |= {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
+    config = given | {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     quantised = model_folder / MODELOPT_FILE
     if not describes_quantization(config) and quantised.is_file():
@@ -380,13 +382,16 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
     model_config = _with_positions(_with_head(model_config, family, model_folder), model_folder)
     is_named = model_config.architecture in config["architectures"] or model_config.encoder_part is not None
-    generates = is_named and not model_config.is_encoder
+    classifies = model_config.encoder_part is not None and _classifies(config["architectures"])
+    generates = is_named and not (model_config.is_encoder or classifies)
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
+    # Its class reads no generation_config.json.
+    encoder = _decoder_pooling(given, path, model_config) if classifies else encoder
     pooling = read_pooling(model_folder, config, model_config.output_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    decoder = _decoder_generation(generation, config, model_folder, model_config)
+    decoder = None if classifies else _decoder_generation(generation, config, model_folder, model_config)
     return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config), decoder)
 
 
@@ -500,10 +505,13 @@ def _encoder_part(
     stack = replace(_stack(config, path, rule.row, row), variant=variant, has_tied_embeddings=True)
     reader = ConfigReader({**family.defaults, **config}, path)
     most = decoder.vocab_size - 1
-    start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
-    start = checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
     shares = stack.names.embedding == family.names.embedding
-    return EncoderPart(stack, _max_rows(reader, rule), start, shares, _audio(reader, rule))
+    return EncoderPart(stack, _max_rows(reader, rule), _start_token(reader, most), shares, _audio(reader, rule))
+
+
+def _start_token(reader: ConfigReader, most: int) -> int:
+    start = reader.get("decoder_start_token_id", reader.get("bos_token_id"))
+    return checked_integer(start, reader.where("decoder_start_token_id"), 0, most)
 
 
 def _max_rows(reader: ConfigReader, rule: EncoderDecoder) -> int:
@@ -604,12 +612,35 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     if rule is None:
         return EncoderPooling(None, "cls", has_types)
     reader = _reader(config, path, family)
+    pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
+    return EncoderPooling(_head(reader, rule, model_config.norm), pooling_type, has_types)
+
+
+def _head(reader: ConfigReader, rule: ClassifierFamily, norm: NormConfig) -> HeadConfig:
     activation = rule.activation
     if rule.activation_key:
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
-    pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
-    norm = model_config.norm if rule.has_norm else None
-    return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
+    return HeadConfig(activation, _flag(reader, rule.bias), norm if rule.has_norm else None)
+
+
+def _classifies(architectures: Sequence[Any]) -> bool:
+    """Whether the first name of an encoder-decoder model is of one that classifies."""
+    known = (each for each in architectures if each in FAMILIES or generating_of(each) or classifying_of(each))
+    return classifying_of(next(known, None)) is not None
+
+
+def _decoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelConfig) -> EncoderPooling:
+    """Pooling of an encoder-decoder model that classifies: of the decoder's state at the last end of the row."""
+    family, most = family_of(model_config.architecture), model_config.vocab_size - 1
+    part = family.encoder_part
+    assert part is not None, family
+    assert part.classifier is not None, family
+    reader = _reader(config, path, family)
+    eos = checked_integer(reader.get("eos_token_id"), reader.where("eos_token_id"), 0, most)
+    pad = checked_integer(reader.get("pad_token_id", 0), reader.where("pad_token_id"), 0, MAX_INT)
+    start = None if part.starts_with_last else _start_token(reader, most)
+    head = _head(reader, part.classifier, model_config.norm)
+    return EncoderPooling(head, "last", has_token_types=False, shifted=ShiftedRow(eos, start, pad))
 
 
 def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab_size: int) -> int:
@@ -771,7 +802,10 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     """The row for `architectures`: a name of its own, else the base of an encoder's or of a decoder's name."""
     given = config.get("architectures")
     names = given if isinstance(given, list) else []
-    kinds = ((FAMILIES, lambda name: name), (ENCODERS, encoder_of), (FAMILIES, generating_of), (FAMILIES, decoder_of))
+    kinds = (
+        *((FAMILIES, lambda name: name), (ENCODERS, encoder_of)),
+        *((FAMILIES, generating_of), (FAMILIES, classifying_of), (FAMILIES, decoder_of)),
+    )
     for table, base_of in kinds:
         bases = [base_of(name) for name in names]
         for architecture in table:

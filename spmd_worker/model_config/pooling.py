@@ -59,14 +59,43 @@ class HeadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShiftedRow:
+    """A row as the decoder of an encoder-decoder model reads it: one token to the right, behind a start token, up to
+    the last `eos_token_id`, whose state is pooled. `start_token_id` None: the row's last token but for trailing
+    `pad_token_id`.
+    """
+
+    eos_token_id: int
+    start_token_id: int | None
+    pad_token_id: int = 0
+
+    def decoder_ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The decoder's ids, as many as the row's up to the last end-of-sequence token. Raises ValueError if the row
+        has none.
+        """
+        if self.eos_token_id not in token_ids:
+            raise ValueError(
+                f"the row has no token {self.eos_token_id} (eos_token_id of config.json), whose state is classified: "
+                f"end it with one, as the model's tokenizer does"
+            )
+        start = self.start_token_id
+        if start is None:
+            # By their number, as in transformers.
+            start = token_ids[len(token_ids) - token_ids.count(self.pad_token_id) - 1]
+        last = len(token_ids) - 1 - token_ids[::-1].index(self.eos_token_id)
+        return (start, *token_ids[:last])
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderPooling:
-    """Pooling by an encoder's family: the head of a classifier, its input (`pooling_type`), and whether a pair's texts
-    have types of their own.
+    """Pooling by the family of an encoder, or of an encoder-decoder model that classifies: the head of a classifier,
+    its input (`pooling_type`), whether a pair's texts have types of their own, and how a decoder reads a row.
     """
 
     head: HeadConfig | None
     pooling_type: str
     has_token_types: bool
+    shifted: ShiftedRow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +113,7 @@ class PoolingConfig:
     outputs them (`outputs_token_types`). `is_sentence_model`: the folder is of sentence-transformers, which encodes
     texts of decoders like those of encoders. `text` is the transformation of a text before encoding, `similarity` the
     comparison of two vectors. Vectors are cut to `max_dimensions` after the normalisation, 0 for no cut.
+    With `shifted` an encoder reads the row, and a decoder the row as this says; `is_encoder` is true for it too.
     """
 
     task: str
@@ -107,6 +137,7 @@ class PoolingConfig:
     similarity: str = "cosine"
     max_dimensions: int = 0
     labels: tuple[str | None, ...] = ()
+    shifted: ShiftedRow | None = None
 
     @property
     def encodes_inside(self) -> bool:
@@ -250,7 +281,8 @@ def _classifier(
     # Some configurations name a label by a number.
     pooling = replace(pooling, labels=tuple([None if name is None else str(name) for name in names]))
     if encoder is not None:
-        pooling = replace(pooling, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
+        pooling = replace(pooling, pooling_type=encoder.pooling_type, shifted=encoder.shifted)
+        pooling = replace(pooling, head=encoder.head, has_score_bias=True)
     return pooling
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from hostile_configs import Broken, broken, real
-from model_types import ENCODER_TYPES, MODEL_TYPES
+from model_types import CLASSIFIER_TYPES, ENCODER_TYPES, MODEL_TYPES
 from stress_seed import SEED
 
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model_config import config_reader
+from spmd_worker.model_config.families.encoder_decoder_rows import classifying_of
 from spmd_worker.model_config.model_config import ENCODERS, FAMILIES, family_of, model_config_of
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
@@ -109,6 +110,7 @@ def keys_of(case: Broken) -> set[str]:
     changed = {str(key) for path in case.changed for key in path if isinstance(key, str)}
     config = json.loads(case.text)
     (architecture,) = config["architectures"]
+    architecture = classifying_of(architecture) or architecture
     before = {*family_of(architecture).defaults, *keys(real(architecture, Random(0)))}
     return {key for key in {*changed, *before, *keys(config)} if len(key) > 1}
 
@@ -155,12 +157,13 @@ def check_all(num_cases: int, folder: Path) -> list[str | None]:
 
 
 @pytest.mark.stress
-def test_broken_encoder_config_error_is_one_sentence(tmp_path: Path):
+@pytest.mark.parametrize("types", [ENCODER_TYPES, CLASSIFIER_TYPES], ids=["encoders", "decoders that classify"])
+def test_broken_encoder_config_error_is_one_sentence(types: dict[str, str], tmp_path: Path):
     """A config is read or raises it, in bounded work."""
     use_once(tmp_path)
     num_refused = 0
     for number in range(300):
-        case = broken(list(ENCODER_TYPES), Random(f"{SEED} encoder {number}"))
+        case = broken(list(types), Random(f"{SEED} encoder {number}"))
         with bounded():
             num_refused += check(case, tmp_path) is not None
     assert num_refused > 100

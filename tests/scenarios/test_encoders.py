@@ -151,6 +151,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "euro_labels",
         "deberta_mean",
         "debertav1_pairs",
+        "jina_mean",
     )
     for name in names:
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
@@ -173,6 +174,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
                 "nomic_pairs",
                 "gte_pairs",
                 "euro_pairs",
+                "jina_pairs",
                 "albert_pairs",
                 "deberta_pairs",
                 "debertav1_pairs",
@@ -284,6 +286,8 @@ _EMBEDDED = {"relative_attention": True, "pos_att_type": "c2p"}
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
+        ("XLMRobertaModel", {"position_embedding_type": "rotary"}, "position_embedding_type='rotary' is not supported"),
+        ("XLMRobertaLoRA", {}, "its adapters of tasks are parts of its weights.*jina-embeddings-v3-hf"),
         ("BertForTokenClassification", {}, "is unknown"),
         ("DebertaV2Model", {"conv_kernel_size": 3}, "conv_kernel_size=3 is not supported, only 0"),
         ("DebertaV2Model", {"embedding_size": 8}, "embedding_size=8 is not supported, only 1536"),

@@ -190,7 +190,7 @@ def test_refused_original_key_is_named(name: str, key: str, tmp_path: Path) -> N
         read_model_files(original(name, tmp_path / "model", **{key: value}))
 
 
-@pytest.mark.parametrize("name", ["nomic_labels", "gte_labels"])
+@pytest.mark.parametrize("name", ["nomic_labels", "gte_labels", "jina_labels"])
 def test_weight_update_accepts_names_of_memory(name: str) -> None:
     model_config = read_model_files(encoder_folder(name)).model_config
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
@@ -201,7 +201,7 @@ def test_weight_update_accepts_names_of_memory(name: str) -> None:
         assert all(torch.equal(each, given[key]) for key, each in view.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["nomic", "gte"])
+@pytest.mark.parametrize("name", ["nomic", "gte", "jina"])
 def test_saved_model_opens_in_transformers(name: str, tmp_path: Path) -> None:
     with LLM(encoder_folder(name), device="cpu", dtype="float32") as llm:
         llm.save_checkpoint(tmp_path / "saved")

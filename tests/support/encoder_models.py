@@ -55,6 +55,10 @@ from transformers import (
     GteConfig,
     GteForSequenceClassification,
     GteModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3ForMaskedLM,
+    JinaEmbeddingsV3ForSequenceClassification,
+    JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
@@ -86,10 +90,12 @@ PAD = {
     "gemma": 0,
     "mpnet": 1,
     "t5": 0,
+    "bart": 1,
     "distil": 0,
     "electra": 0,
     "nomic": 0,
     "gte": 1,
+    "jina": 1,
     "euro": 0,
     "albert": 0,
     "deberta": 0,
@@ -132,6 +138,7 @@ _GTE = {
     "layer_norm_eps": 0.02,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 120.0, "factor": 4.0 ** (2 / 16)},
 }
+_JINA = {**_COMMON, "layer_norm_eps": 0.02, "rope_parameters": {"rope_type": "default", "rope_theta": 60.0}}
 _ALBERT = {**_ELECTRA, "layer_norm_eps": 0.1, "hidden_act": "gelu"}
 _EURO = {
     **_COMMON,
@@ -242,7 +249,7 @@ def _stir(model: Any) -> None:
             parameter.mul_(2.0)
 
 
-def _written(
+def written(
     kind: str, model_class: Any, config_class: Any, sizes: Mapping[str, Any], **settings: Any
 ) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
@@ -263,28 +270,29 @@ def _with_modules(write: Callable[[Path], None], pooling: Mapping[str, Any], *ki
     return write_both
 
 
-_BERT_MODEL = _written("bert", BertModel, BertConfig, _COMMON)
-_XLM_MODEL = _written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
-_MODERN_MODEL = _written("modern", ModernBertModel, ModernBertConfig, _MODERN)
-_MPNET_MODEL = _written("mpnet", MPNetModel, MPNetConfig, _MPNET)
-_T5_MODEL = _written("t5", T5EncoderModel, T5Config, _T5)
-_NOMIC_MODEL = _written("nomic", NomicBertModel, NomicBertConfig, _NOMIC)
-_GTE_MODEL = _written("gte", GteModel, GteConfig, _GTE)
-_GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
+_BERT_MODEL = written("bert", BertModel, BertConfig, _COMMON)
+_XLM_MODEL = written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
+_MODERN_MODEL = written("modern", ModernBertModel, ModernBertConfig, _MODERN)
+_MPNET_MODEL = written("mpnet", MPNetModel, MPNetConfig, _MPNET)
+_T5_MODEL = written("t5", T5EncoderModel, T5Config, _T5)
+_NOMIC_MODEL = written("nomic", NomicBertModel, NomicBertConfig, _NOMIC)
+_GTE_MODEL = written("gte", GteModel, GteConfig, _GTE)
+_JINA_MODEL = written("jina", JinaEmbeddingsV3Model, JinaEmbeddingsV3Config, _JINA)
+_GEMMA_MODEL = written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
-_DEBERTA_MODEL = _written("deberta", DebertaV2Model, DebertaV2Config, _DEBERTA)
+_DEBERTA_MODEL = written("deberta", DebertaV2Model, DebertaV2Config, _DEBERTA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
     "bert": _BERT_MODEL,
-    "bert_masked": _written("bert", BertForMaskedLM, BertConfig, _COMMON, layer_norm_eps=0.1, hidden_act="gelu_new"),
-    "bert_labels": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=3),
-    "bert_pairs": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=1),
-    "roberta_labels": _written("roberta", RobertaForSequenceClassification, RobertaConfig, _ROBERTA, num_labels=3),
+    "bert_masked": written("bert", BertForMaskedLM, BertConfig, _COMMON, layer_norm_eps=0.1, hidden_act="gelu_new"),
+    "bert_labels": written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=3),
+    "bert_pairs": written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=1),
+    "roberta_labels": written("roberta", RobertaForSequenceClassification, RobertaConfig, _ROBERTA, num_labels=3),
     "xlm": _XLM_MODEL,
-    "xlm_pairs": _written("xlm", XLMRobertaForSequenceClassification, XLMRobertaConfig, _ROBERTA, num_labels=1),
+    "xlm_pairs": written("xlm", XLMRobertaForSequenceClassification, XLMRobertaConfig, _ROBERTA, num_labels=1),
     "modern": _MODERN_MODEL,
-    "modern_labels": _written("modern", ModernBertForSequenceClassification, ModernBertConfig, _MODERN, num_labels=3),
-    "modern_pairs": _written(
+    "modern_labels": written("modern", ModernBertForSequenceClassification, ModernBertConfig, _MODERN, num_labels=3),
+    "modern_pairs": written(
         "modern",
         ModernBertForSequenceClassification,
         ModernBertConfig,
@@ -299,27 +307,27 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     ),
     "gemma": _GEMMA_MODEL,
     "mpnet": _MPNET_MODEL,
-    "mpnet_masked": _written("mpnet", MPNetForMaskedLM, MPNetConfig, _MPNET),
-    "mpnet_labels": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=3),
-    "mpnet_pairs": _written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=1),
+    "mpnet_masked": written("mpnet", MPNetForMaskedLM, MPNetConfig, _MPNET),
+    "mpnet_labels": written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=3),
+    "mpnet_pairs": written("mpnet", MPNetForSequenceClassification, MPNetConfig, _MPNET, num_labels=1),
     "t5": _T5_MODEL,
-    "t5_gates": _written("t5", T5EncoderModel, T5Config, _T5, feed_forward_proj="gated-gelu"),
-    "mt5": _written("t5", MT5EncoderModel, MT5Config, _T5, feed_forward_proj="relu"),
-    "umt5": _written("t5", UMT5EncoderModel, UMT5Config, _T5, feed_forward_proj="relu"),
-    "distil": _written("distil", DistilBertModel, DistilBertConfig, _DISTIL),
-    "distil_masked": _written("distil", DistilBertForMaskedLM, DistilBertConfig, _DISTIL, activation="gelu_new"),
-    "distil_labels": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=3),
-    "distil_pairs": _written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=1),
+    "t5_gates": written("t5", T5EncoderModel, T5Config, _T5, feed_forward_proj="gated-gelu"),
+    "mt5": written("t5", MT5EncoderModel, MT5Config, _T5, feed_forward_proj="relu"),
+    "umt5": written("t5", UMT5EncoderModel, UMT5Config, _T5, feed_forward_proj="relu"),
+    "distil": written("distil", DistilBertModel, DistilBertConfig, _DISTIL),
+    "distil_masked": written("distil", DistilBertForMaskedLM, DistilBertConfig, _DISTIL, activation="gelu_new"),
+    "distil_labels": written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=3),
+    "distil_pairs": written("distil", DistilBertForSequenceClassification, DistilBertConfig, _DISTIL, num_labels=1),
     # Embeddings of the hidden size are not projected.
-    "electra": _written("electra", ElectraModel, ElectraConfig, _ELECTRA),
-    "electra_trained": _written(
+    "electra": written("electra", ElectraModel, ElectraConfig, _ELECTRA),
+    "electra_trained": written(
         "electra", ElectraForPreTraining, ElectraConfig, {**_ELECTRA, "embedding_size": 64}, layer_norm_eps=0.1
     ),
-    "electra_labels": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=3),
-    "electra_pairs": _written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=1),
+    "electra_labels": written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=3),
+    "electra_pairs": written("electra", ElectraForSequenceClassification, ElectraConfig, _ELECTRA, num_labels=1),
     "nomic": _NOMIC_MODEL,
-    "nomic_labels": _written("nomic", NomicBertForSequenceClassification, NomicBertConfig, _NOMIC, num_labels=3),
-    "nomic_pairs": _written(
+    "nomic_labels": written("nomic", NomicBertForSequenceClassification, NomicBertConfig, _NOMIC, num_labels=3),
+    "nomic_pairs": written(
         "nomic",
         NomicBertForSequenceClassification,
         NomicBertConfig,
@@ -330,41 +338,49 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
         hidden_act="gelu",
     ),
     "gte": _GTE_MODEL,
-    "gte_labels": _written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=3, type_vocab_size=0),
-    "gte_pairs": _written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=1, hidden_act="silu"),
-    "euro": _written("euro", EuroBertModel, EuroBertConfig, _EURO),
-    "euro_masked": _written("euro", EuroBertForMaskedLM, EuroBertConfig, _EURO, mlp_bias=True, attention_bias=True),
-    "euro_labels": _written("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO, num_labels=3),
-    "euro_pairs": _written(
+    "gte_labels": written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=3, type_vocab_size=0),
+    "gte_pairs": written("gte", GteForSequenceClassification, GteConfig, _GTE, num_labels=1, hidden_act="silu"),
+    "euro": written("euro", EuroBertModel, EuroBertConfig, _EURO),
+    "euro_masked": written("euro", EuroBertForMaskedLM, EuroBertConfig, _EURO, mlp_bias=True, attention_bias=True),
+    "euro_labels": written("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO, num_labels=3),
+    "euro_pairs": written(
         *("euro", EuroBertForSequenceClassification, EuroBertConfig, _EURO), num_labels=1, classifier_pooling="bos"
     ),
-    "albert": _written("albert", AlbertModel, AlbertConfig, _ELECTRA),
-    "albert_trained": _written("albert", AlbertForPreTraining, AlbertConfig, {**_COMMON, "embedding_size": 64}),
-    "albert_labels": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=3),
-    "albert_pairs": _written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=1),
+    "jina": _JINA_MODEL,
+    "jina_masked": written("jina", JinaEmbeddingsV3ForMaskedLM, JinaEmbeddingsV3Config, _JINA, hidden_act="gelu_new"),
+    "jina_labels": written(
+        *("jina", JinaEmbeddingsV3ForSequenceClassification, JinaEmbeddingsV3Config, _JINA), num_labels=3
+    ),
+    "jina_pairs": written(
+        *("jina", JinaEmbeddingsV3ForSequenceClassification, JinaEmbeddingsV3Config, _JINA), num_labels=1
+    ),
+    "albert": written("albert", AlbertModel, AlbertConfig, _ELECTRA),
+    "albert_trained": written("albert", AlbertForPreTraining, AlbertConfig, {**_COMMON, "embedding_size": 64}),
+    "albert_labels": written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=3),
+    "albert_pairs": written("albert", AlbertForSequenceClassification, AlbertConfig, _ALBERT, num_labels=1),
     "deberta": _DEBERTA_MODEL,
-    "deberta_wide": _written(
+    "deberta_wide": written(
         *("deberta", DebertaV2Model, DebertaV2Config, _DEBERTA),
         num_hidden_layers=2,
         position_buckets=256,
         max_relative_positions=-1,
         max_position_embeddings=512,
     ),
-    "deberta_masked": _written(
+    "deberta_masked": written(
         *("deberta", DebertaV2ForMaskedLM, DebertaV2Config, _DEBERTA),
         share_att_key=False,
         norm_rel_ebd="none",
         hidden_act="gelu_new",
     ),
     # An odd number of rows that are no whole panels, one product, and no positions but these.
-    "deberta_labels": _written(
+    "deberta_labels": written(
         *("deberta", DebertaV2ForSequenceClassification, DebertaV2Config, _DEBERTA),
         num_labels=3,
         position_buckets=21,
         pos_att_type=["p2c"],
         type_vocab_size=2,
     ),
-    "deberta_pairs": _written(
+    "deberta_pairs": written(
         *("deberta", DebertaV2ForSequenceClassification, DebertaV2Config, _DEBERTA),
         num_labels=1,
         position_buckets=-1,
@@ -375,22 +391,23 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
         type_vocab_size=2,
         pooler_hidden_act="relu",
     ),
-    "deberta_plain": _written(
+    "deberta_plain": written(
         *("deberta", DebertaV2Model, DebertaV2Config, _COMMON), pos_att_type="c2p|p2c", layer_norm_eps=0.05
     ),
-    "debertav1": _written("debertav1", DebertaModel, DebertaConfig, _DEBERTA1),
-    "debertav1_labels": _written(
+    "debertav1": written("debertav1", DebertaModel, DebertaConfig, _DEBERTA1),
+    "debertav1_labels": written(
         *("debertav1", DebertaForSequenceClassification, DebertaConfig, _DEBERTA1),
         num_labels=3,
         position_biased_input=False,
         pos_att_type="c2p",
     ),
-    "debertav1_pairs": _written(
+    "debertav1_pairs": written(
         *("debertav1", DebertaForSequenceClassification, DebertaConfig, _DEBERTA1), num_labels=1, pos_att_type="p2c"
     ),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
+    "jina_mean": _with_modules(_JINA_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "mpnet_mean": _with_modules(_MPNET_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "deberta_mean": _with_modules(_DEBERTA_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "t5_mean": _with_modules(_T5_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),

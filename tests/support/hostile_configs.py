@@ -13,7 +13,7 @@ from functools import cache
 from random import Random
 from typing import Any, Final
 
-from model_types import ENCODER_TYPES, MODEL_TYPES
+from model_types import CLASSIFIER_TYPES, ENCODER_TYPES, MODEL_TYPES
 from transformers import AutoConfig
 
 Path = tuple[str | int, ...]
@@ -134,7 +134,7 @@ class Broken:
 @cache
 def _real(architecture: str) -> dict[str, Any]:
     """config.json as transformers writes it for the class's defaults."""
-    config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES}[architecture]).to_dict()
+    config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES, **CLASSIFIER_TYPES}[architecture]).to_dict()
     # What no model reads.
     for key in ("vision_config", "perceiver_config", "vq_config", "id2label", "label2id", "transformers_version"):
         config.pop(key, None)

@@ -146,6 +146,10 @@ MODEL_TYPES: Final = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
 }
 
+CLASSIFIER_TYPES: Final = {
+    f"{name}ForSequenceClassification": name.lower() for name in ("Bart", "MBart", "T5", "MT5", "UMT5")
+}
+"""Of encoder-decoder models that classify."""
 ENCODER_TYPES: Final = {
     "BertModel": "bert",
     "RobertaModel": "roberta",
@@ -163,6 +167,7 @@ ENCODER_TYPES: Final = {
     "GteModel": "gte",
     "NewModel": "gte",
     "EuroBertModel": "eurobert",
+    "JinaEmbeddingsV3Model": "jina_embeddings_v3",
     "AlbertModel": "albert",
     "DebertaV2Model": "deberta-v2",
     "DebertaModel": "deberta",

@@ -69,7 +69,8 @@ class CheckpointNames:
         of_audio = (*names.audio.convolutions, names.audio.positions)
         self._top_modules = {top for top in (*self._tops.values(), names.head, *of_audio) if top}
         has_own_head = pooling is not None and pooling.has_score_weight and pooling.head is not None
-        self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
+        of_head = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
+        self._head_modules = tuple([each for each in of_head if each])
         norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
         norms |= {ours: theirs for ours, theirs in zip(CROSS_NORM_POSITIONS, names.cross_norms) if theirs}
         self._parts = {**norms, **names.parts}
@@ -389,7 +390,8 @@ class CheckpointNames:
             return False
         is_ignored = self.is_copy(name) or name.endswith(self._names.ignored) or self._is_beside_text(name)
         has_no_head = self._is_tied or not self._has_head
-        is_head = name == self._head or (not self._has_head and name == f"{self._names.head}.bias")
+        biases = (f"{self._names.head}.bias", self._names.head_bias)
+        is_head = name == self._head or (not self._has_head and name in biases)
         return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)
 
     def _is_of_keys(self, name: str) -> bool:

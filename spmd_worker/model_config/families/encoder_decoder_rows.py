@@ -12,6 +12,7 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.family import (
     Attention,
     AudioNames,
+    ClassifierFamily,
     Embedding,
     Encoder,
     EncoderDecoder,
@@ -23,6 +24,7 @@ from spmd_worker.model_config.families.family import (
     Variant,
 )
 from spmd_worker.model_config.layer_config import LayerConfig, RelativeBias
+from spmd_worker.model_config.pooling import CLASSIFIER
 
 _PARTS: Final = ("encoder", "decoder")
 _PRE_NORMS: Final = ("self_attn_layer_norm", "", "final_layer_norm", "")
@@ -72,6 +74,8 @@ _BART: Final = Family(
             "mlp.down_proj": "fc2",
         },
         head_bias="final_logits_bias",
+        head_dense="classification_head.dense",
+        classifier="classification_head.out_proj",
         optional_prefix="model.",
         ignored=_OLDER,
     ),
@@ -81,7 +85,7 @@ _BART: Final = Family(
     feed_forward=FeedForward(bias=True, activation_key="activation_function", is_gated=False),
     embedding=Embedding(root_key="scale_embedding", position_offset=2, has_norm=True),
     head=Head(has_bias=True),
-    encoder_part=EncoderDecoder("BartEncoder", max_rows_key=_POSITIONS),
+    encoder_part=EncoderDecoder("BartEncoder", max_rows_key=_POSITIONS, classifier=ClassifierFamily()),
     file_keys=_keys_of("decoder"),
     defaults=_defaults(
         *(12, 16, 4096), vocab_size=50265, d_model=1024, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2
@@ -94,8 +98,10 @@ _MBART: Final = replace(
     models="mBART: mbart-large-50-many-to-many-mmt",
     names=_BEFORE,
     norms=replace(_BART.norms, are_of_sums=False),
-    encoder_part=EncoderDecoder("MBartEncoder", max_rows_key=_POSITIONS),
-    defaults={**_BART.defaults, "decoder_start_token_id": None},
+    encoder_part=EncoderDecoder(
+        "MBartEncoder", max_rows_key=_POSITIONS, classifier=ClassifierFamily(), starts_with_last=True
+    ),
+    defaults={**_BART.defaults, "decoder_start_token_id": None, "pad_token_id": 1},
 )
 _PEGASUS: Final = replace(
     _MBART,
@@ -219,6 +225,9 @@ def _t5_names(part: str, *, is_gated: bool, has_one_bias: bool = True) -> Names:
             "mlp.down_proj": f"{last}.DenseReluDense.wo",
         },
         ignored=("EncDecAttention.relative_attention_bias.weight",),
+        aliases={"transformer.": ""},
+        head_dense="classification_head.dense",
+        classifier="classification_head.out_proj",
     )
 
 
@@ -247,7 +256,7 @@ _T5: Final = Family(
         activation_words={"gated-gelu": "gelu_new", "gated-silu": "silu"},
     ),
     head=Head(root_key="scale_decoder_outputs", ties_by_files=True),
-    encoder_part=EncoderDecoder("T5Encoder"),
+    encoder_part=EncoderDecoder("T5Encoder", classifier=ClassifierFamily()),
     file_keys=_t5_keys_of("decoder"),
     defaults={
         "vocab_size": 32128,
@@ -289,7 +298,7 @@ def _of_gates(family: Family, models: str) -> Family:
 
 _MT5: Final = replace(
     _T5,
-    encoder_part=EncoderDecoder("MT5Encoder"),
+    encoder_part=EncoderDecoder("MT5Encoder", classifier=ClassifierFamily()),
     defaults={
         **_T5.defaults,
         "vocab_size": 250112,
@@ -304,7 +313,7 @@ _MT5: Final = replace(
 _UMT5: Final = replace(
     _MT5,
     names=_t5_names("decoder", is_gated=False, has_one_bias=False),
-    encoder_part=EncoderDecoder("UMT5Encoder"),
+    encoder_part=EncoderDecoder("UMT5Encoder", classifier=ClassifierFamily()),
     layers=_with_own_bias,
     # As releases of transformers before 5 read it, and its authors: newer ones scale the outputs of all files.
     newer=_t5_keys,
@@ -335,6 +344,15 @@ def generating_of(architecture: object) -> str | None:
     base = architecture.removesuffix("Model")
     names = (_OLDER_ARCHITECTURES.get(architecture), f"{base}ForConditionalGeneration", f"{base}MTModel")
     return next((each for each in names if each in ENCODER_DECODER_ROWS and base != architecture), None)
+
+
+def classifying_of(architecture: object) -> str | None:
+    """The row of a model that classifies by the states of its decoder, by name; None for other names."""
+    if not isinstance(architecture, str) or not architecture.endswith(CLASSIFIER):
+        return None
+    name = f"{architecture.removesuffix(CLASSIFIER)}ForConditionalGeneration"
+    part = ENCODER_DECODER_ROWS[name].encoder_part if name in ENCODER_DECODER_ROWS else None
+    return None if part is None or part.classifier is None else name
 
 
 def _encoder_of(decoder: Family) -> Family:

@@ -56,8 +56,8 @@ class Names:
     stacks that are one tensor in memory, by its name in a layer, outputs one behind the other; `joined_rows` are other
     tensors that are one in memory.
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
-    the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders; so are `head_dense`
-    and `head_norm`, which precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
+    the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders. `head_dense` and
+    `head_norm` precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
     norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
     an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`,
@@ -348,12 +348,15 @@ class Encoder:
 @dataclass(frozen=True, slots=True)
 class EncoderDecoder:
     """The model has an encoder: `row` of `ENCODER_PARTS`, read from the same file. `max_rows_key` bounds its rows, ""
-    for no bound. `mel_bins_key`: it reads audio, of two frames a row; "" for text.
+    for no bound. `mel_bins_key`: it reads audio, of two frames a row; "" for text. `classifier` is the head of a model
+    that classifies; then the decoder's start token is the row's last with `starts_with_last`, else the file's.
     """
 
     row: str
     max_rows_key: str = ""
     mel_bins_key: str = ""
+    classifier: ClassifierFamily | None = None
+    starts_with_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

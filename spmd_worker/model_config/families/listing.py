@@ -4,9 +4,11 @@ docs/reference/models.md.
 
 from collections.abc import Iterator, Sequence
 
+from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS, classifying_of
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
+from spmd_worker.model_config.pooling import CLASSIFIER
 from spmd_worker.model_config.quantization import READ_METHODS
 
 
@@ -14,6 +16,8 @@ def describe_families() -> str:
     """Tables in Markdown: architectures that run, encoders, and known ones that do not, with the reason."""
     runs = [(name, family.models, _input(family), _unsupported_values(family)) for name, family in FAMILIES.items()]
     encoders = [(name, family.models, _unsupported_values(family)) for name, family in ENCODERS.items()]
+    of_names = ((name, name.removesuffix("ForConditionalGeneration")) for name in ENCODER_DECODER_ROWS)
+    classifying = [base for name, base in of_names if classifying_of(f"{base}{CLASSIFIER}") == name]
     unsupported = [(", ".join(names), reason) for reason, names in UNSUPPORTED.items()]
     return "\n".join(
         [
@@ -22,6 +26,7 @@ def describe_families() -> str:
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
             "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM and ForPreTraining.",
+            f"Encoder-decoder models that classify: {', '.join(f'{each}{CLASSIFIER}' for each in classifying)}.",
             "",
             *_table(("not run", "because"), unsupported),
             "",

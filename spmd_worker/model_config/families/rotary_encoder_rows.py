@@ -1,4 +1,4 @@
-"""Encoders with rotary positions that are not kin of BERT's table: Nomic, GTE and EuroBERT; rows as in `table.py`."""
+"""Encoders with rotary positions and no table of them: Nomic, GTE, EuroBERT and Jina v3; rows as in `table.py`."""
 
 from dataclasses import replace
 from typing import Final
@@ -145,6 +145,54 @@ _GTE_OF_AUTHORS: Final = replace(
     required={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope"},
     defaults={**_GTE.defaults, "vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 10000.0},
 )
+_JINA_V3: Final = Family(
+    models="Jina v3: jina-embeddings-v3-hf",
+    names=Names(
+        embedding="roberta.embeddings.word_embeddings",
+        token_types="roberta.embeddings.token_type_embeddings",
+        embedding_norm="roberta.embeddings.LayerNorm",
+        layers="roberta.layers",
+        norm="",
+        norms=("", "post_attention_layernorm", "", "post_mlp_layernorm"),
+        parts={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+        optional_prefix="roberta.",
+        aliases={
+            f"{prefix}{theirs}": f"roberta.{ours}"
+            for prefix in ("roberta.", "")
+            for theirs, ours in (("encoder.layers.", "layers."), ("emb_ln.", "embeddings.LayerNorm."))
+        },
+        layer_aliases={
+            "mixer.out_proj.": "self_attn.o_proj.",
+            "norm1.": "post_attention_layernorm.",
+            "norm2.": "post_mlp_layernorm.",
+        },
+        joined_rows={f"mixer.Wqkv.{kind}": tuple(f"{part}.{kind}" for part in QKV) for kind in ("weight", "bias")},
+        ignored=("rotary_emb.inv_freq", "embeddings.position_ids"),
+        head="lm_head",
+        ignored_prefixes=("roberta.pooler.", "lm_head."),
+        head_dense="classifier.dense",
+        classifier="classifier.out_proj",
+    ),
+    attention=Attention(qkv_bias=True, output_bias=True),
+    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
+    feed_forward=FeedForward(bias=True, is_gated=False),
+    embedding=Embedding(has_norm=True),
+    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
+    file_keys={"num_key_value_heads": ""},
+    defaults={
+        "vocab_size": 250002,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 8194,
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 20_000.0,
+        "eos_token_id": 2,
+    },
+)
 _LLAMA: Final = FAMILIES["LlamaForCausalLM"]
 _EUROBERT: Final = replace(
     _LLAMA,
@@ -182,4 +230,5 @@ ROTARY_ENCODERS: Final[dict[str, Family]] = {
     "GteModel": _GTE,
     "NewModel": _GTE_OF_AUTHORS,
     "EuroBertModel": _EUROBERT,
+    "JinaEmbeddingsV3Model": _JINA_V3,
 }

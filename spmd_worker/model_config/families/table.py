@@ -271,7 +271,10 @@ _LOGIT_SCALE: Final = (
     "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
     "its language model"
 )
-_CLASSIFIES: Final = "it classifies with an encoder-decoder model, which only generates here"
+_TASKS: Final = (
+    "its adapters of tasks are parts of its weights, which its authors' code selects; give transformers' form of it, "
+    "such as jina-embeddings-v3-hf, and adapters in PEFT's format"
+)
 _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not run"
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
@@ -316,12 +319,12 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
     _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
+    _TASKS: ("XLMRobertaLoRA",),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),
         *("LEDForConditionalGeneration", "LongT5ForConditionalGeneration", "FSMTForConditionalGeneration"),
         *("BigBirdPegasusForConditionalGeneration", "SwitchTransformersForConditionalGeneration"),
         *("NllbMoeForConditionalGeneration", "T5GemmaForConditionalGeneration", "EncoderDecoderModel"),
     ),
-    _CLASSIFIES: tuple([f"{each}ForSequenceClassification" for each in ("Bart", "MBart", "T5", "MT5", "UMT5")]),
 }
 """Known but unsupported architectures, by the reason."""

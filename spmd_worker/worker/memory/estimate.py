@@ -90,7 +90,8 @@ def weights_bytes(
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
     norm += stage.is_first * model_config.embedding_norm_parameters
-    if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
+    has_classifier = model_config.is_encoder or model_config.encoder_part is not None
+    if has_classifier and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = num_rows * (model_config.has_head_bias and has_head) * stage.is_last
     tower = model_config.num_tower_parameters
