@@ -154,7 +154,10 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        return self._family.names
+        names = self._family.names
+        if self.pooling is None or self.pooling.task != "token_classify":
+            return names
+        return replace(names, classifier=names.token_classifier or names.classifier)
 
     @property
     def layer(self) -> str:
@@ -607,7 +610,8 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
         activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
     pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
     norm = model_config.norm if rule.has_norm else None
-    return EncoderPooling(HeadConfig(activation, _flag(reader, rule.bias), norm), pooling_type, has_types)
+    head = HeadConfig(activation, _flag(reader, rule.bias), norm)
+    return EncoderPooling(head, pooling_type, has_types, rule.precedes_tokens)
 
 
 def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab_size: int) -> int:

@@ -127,6 +127,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "t5_mean",
         "nomic_pairs",
         "euro_labels",
+        "modern_tokens",
     )
     for name in names:
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
@@ -255,7 +256,7 @@ def test_mirror_without_cache_accepts_only_complete_rows(monkeypatch: pytest.Mon
         ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
-        ("BertForTokenClassification", {}, "is unknown"),
+        ("BertForMultipleChoice", {}, "is unknown"),
         ("DebertaV2ForSequenceClassification", {}, "queries and keys by relative positions too, which does not run"),
         ("MPNetModel", {"relative_attention_num_buckets": 64}, r"_num_buckets=64 is not supported, only 32"),
     ],
@@ -344,7 +345,7 @@ def test_plan_counts_weights_per_stage(name: str) -> None:
             model = build_model(context, config, stage_of(layout, config, rank))
             held = sum(each.nbytes for each in model.parameters())
             assert held == weights_bytes(config, layout, rank, "bfloat16", "cpu"), (num_stages, rank)
-    if not name.endswith("_labels") and not name.endswith("_pairs"):
+    if name not in WITH_SCORES:
         whole = sum(each.numel() for each in _transformers_parameters(name))
         assert config.num_parameters == whole
 
@@ -357,7 +358,10 @@ def _transformers_parameters(name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"],
+    [
+        *("bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"),
+        *("roberta_tokens", "modern_tokens", "gte_tokens"),
+    ],
 )
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
     files = load_file(encoder_folder(name) / "model.safetensors")

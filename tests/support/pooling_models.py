@@ -20,11 +20,15 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForTokenClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
     Qwen3Model,
 )
 
@@ -127,6 +131,14 @@ def _reward(folder: Path) -> None:
     _write(folder, LlamaForSequenceClassification, LlamaConfig, num_labels=1)
 
 
+def _tokens(folder: Path) -> None:
+    _write(folder, Qwen3ForTokenClassification, Qwen3Config, num_labels=5)
+
+
+def _neox_tokens(folder: Path) -> None:
+    _write(folder, GPTNeoXForTokenClassification, GPTNeoXConfig, num_labels=3)
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "causal": _causal,
     "untied": _untied,
@@ -136,6 +148,8 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "dense": _dense,
     "labels": _labels,
     "reward": _reward,
+    "tokens": _tokens,
+    "neox_tokens": _neox_tokens,
 }
 
 
@@ -197,6 +211,13 @@ def _dense_weights() -> dict[str, torch.Tensor]:
 def reference_logits_of_labels(name: str, prompt: list[int]) -> torch.Tensor:
     """[labels] of `AutoModelForSequenceClassification`, of a row alone and without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
+    return model(torch.tensor([prompt])).logits[0]
+
+
+@torch.no_grad()
+def reference_logits_of_tokens(name: str, prompt: list[int]) -> torch.Tensor:
+    """[tokens, labels] of `AutoModelForTokenClassification`, of a row alone."""
+    model = AutoModelForTokenClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
     return model(torch.tensor([prompt])).logits[0]
 
 

@@ -21,7 +21,8 @@ def describe_families() -> str:
             "",
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
-            "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM and ForPreTraining.",
+            "Encoders run with the heads ForSequenceClassification and ForTokenClassification and, without their heads, "
+            "as ForMaskedLM and ForPreTraining.",
             "",
             *_table(("not run", "because"), unsupported),
             "",
