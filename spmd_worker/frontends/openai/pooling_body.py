@@ -55,7 +55,7 @@ def pooled_record(
 
 
 def _of_tokens(encoded: EncodedPooledRow, output: RequestOutput) -> JsonObject:
-    """What a record with numbers for each token says of them."""
+    """Labels, tokens and places in a record with numbers for each token."""
     if output.token_vectors is None:
         return {}
     places, num_scores = encoded.places, output.token_vectors.shape[1]

@@ -21,7 +21,7 @@ def describe_families() -> str:
             "",
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
-            "Encoders run with the heads ForSequenceClassification and ForTokenClassification and, without their heads, "
+            "Encoders run with the heads ForSequenceClassification and ForTokenClassification, and without a head "
             "as ForMaskedLM and ForPreTraining.",
             "",
             *_table(("not run", "because"), unsupported),
