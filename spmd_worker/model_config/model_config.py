@@ -157,6 +157,9 @@ class ModelConfig:
         names = self._family.names
         if self.pooling is None or self.pooling.task != "token_classify":
             return names
+        if self.pooling.head is not None and not self.is_encoder:
+            # A process reward model, whose layers are one `Sequential`.
+            return replace(names, head_dense="score.0", classifier="score.2")
         return replace(names, classifier=names.token_classifier or names.classifier)
 
     @property

@@ -42,6 +42,10 @@ TOKEN_CLASSIFIER: Final = "ForTokenClassification"
 TOKEN_TASKS: Final = ("token_embed", "token_classify")
 """Tasks with a result for each token of a row."""
 _HEADS: Final = (CLASSIFIER, TOKEN_CLASSIFIER)
+PROCESS_REWARD: Final = "ForProcessRewardModel"
+"""Decoders that score the steps of a solution (Qwen2.5-Math-PRM): each token gets two scores, behind a dense layer."""
+_LM_HEADS: Final = {"GPT2": "GPT2LMHeadModel"}
+"""Names of generating models that do not end as others do."""
 _BACKBONE: Final = "Model"
 _TRAINED: Final = ("ForMaskedLM", "ForPreTraining")
 """Heads with which encoders are trained, and without which they run."""
@@ -165,9 +169,10 @@ class PoolingConfig:
 
 def decoder_of(architecture: object) -> str | None:
     """The generating model on whose decoder a pooling one is built, by name; None for other names."""
-    for suffix in (*_HEADS, _BACKBONE):
+    for suffix in (*_HEADS, PROCESS_REWARD, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
-            return f"{architecture.removesuffix(suffix)}ForCausalLM"
+            name = architecture.removesuffix(suffix)
+            return _LM_HEADS.get(name, f"{name}ForCausalLM")
     return None
 
 
@@ -199,13 +204,16 @@ def read_pooling(
     if encoder is None and (not generates or is_sentence_model):
         check_sees_earlier(folder, sees_later(config))
     sentence = read_sentence_folder(folder, hidden_size) if is_sentence_model else None
-    heads = [each for each in _HEADS if any(str(name).endswith(each) for name in config["architectures"])]
+    names = [str(name) for name in config["architectures"]]
+    heads = [each for each in (*_HEADS, PROCESS_REWARD) if any(name.endswith(each) for name in names)]
     is_classifier = not generates and bool(heads)
     if sentence is not None:
         _check_architectures(folder, config, sentence, generates=generates, is_classifier=is_classifier)
     reader = ConfigReader(config, folder / "config.json")
-    if is_classifier and heads[0] == TOKEN_CLASSIFIER:
-        pooling = _token_classifier(reader, hidden_size, sentence, encoder)
+    if is_classifier and heads[0] != CLASSIFIER:
+        if sentence is not None:
+            raise reader.error("architectures", "is of a model that scores tokens, which modules.json cannot describe")
+        pooling = _token_classifier(reader, hidden_size, encoder, is_process_reward=heads[0] == PROCESS_REWARD)
     elif is_classifier:
         pooling = _classifier(reader, hidden_size, sentence, encoder)
     elif sentence is not None:
@@ -263,16 +271,17 @@ def _classifier(
 
 
 def _token_classifier(
-    reader: ConfigReader, hidden_size: int, sentence: SentenceFolder | None, encoder: EncoderPooling | None
+    reader: ConfigReader, hidden_size: int, encoder: EncoderPooling | None, *, is_process_reward: bool
 ) -> PoolingConfig:
     if encoder is not None and encoder.head is None:
         raise reader.error("architectures", "is not supported: the encoder's family has no scores of tokens")
-    if sentence is not None:
-        raise reader.error("architectures", "is of a model that scores tokens, which modules.json cannot describe")
-    pooling = _with_labels(PoolingConfig("token_classify", "all", hidden_size), reader, sentence)
+    pooling = PoolingConfig("token_classify", "all", hidden_size, has_score_bias=True)
+    if is_process_reward:
+        return replace(pooling, num_labels=2, activation="softmax", head=HeadConfig("relu", has_bias=True))
+    pooling = _with_labels(pooling, reader, None)
     if encoder is None:
         return replace(pooling, has_score_bias=reader.flag("token_classification_bias", True))
-    return replace(pooling, head=encoder.head if encoder.has_token_head else None, has_score_bias=True)
+    return replace(pooling, head=encoder.head if encoder.has_token_head else None)
 
 
 def _with_labels(pooling: PoolingConfig, reader: ConfigReader, sentence: SentenceFolder | None) -> PoolingConfig:

@@ -2,21 +2,36 @@
 and clear errors.
 """
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sentence_transformers
 import torch
+import transformers
 from encoder_models import encoder_folder, error, logits_of
-from pooling_models import hidden_states, pooling_folder, reference_logits_of_tokens
+from family_checkpoints import CASES, family_folder, stir
+from peft import LoraConfig, PeftModel, get_peft_model
+from pooling_models import (
+    SIZES,
+    changed_folder,
+    changed_tensors,
+    hidden_states,
+    pooling_folder,
+    reference_logits_of_tokens,
+    write_modules,
+)
 from reference_models import random_prompt
 from torch.nn import functional as F
 
 import spmd_worker.replica.sequence.pooling_params as pooling_params
-from spmd_worker import LLM, PoolingOutput, PoolingParams, PoolingRequestOutput
-from spmd_worker.base.errors import ConfigError
+from spmd_worker import LLM, LoRARequest, PoolingOutput, PoolingParams, PoolingRequestOutput
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.pooler import Pooler
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.worker.runner.pooling import RowPooling
 
 SHARED = random_prompt(40, 1)
@@ -45,7 +60,7 @@ def pooled(name: str, task: str, params: Any = None, times: int = 1, **settings:
     return [output.outputs.data for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["tokens", pytest.param("neox_tokens", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["tokens", "steps", pytest.param("neox_tokens", marks=pytest.mark.matrix)])
 def test_token_scores_of_decoders_equal_transformers(name: str) -> None:
     raw, activated = pooled(name, "token_classify", RAW), pooled(name, "token_classify")
     for prompt, scores, probs in zip(PROMPTS, raw, activated, strict=True):
@@ -196,3 +211,98 @@ def test_rows_with_too_many_numbers_are_rejected(monkeypatch: pytest.MonkeyPatch
 def test_token_scorer_takes_no_pooling_type() -> None:
     with pytest.raises(ConfigError, match=r"^pooling_type=mean: .*scores each token.*leave it out"):
         LLM(pooling_folder("tokens"), pooling_type="mean", **SETTINGS)
+
+
+def has_token_scores(name: str) -> bool:
+    return hasattr(transformers, f"{CASES[name][0]}ForTokenClassification")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", list(filter(has_token_scores, CASES)))
+def test_token_scores_of_every_family_equal_transformers(name: str, tmp_path: Path) -> None:
+    config = read_config(family_folder(name))
+    reference = getattr(transformers, f"{CASES[name][0]}ForTokenClassification")(config).float().eval()
+    stir(reference)
+    reference.save_pretrained(tmp_path)
+    prompts = [random_prompt(length, 3, vocab_size=96) for length in (12, 30, 1)]
+    with LLM(tmp_path, **{**SETTINGS, "block_size": 16, "max_num_batched_tokens": 16}) as llm:
+        outputs = llm.encode(ids(prompts), RAW, use_tqdm=False)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        assert error(output.outputs.data, expected) < 1e-4
+
+
+def read_config(folder: Path) -> Any:
+    """The configuration of a family's checkpoint, with three labels."""
+    return transformers.AutoConfig.from_pretrained(folder, num_labels=3, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("name", ["steps", pytest.param("tokens", marks=pytest.mark.matrix)])
+def test_new_weights_change_token_scores(name: str) -> None:
+    with LLM(changed_folder(name), **SETTINGS) as llm:
+        expected = [each.outputs for each in llm.encode(ids(PROMPTS), use_tqdm=False)]
+    with LLM(pooling_folder(name), **SETTINGS) as llm:
+        before = [each.outputs for each in llm.encode(ids(PROMPTS), use_tqdm=False)]
+        llm.update_weights(changed_tensors(name).items())
+        after = [each.outputs for each in llm.encode(ids(PROMPTS), use_tqdm=False)]
+    assert after == expected != before
+
+
+def test_adapter_of_token_scores_equals_peft(tmp_path: Path) -> None:
+    """Scores that were trained along are the row's own."""
+    folder, prompt = encoder_folder("bert_tokens"), PROMPTS[1]
+
+    def reference() -> Any:
+        kind = transformers.AutoModelForTokenClassification
+        return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+    config = LoraConfig(task_type="TOKEN_CLS", r=4, lora_alpha=8, target_modules=["query", "value"])
+    model, generator = get_peft_model(reference(), config), torch.Generator().manual_seed(2)
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(reference(), tmp_path).eval()(torch.tensor([prompt])).logits[0]
+    adapters = [LoRARequest("a", 1, str(tmp_path)), None]
+    with LLM(folder, device="cpu", enable_lora=True) as llm:
+        adapted, plain = llm.encode(ids([prompt, prompt]), RAW, lora_request=adapters, use_tqdm=False)
+    assert error(adapted.outputs.data, expected) < 1e-4
+    assert error(plain.outputs.data, logits_of("bert_tokens", prompt)) < 1e-5
+    assert error(plain.outputs.data, expected) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"token_classification_bias": 1}, "token_classification_bias=1 must be true or false"),
+        ({"id2label": 5, "num_labels": 1 << 40}, r"num_labels=1099511627776 must be .*1 to 1048576"),
+        ({"architectures": ["Gemma3TextForTokenClassification"]}, "use_bidirectional_attention=False is not supported"),
+        ({"architectures": ["T5ForTokenClassification"]}, "T5ForTokenClassification.* is unknown"),
+        ({"architectures": ["BertForProcessRewardModel"]}, "BertForProcessRewardModel.* is unknown"),
+    ],
+)
+def test_wrong_config_of_token_scores_is_rejected(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = json.loads((pooling_folder("tokens") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **given}))
+    with pytest.raises(ModelConfigError, match=words):
+        read_model_files(tmp_path)
+
+
+def test_folder_of_sentence_transformers_scores_no_tokens(tmp_path: Path) -> None:
+    shutil.copytree(pooling_folder("tokens"), tmp_path, dirs_exist_ok=True)
+    write_modules(tmp_path, {"pooling_mode_mean_tokens": True})
+    with pytest.raises(ModelConfigError, match=r"modules\.json"):
+        read_model_files(tmp_path)
+
+
+def test_token_scores_may_have_no_bias(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(**{**SIZES, "num_labels": 3}, token_classification_bias=False)
+    reference = transformers.Qwen3ForTokenClassification(config).float().eval()
+    stir(reference)
+    reference.save_pretrained(tmp_path)
+    with LLM(tmp_path, **SETTINGS) as llm:
+        (output,) = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)
+    with torch.no_grad():
+        assert error(output.outputs.data, reference(torch.tensor(PROMPTS[:1])).logits[0]) < 1e-4

@@ -25,6 +25,8 @@ from transformers import (
     GPTNeoXForTokenClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -139,6 +141,19 @@ def _neox_tokens(folder: Path) -> None:
     _write(folder, GPTNeoXForTokenClassification, GPTNeoXConfig, num_labels=3)
 
 
+def _steps(folder: Path) -> None:
+    """Qwen2.5-Math-PRM: the backbone, and its own head, of which transformers has no class."""
+    _write(folder, Qwen2ForCausalLM, Qwen2Config)
+    tensors = load_file(folder / "model.safetensors")
+    generator, size = torch.Generator().manual_seed(5), SIZES["hidden_size"]
+    for name, num_outputs in (("score.0", size), ("score.2", 2)):
+        tensors[f"{name}.weight"] = torch.randn(num_outputs, size, generator=generator) / size**0.5
+        tensors[f"{name}.bias"] = torch.randn(num_outputs, generator=generator)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForProcessRewardModel"]}))
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "causal": _causal,
     "untied": _untied,
@@ -150,6 +165,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "reward": _reward,
     "tokens": _tokens,
     "neox_tokens": _neox_tokens,
+    "steps": _steps,
 }
 
 
@@ -216,7 +232,14 @@ def reference_logits_of_labels(name: str, prompt: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def reference_logits_of_tokens(name: str, prompt: list[int]) -> torch.Tensor:
-    """[tokens, labels] of `AutoModelForTokenClassification`, of a row alone."""
+    """[tokens, labels] of `AutoModelForTokenClassification`, of a row alone; a process reward model's head is computed
+    as Qwen's file defines it: linear, ReLU, linear.
+    """
+    if name == "steps":
+        weights = load_file(pooling_folder(name) / "model.safetensors")
+        states = hidden_states(name, prompt)
+        states = F.relu(F.linear(states, weights["score.0.weight"], weights["score.0.bias"]))
+        return F.linear(states, weights["score.2.weight"], weights["score.2.bias"])
     model = AutoModelForTokenClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
     return model(torch.tensor([prompt])).logits[0]
 

@@ -33,7 +33,7 @@ _TYPES: Final = (
     *[(name, plain_bool, "true, false or null") for name in _FLAGS],
 )
 
-_FOR_TOKENS: Final = "all tokens are given, and compared by nobody here: leave it out"
+_FOR_TOKENS: Final = "a row has the numbers of all its tokens: leave it out"
 _UNSUPPORTED: Final = {
     "__init__": {
         **dict.fromkeys(("activation", "softmax"), "its newer name is use_activation"),
