@@ -81,8 +81,8 @@ class NamedRequests:
         if name is not None:
             del self._ids[name]
             output.request_id = name
-            if output.vector is not None:
-                vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
+            if output.vector is not None or output.token_vectors is not None:
+                vector, token_ids = PoolingOutput(output.pooled), output.prompt_token_ids
                 return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens)
         return output if partial is None else partial.final(output)
 

@@ -461,6 +461,11 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
             )
         pooling = replace(pooling, text=replace(pooling.text, default_prompt=name))
     if options.pooling_type is not None:
+        if pooling.task == "token_classify":
+            raise ConfigError(
+                f"model.pooling_type={options.pooling_type}: the model of config.json scores each token, and pools "
+                f"none: leave it out"
+            )
         pooling = replace(pooling, pooling_type=options.pooling_type)
     return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling
 

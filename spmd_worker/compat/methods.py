@@ -16,7 +16,7 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "wait_for_completion": "takes ids too; no `output_type`; every rank gets every output",
     "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam; no `structured_outputs`",
     "embed": "arguments after the prompts are keyword-only; the vector is a list of numbers",
-    "encode": "`pooling_task` None is the model's task; one vector per row, none per token",
+    "encode": "`pooling_task` None is the model's task; `token_embed` and `token_classify` give a list of lists",
     "classify": "",
     "score": "similarity of two texts, or the score of the pair; no images, no `chat_template`",
     "reward": "the score of a model with one label, without activation",

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from spmd_worker.replica.sequence.encoder_input import is_text
@@ -82,7 +83,11 @@ def request_output(
         )
     elif group.sequences[0].finish_reason is not FinishReason.ABORT:
         assert group.vector is not None, request.request_id
-        output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
+        if request.pooling.is_for_tokens:
+            numbers = np.frombuffer(group.vector, dtype="<f4")
+            output.token_vectors = numbers.reshape(len(output.prompt_token_ids), -1)
+        else:
+            output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
         output.prompt_weight_versions = list(group.prompt_spans)
     output.metrics = metrics
     return output

@@ -17,7 +17,7 @@ from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, check_media
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_task
+from spmd_worker.replica.sequence.pooling_params import MAX_TOKEN_NUMBERS, PoolingParams, check_task
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.replica.sequence.resolved_params import truncated_prompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -211,6 +211,8 @@ class RequestLimits:
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
+        if pooling is not None and pooling.is_for_tokens and self.pooling is not None:
+            self._check_token_numbers(len(prompt_token_ids), pooling, self.pooling.token_size)
         least, most = min(prompt_token_ids), max(prompt_token_ids)
         if self._is_of_images(most, prompt_token_ids, media_items):
             # Its embedding is not looked up, and in some models there is none.
@@ -225,6 +227,14 @@ class RequestLimits:
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
+
+    def _check_token_numbers(self, num_tokens: int, pooling: PoolingParams, size: int) -> None:
+        if num_tokens * size > MAX_TOKEN_NUMBERS:
+            raise RequestError(
+                "limit_exceeded",
+                f"{pooling.task} of {num_tokens} tokens with {size} numbers each is more than {MAX_TOKEN_NUMBERS} "
+                f"numbers: give at most {MAX_TOKEN_NUMBERS // size} tokens",
+            )
 
     def _is_of_images(self, token_id: int, token_ids: tuple[int, ...], media_items: Sequence[MediaItem]) -> bool:
         """Whether all tokens of an id take rows of images: one more, of a scored completion, is a token like others."""

@@ -1,4 +1,5 @@
-"""Head of a pooling model: the pooled hidden state of a row -> its vector or scores, in float32.
+"""Head of a pooling model: the pooled hidden state of a row, or the states of its tokens -> vectors or scores, in
+float32.
 
 Rows are pooled one by one, each with the same operations in the same order, so a row's result depends on the row alone.
 Every rank of the last stage has the full pooler.
@@ -67,8 +68,22 @@ class Pooler(CheckpointLayer):
             moved = None if bias is None else bias.to(self._device)
             self._denses.append((weight.to(self._device), moved, dense.activation))
 
-    def forward(self, pooled: Tensor, *, dimensions: int | None, normalizes: bool, activates: bool) -> Tensor:
-        """Float32 [H], or with late pooling [T, H] -> float32 [D], or scores [L] of a model that classifies."""
+    def forward(
+        self,
+        pooled: Tensor,
+        *,
+        dimensions: int | None,
+        normalizes: bool,
+        activates: bool,
+        is_for_tokens: bool = False,
+    ) -> Tensor:
+        """Float32 [H], or with late pooling [T, H] -> float32 [D], or scores [L] of a model that classifies.
+
+        `is_for_tokens`: states [T, H] -> a vector of each token [T, H], or its scores [T, L]. Dense layers of
+        sentence-transformers take vectors of rows alone.
+        """
+        if is_for_tokens:
+            return self._of_tokens(pooled, normalizes=normalizes, activates=activates)
         x = pooled
         for weight, bias, activation in self._denses:
             x = _activate(_linear(x, weight, bias), activation)
@@ -78,6 +93,13 @@ class Pooler(CheckpointLayer):
         x = x if dimensions is None else x[:dimensions]
         x = F.normalize(x, dim=0) if normalizes else x
         return x[: self.config.max_dimensions or None] if dimensions is None else x
+
+    def _of_tokens(self, states: Tensor, *, normalizes: bool, activates: bool) -> Tensor:
+        """One token after another, so that neither chunks nor other rows change a bit."""
+        if self.config.task == "embed":
+            return torch.stack([F.normalize(each, dim=0) for each in states.unbind(0)]) if normalizes else states
+        scores = [self._scores(each) for each in states.unbind(0)]
+        return torch.stack([_activate(each, self.config.activation) for each in scores] if activates else scores)
 
     def _scores(self, x: Tensor) -> Tensor:
         """[H] or [T, H] -> [L]. Without a score weight the outputs of the dense layers are the scores."""

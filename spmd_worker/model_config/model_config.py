@@ -156,7 +156,13 @@ class ModelConfig:
 
     @property
     def names(self) -> Names:
-        return self._family.names
+        names = self._family.names
+        if self.pooling is None or self.pooling.task != "token_classify":
+            return names
+        if self.pooling.head is not None and not self.is_encoder:
+            # A process reward model, whose layers are one `Sequential`.
+            return replace(names, head_dense="score.0", classifier="score.2")
+        return replace(names, classifier=names.token_classifier or names.classifier)
 
     @property
     def layer(self) -> str:
@@ -613,7 +619,8 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
         return EncoderPooling(None, "cls", has_types)
     reader = _reader(config, path, family)
     pooling_type = rule.poolings[reader.choice(rule.pooling_key, (*rule.poolings,))] if rule.pooling_key else "cls"
-    return EncoderPooling(_head(reader, rule, model_config.norm), pooling_type, has_types)
+    head = _head(reader, rule, model_config.norm)
+    return EncoderPooling(head, pooling_type, has_types, has_token_head=rule.precedes_tokens)
 
 
 def _head(reader: ConfigReader, rule: ClassifierFamily, norm: NormConfig) -> HeadConfig:

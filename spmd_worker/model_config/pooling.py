@@ -1,5 +1,5 @@
-"""Pooling of a row's tokens to one vector, read from a model folder: sentence-transformers' `modules.json`, the score
-head of a `*ForSequenceClassification`, or the default.
+"""Pooling of a row's tokens to one vector, or a vector for each token, read from a model folder: sentence-transformers'
+`modules.json`, the score head of a `*ForSequenceClassification` or `*ForTokenClassification`, or the default.
 
 Knows files and rules; `model/pooler.py` computes.
 """
@@ -38,6 +38,14 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 """The hidden state of the last token, the mean of all, that of the first."""
 
 CLASSIFIER: Final = "ForSequenceClassification"
+TOKEN_CLASSIFIER: Final = "ForTokenClassification"
+TOKEN_TASKS: Final = ("token_embed", "token_classify")
+"""Tasks with a result for each token of a row."""
+_HEADS: Final = (CLASSIFIER, TOKEN_CLASSIFIER)
+PROCESS_REWARD: Final = "ForProcessRewardModel"
+"""Decoders that score the steps of a solution (Qwen2.5-Math-PRM): each token gets two scores, behind a dense layer."""
+_LM_HEADS: Final = {"GPT2": "GPT2LMHeadModel"}
+"""Names of generating models that do not end as others do."""
 _BACKBONE: Final = "Model"
 _TRAINED: Final = ("ForMaskedLM", "ForPreTraining")
 """Heads with which encoders are trained, and without which they run."""
@@ -89,12 +97,14 @@ class ShiftedRow:
 @dataclass(frozen=True, slots=True)
 class EncoderPooling:
     """Pooling by the family of an encoder, or of an encoder-decoder model that classifies: the head of a classifier,
-    its input (`pooling_type`), whether a pair's texts have types of their own, and how a decoder reads a row.
+    its input (`pooling_type`), whether a pair's texts have types of their own, whether the head precedes scores of
+    tokens too, and how a decoder reads a row.
     """
 
     head: HeadConfig | None
     pooling_type: str
     has_token_types: bool
+    has_token_head: bool = False
     shifted: ShiftedRow | None = None
 
 
@@ -102,8 +112,9 @@ class EncoderPooling:
 class PoolingConfig:
     """Result of a row with the pooling runner.
 
-    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`, or
-    "late": the head takes each token, and the scores the mean of its outputs.
+    `task` is "embed", a vector, "classify", `num_labels` scores, or "token_classify", these scores of each token.
+    `pooling_type` is one of `POOLING_TYPES`, "late": the head takes each token, and the scores the mean of its outputs,
+    or "all": nothing is pooled.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `labels` are the names of the scores in config.json, None for one without a
     name; empty if it has none. `matryoshka_dimensions` are the lengths to which vectors may be cut; `is_matryoshka`:
@@ -159,10 +170,15 @@ class PoolingConfig:
 
     @property
     def size(self) -> int:
-        if self.task == "classify":
+        if self.task != "embed":
             return self.num_labels
         size = self.denses[-1].num_outputs if self.denses else self.hidden_size
         return min(size, self.max_dimensions or size)
+
+    @property
+    def token_size(self) -> int:
+        """Numbers of each token, of rows that get some."""
+        return {"embed": self.hidden_size, "token_classify": self.num_labels}.get(self.task, 0)
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -177,21 +193,24 @@ class PoolingConfig:
     @property
     def tasks(self) -> tuple[str, ...]:
         if self.task == "embed":
-            return ("embed", "score")
+            return ("embed", "score", "token_embed")
+        if self.task == "token_classify":
+            return ("token_classify",)
         return ("classify", "score", "reward") if self.num_labels == 1 else ("classify",)
 
 
 def decoder_of(architecture: object) -> str | None:
     """The generating model on whose decoder a pooling one is built, by name; None for other names."""
-    for suffix in (CLASSIFIER, _BACKBONE):
+    for suffix in (*_HEADS, PROCESS_REWARD, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
-            return f"{architecture.removesuffix(suffix)}ForCausalLM"
+            name = architecture.removesuffix(suffix)
+            return _LM_HEADS.get(name, f"{name}ForCausalLM")
     return None
 
 
 def encoder_of(architecture: object) -> str | None:
     """Backbone name of an encoder with or without a head; None for other names."""
-    for suffix in (CLASSIFIER, *_TRAINED, _BACKBONE):
+    for suffix in (*_HEADS, *_TRAINED, _BACKBONE):
         if isinstance(architecture, str) and architecture.endswith(suffix):
             return f"{architecture.removesuffix(suffix)}{_BACKBONE}"
     return None
@@ -217,11 +236,17 @@ def read_pooling(
     if encoder is None and (not generates or is_sentence_model):
         check_sees_earlier(folder, sees_later(config))
     sentence = read_sentence_folder(folder, hidden_size) if is_sentence_model else None
-    is_classifier = not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"])
+    names = [str(name) for name in config["architectures"]]
+    heads = [each for each in (*_HEADS, PROCESS_REWARD) if any(name.endswith(each) for name in names)]
+    is_classifier = not generates and bool(heads)
     if sentence is not None:
         _check_architectures(folder, config, sentence, generates=generates, is_classifier=is_classifier)
     reader = ConfigReader(config, folder / "config.json")
-    if is_classifier:
+    if is_classifier and heads[0] != CLASSIFIER:
+        if sentence is not None:
+            raise reader.error("architectures", "is of a model that scores tokens, which modules.json cannot describe")
+        pooling = _token_classifier(reader, hidden_size, encoder, is_process_reward=heads[0] == PROCESS_REWARD)
+    elif is_classifier:
         pooling = _classifier(reader, hidden_size, sentence, encoder)
     elif sentence is not None:
         pooling = _sentence_model(reader, hidden_size, sentence)
@@ -271,19 +296,38 @@ def _classifier(
 ) -> PoolingConfig:
     if encoder is not None and encoder.head is None:
         raise reader.error("architectures", "is not supported: the encoder's family has no score head")
+    pooling = _with_labels(PoolingConfig("classify", "last", hidden_size), reader, sentence)
+    if encoder is not None:
+        pooling = replace(pooling, pooling_type=encoder.pooling_type, shifted=encoder.shifted)
+        pooling = replace(pooling, head=encoder.head, has_score_bias=True)
+    return pooling
+
+
+def _token_classifier(
+    reader: ConfigReader, hidden_size: int, encoder: EncoderPooling | None, *, is_process_reward: bool
+) -> PoolingConfig:
+    if encoder is not None and encoder.head is None:
+        raise reader.error("architectures", "is not supported: the encoder's family has no scores of tokens")
+    pooling = PoolingConfig("token_classify", "all", hidden_size, has_score_bias=True)
+    if is_process_reward:
+        return replace(pooling, num_labels=2, activation="softmax", head=HeadConfig("relu", has_bias=True))
+    pooling = _with_labels(pooling, reader, None)
+    if encoder is None:
+        return replace(pooling, has_score_bias=reader.flag("token_classification_bias", True))
+    return replace(pooling, head=encoder.head if encoder.has_token_head else None)
+
+
+def _with_labels(pooling: PoolingConfig, reader: ConfigReader, sentence: SentenceFolder | None) -> PoolingConfig:
+    """The pooling with the number, the names and the activation of its scores."""
     given = reader.get("id2label")
     names = [given.get(str(index)) for index in range(len(given))] if isinstance(given, Mapping) else []
     num_labels = checked_integer(
         len(names) or reader.config.get("num_labels", 2), reader.where("num_labels"), 1, MAX_SIZE
     )
     activation = _score_activation(reader, num_labels, sentence)
-    pooling = PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)
     # Some configurations name a label by a number.
-    pooling = replace(pooling, labels=tuple([None if name is None else str(name) for name in names]))
-    if encoder is not None:
-        pooling = replace(pooling, pooling_type=encoder.pooling_type, shifted=encoder.shifted)
-        pooling = replace(pooling, head=encoder.head, has_score_bias=True)
-    return pooling
+    labels = tuple([None if name is None else str(name) for name in names])
+    return replace(pooling, num_labels=num_labels, activation=activation, labels=labels)
 
 
 def _score_activation(reader: ConfigReader, num_labels: int, sentence: SentenceFolder | None) -> str:

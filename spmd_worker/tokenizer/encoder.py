@@ -17,7 +17,7 @@ _MAX_EXPLAINED: Final = 300
 
 
 class Encoder:
-    """Encodes in this process. Both methods raise ValueError for a text that cannot be encoded."""
+    """Encodes in this process. All methods raise ValueError for a text that cannot be encoded."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -31,6 +31,21 @@ class Encoder:
     def encode_inside(
         self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
     ) -> tuple[list[int], int | None]:
+        encoding = self._inside(first, second, max_tokens, truncation_side)
+        types = list(encoding.type_ids)
+        num_first = types.index(1) if 1 in types else len(types)
+        is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
+        return list(encoding.ids), num_first if is_ordered else None
+
+    def encode_with_offsets(
+        self, text: str, max_tokens: int | None, truncation_side: str
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._inside(text, None, max_tokens, truncation_side)
+        return list(encoding.ids), list(encoding.offsets)
+
+    def _inside(
+        self, first: str, second: str | None, max_tokens: int | None, truncation_side: str
+    ) -> tokenizers.Encoding:
         with library_errors("the text cannot be encoded"):
             encodings = [self._pieces(text) for text in ([first] if second is None else [first, second])]
             num_special = int(self._backend.num_special_tokens_to_add(second is not None))
@@ -41,11 +56,7 @@ class Encoder:
             for encoding, length in zip(encodings, lengths):
                 encoding.truncate(length, direction=truncation_side)
         with library_errors("the text cannot be encoded"):
-            encoding = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
-        types = list(encoding.type_ids)
-        num_first = types.index(1) if 1 in types else len(types)
-        is_ordered = all(each == int(index >= num_first) for index, each in enumerate(types))
-        return list(encoding.ids), num_first if is_ordered else None
+            return self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
 
     def _pieces(self, text: str) -> tokenizers.Encoding:
         if _releases_gil(text):

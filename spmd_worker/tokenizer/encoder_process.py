@@ -41,6 +41,12 @@ class IsolatedEncoder:
         )
         return list(answer["ids"]), answer["num_first"]
 
+    def encode_with_offsets(
+        self, text: str, max_tokens: int | None, truncation_side: str
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        answer = self._ask({"located": text, "max_tokens": max_tokens, "truncation_side": truncation_side})
+        return list(answer["ids"]), [(start, end) for start, end in answer["offsets"]]
+
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self._process.ask(pack(request))
@@ -59,6 +65,10 @@ def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str
         try:
             if "text" in request:
                 return {"ids": encoder.encode(**request)}
+            if "located" in request:
+                text, *others = (request[key] for key in ("located", "max_tokens", "truncation_side"))
+                ids, offsets = encoder.encode_with_offsets(text, *others)
+                return {"ids": ids, "offsets": offsets}
             ids, num_first = encoder.encode_inside(**request)
             return {"ids": ids, "num_first": num_first}
         except ValueError as error:

@@ -144,6 +144,13 @@ class Tokenizer:
         _check_unicode(first + (second or ""))
         return self._encoder.encode_inside(first, second, max_tokens, self._files.truncation_side)
 
+    def encode_with_offsets(self, text: str, max_tokens: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text as `encode_inside` gives them, and (start, end) of each in characters of the text, (0, 0)
+        of special tokens. Raises as `encode_inside`.
+        """
+        _check_unicode(text)
+        return self._encoder.encode_with_offsets(text, max_tokens, self._files.truncation_side)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token add none, invalid UTF-8 becomes U+FFFD. Raises TokenizerError."""
         with library_errors("the ids cannot be decoded"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 from pooling_models import change_of, changed_folder, pooling_folder
@@ -17,7 +18,7 @@ from spmd_worker import LLM
 SHARED = random_prompt(40, 1)
 PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], random_prompt(60, 2)]
 SETTINGS: dict[str, Any] = {"num_blocks": 80, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-NAMES = ("mean", "labels")
+NAMES = ("mean", "labels", "tokens")
 
 SCRIPT = """
 import json, os, sys
@@ -29,6 +30,9 @@ answers = {}
 for name, folder in job["folders"].items():
     with LLM(folder, **job["layout"], **job["settings"]) as llm:
         outputs = llm.encode([{"prompt_token_ids": each} for each in job["prompts"]], use_tqdm=False)
+        if "token_embed" in llm.supported_tasks:
+            rows = [{"prompt_token_ids": each} for each in job["prompts"]]
+            outputs += llm.encode(rows, pooling_task="token_embed", use_tqdm=False)
     answers[name] = [each.outputs.data for each in outputs]
 (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
 """
@@ -66,7 +70,10 @@ def alone() -> dict[str, list[list[float]]]:
     found = {}
     for name in NAMES:
         with LLM(pooling_folder(name), device="cpu", **SETTINGS) as llm:
-            outputs = llm.encode([{"prompt_token_ids": each} for each in PROMPTS], use_tqdm=False)
+            rows = [{"prompt_token_ids": each} for each in PROMPTS]
+            outputs = llm.encode(rows, use_tqdm=False)
+            if "token_embed" in llm.supported_tasks:
+                outputs += llm.encode(rows, pooling_task="token_embed", use_tqdm=False)
         found[name] = [output.outputs.data for output in outputs]
     return found
 
@@ -84,7 +91,7 @@ def test_vectors_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, li
         assert first == {name: alone[name] for name in names}
     for name in names:
         for ours, theirs in zip(first[name], alone[name], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-5)
+            assert np.array(ours) == pytest.approx(np.array(theirs), abs=1e-5)
 
 
 UPDATED = """

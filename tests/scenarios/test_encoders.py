@@ -152,6 +152,7 @@ def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:
         "deberta_mean",
         "debertav1_pairs",
         "jina_mean",
+        "modern_tokens",
     )
     for name in names:
         assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
@@ -288,7 +289,7 @@ _EMBEDDED = {"relative_attention": True, "pos_att_type": "c2p"}
         ("XLMRobertaModel", {"max_position_embeddings": 2}, r"max_position_embeddings=2 must .*from 3 "),
         ("XLMRobertaModel", {"position_embedding_type": "rotary"}, "position_embedding_type='rotary' is not supported"),
         ("XLMRobertaLoRA", {}, "its adapters of tasks are parts of its weights.*jina-embeddings-v3-hf"),
-        ("BertForTokenClassification", {}, "is unknown"),
+        ("BertForMultipleChoice", {}, "is unknown"),
         ("DebertaV2Model", {"conv_kernel_size": 3}, "conv_kernel_size=3 is not supported, only 0"),
         ("DebertaV2Model", {"embedding_size": 8}, "embedding_size=8 is not supported, only 1536"),
         ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size=8 is not supported, only 64"),
@@ -390,7 +391,7 @@ def test_plan_counts_weights_per_stage(name: str) -> None:
             model = build_model(context, config, stage_of(layout, config, rank))
             held = sum(each.nbytes for each in model.parameters())
             assert held == weights_bytes(config, layout, rank, "bfloat16", "cpu"), (num_stages, rank)
-    if not name.endswith("_labels") and not name.endswith("_pairs"):
+    if name not in WITH_SCORES:
         whole = sum(each.numel() for each in _transformers_parameters(name))
         # Keys of the first DeBERTa have no biases: zeros are held, for tokens and for distances.
         zeros = 2 * config.hidden_size * config.num_layers * (name == "debertav1")
@@ -408,6 +409,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     [
         *("bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"),
         *("deberta_labels", "debertav1"),
+        *("roberta_tokens", "modern_tokens", "gte_tokens"),
     ],
 )
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:

@@ -234,7 +234,7 @@ def test_run_reports_its_tasks_and_rejects_others() -> None:
         with pytest.raises(ValueError, match=r"^pooling .*generates .*=pooling"):
             llm.llm_engine.add_request("0", ids(PROMPTS[:1])[0], PoolingParams())
     with LLM(pooling_folder("mean"), **SETTINGS) as llm:
-        assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
+        assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score", "token_embed")
         with pytest.raises(PromptsRefusedError, match=r"run pools .*=generate"):
             llm.generate(ids(PROMPTS[:1]), SamplingParams(max_tokens=2), use_tqdm=False)
         with pytest.raises(ValueError, match=r"^classify .*: .*embed, score"):

@@ -23,12 +23,15 @@ from transformers import (
     AlbertConfig,
     AlbertForPreTraining,
     AlbertForSequenceClassification,
+    AlbertForTokenClassification,
     AlbertModel,
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     DebertaConfig,
     DebertaForSequenceClassification,
@@ -40,20 +43,24 @@ from transformers import (
     DistilBertConfig,
     DistilBertForMaskedLM,
     DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
     DistilBertModel,
     DistilBertPreTrainedModel,
     ElectraConfig,
     ElectraForPreTraining,
     ElectraForSequenceClassification,
+    ElectraForTokenClassification,
     ElectraModel,
     EuroBertConfig,
     EuroBertForMaskedLM,
     EuroBertForSequenceClassification,
+    EuroBertForTokenClassification,
     EuroBertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     GteConfig,
     GteForSequenceClassification,
+    GteForTokenClassification,
     GteModel,
     JinaEmbeddingsV3Config,
     JinaEmbeddingsV3ForMaskedLM,
@@ -61,24 +68,29 @@ from transformers import (
     JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
     ModernBertModel,
     MPNetConfig,
     MPNetForMaskedLM,
     MPNetForSequenceClassification,
+    MPNetForTokenClassification,
     MPNetModel,
     MT5Config,
     MT5EncoderModel,
     NomicBertConfig,
     NomicBertForSequenceClassification,
+    NomicBertForTokenClassification,
     NomicBertModel,
     RobertaConfig,
     RobertaForSequenceClassification,
+    RobertaForTokenClassification,
     T5Config,
     T5EncoderModel,
     UMT5Config,
     UMT5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
+    XLMRobertaForTokenClassification,
     XLMRobertaModel,
 )
 
@@ -404,6 +416,24 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "debertav1_pairs": written(
         *("debertav1", DebertaForSequenceClassification, DebertaConfig, _DEBERTA1), num_labels=1, pos_att_type="p2c"
     ),
+    # Scores of each token.
+    "bert_tokens": written("bert", BertForTokenClassification, BertConfig, _COMMON, num_labels=5),
+    "roberta_tokens": written("roberta", RobertaForTokenClassification, RobertaConfig, _ROBERTA, num_labels=5),
+    "xlm_tokens": written("xlm", XLMRobertaForTokenClassification, XLMRobertaConfig, _ROBERTA, num_labels=1),
+    "modern_tokens": written(
+        *("modern", ModernBertForTokenClassification, ModernBertConfig, _MODERN),
+        num_labels=5,
+        classifier_bias=True,
+        norm_bias=True,
+        classifier_activation="silu",
+    ),
+    "mpnet_tokens": written("mpnet", MPNetForTokenClassification, MPNetConfig, _MPNET, num_labels=5),
+    "distil_tokens": written("distil", DistilBertForTokenClassification, DistilBertConfig, _DISTIL, num_labels=5),
+    "electra_tokens": written("electra", ElectraForTokenClassification, ElectraConfig, _ELECTRA, num_labels=5),
+    "nomic_tokens": written("nomic", NomicBertForTokenClassification, NomicBertConfig, _NOMIC, num_labels=5),
+    "gte_tokens": written("gte", GteForTokenClassification, GteConfig, _GTE, num_labels=5),
+    "euro_tokens": written("euro", EuroBertForTokenClassification, EuroBertConfig, _EURO, num_labels=5),
+    "albert_tokens": written("albert", AlbertForTokenClassification, AlbertConfig, _ALBERT, num_labels=5),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
@@ -416,7 +446,8 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
 }
 ALONE: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
 """Classes of encoders whose AutoModel has a decoder."""
-WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs")))
+WITH_TOKENS = tuple(name for name in ENCODERS if name.endswith("_tokens"))
+WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs", "_tokens")))
 
 
 def encoder_folder(name: str) -> Path:
@@ -430,6 +461,7 @@ def backbone(name: str) -> Any:
     are as large as ours.
     """
     kind = AutoModelForSequenceClassification if name in WITH_SCORES else ALONE.get(name.partition("_")[0], AutoModel)
+    kind = AutoModelForTokenClassification if name in WITH_TOKENS else kind
     return kind.from_pretrained(encoder_folder(name), dtype=torch.float64, attn_implementation="eager").eval()
 
 
@@ -441,7 +473,7 @@ def hidden_states(name: str, prompt: list[int], num_first_tokens: int | None = N
 
 @torch.no_grad()
 def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
-    """[labels] of a row alone."""
+    """[labels], or [T, labels], of a row alone."""
     return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0].float()
 
 
@@ -457,10 +489,11 @@ def expected(name: str, prompt: list[int]) -> Tensor:
     return F.normalize(x, dim=0) if name.endswith(("_mean", "_cls", "_dense")) else x
 
 
-def error(ours: list[float], theirs: Tensor) -> float:
+def error(ours: list[Any], theirs: Tensor) -> float:
     """Difference relative to the largest number, where that is above 1."""
-    assert len(ours) == len(theirs)
-    return float((torch.tensor(ours) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+    numbers = torch.tensor(ours)
+    assert numbers.shape == theirs.shape
+    return float((numbers - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 
 
 def _inputs(prompt: list[int], num_first_tokens: int | None) -> dict[str, Tensor]:

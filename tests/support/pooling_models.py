@@ -20,11 +20,17 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForTokenClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
     Qwen3Model,
 )
 
@@ -127,6 +133,27 @@ def _reward(folder: Path) -> None:
     _write(folder, LlamaForSequenceClassification, LlamaConfig, num_labels=1)
 
 
+def _tokens(folder: Path) -> None:
+    _write(folder, Qwen3ForTokenClassification, Qwen3Config, num_labels=5)
+
+
+def _neox_tokens(folder: Path) -> None:
+    _write(folder, GPTNeoXForTokenClassification, GPTNeoXConfig, num_labels=3)
+
+
+def _steps(folder: Path) -> None:
+    """Qwen2.5-Math-PRM: the backbone, and its own head, of which transformers has no class."""
+    _write(folder, Qwen2ForCausalLM, Qwen2Config)
+    tensors = load_file(folder / "model.safetensors")
+    generator, size = torch.Generator().manual_seed(5), SIZES["hidden_size"]
+    for name, num_outputs in (("score.0", size), ("score.2", 2)):
+        tensors[f"{name}.weight"] = torch.randn(num_outputs, size, generator=generator) / size**0.5
+        tensors[f"{name}.bias"] = torch.randn(num_outputs, generator=generator)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForProcessRewardModel"]}))
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "causal": _causal,
     "untied": _untied,
@@ -136,6 +163,9 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "dense": _dense,
     "labels": _labels,
     "reward": _reward,
+    "tokens": _tokens,
+    "neox_tokens": _neox_tokens,
+    "steps": _steps,
 }
 
 
@@ -197,6 +227,20 @@ def _dense_weights() -> dict[str, torch.Tensor]:
 def reference_logits_of_labels(name: str, prompt: list[int]) -> torch.Tensor:
     """[labels] of `AutoModelForSequenceClassification`, of a row alone and without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
+    return model(torch.tensor([prompt])).logits[0]
+
+
+@torch.no_grad()
+def reference_logits_of_tokens(name: str, prompt: list[int]) -> torch.Tensor:
+    """[tokens, labels] of `AutoModelForTokenClassification`, of a row alone; a process reward model's head is computed
+    as Qwen's file defines it: linear, ReLU, linear.
+    """
+    if name == "steps":
+        weights = load_file(pooling_folder(name) / "model.safetensors")
+        states = hidden_states(name, prompt)
+        states = F.relu(F.linear(states, weights["score.0.weight"], weights["score.0.bias"]))
+        return F.linear(states, weights["score.2.weight"], weights["score.2.bias"])
+    model = AutoModelForTokenClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
     return model(torch.tensor([prompt])).logits[0]
 
 

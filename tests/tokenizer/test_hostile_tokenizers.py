@@ -122,6 +122,7 @@ def test_unknown_tokenizer_is_encoded_in_a_process(tmp_path: Path):
     for text in ("hello world abc", "a<s>b</s>", "naïve 你好"):
         assert tokenizer.encode(text) == library.encode(text).ids
         assert tokenizer.encode_inside(text, text)[0] == 2 * library.encode(text).ids
+        assert tokenizer.encode_with_offsets(text) == (library.encode(text).ids, library.encode(text).offsets)
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text).ids)
     with pytest.raises(TokenizerError, match=r"text cannot .*encoded: "):
         tokenizer.encode("a" * 40 + "!")

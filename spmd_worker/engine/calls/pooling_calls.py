@@ -86,8 +86,9 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_adapter_request: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool each prompt: a vector or scores, as plain numbers. `pooling_task` is embed, classify, score or reward;
-        None is the model's task. Otherwise as `embed`.
+        """Pool each prompt: a vector or scores, as plain numbers. `pooling_task` is embed, classify, score or reward,
+        or token_embed or token_classify, with a list of numbers for each token; None is the model's task. Otherwise as
+        `embed`.
         """
         adapters = (lora_request, prompt_adapter_request)
         given = _Arguments(pooling_params, truncate_prompt_tokens, adapters, tokenization_kwargs, gather, use_tqdm)
@@ -223,11 +224,8 @@ class PoolingCalls:
         outputs = self._runner.run(call, encode, None, gather=given.gather, use_tqdm=given.use_tqdm)
         made = []
         for output in outputs:
-            vector = without_error(output).vector
-            assert vector is not None, "a finished row without an error has a vector"
-            made.append(
-                output_class(output.request_id, make(vector), output.prompt_token_ids, output.num_cached_tokens)
-            )
+            numbers = make(without_error(output).pooled)
+            made.append(output_class(output.request_id, numbers, output.prompt_token_ids, output.num_cached_tokens))
         return made
 
 

@@ -22,8 +22,9 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input_check import InputCheck
 from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
-from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput, write_lines
+from spmd_worker.frontends.batch.output_file import WrittenOutput, write_lines
 from spmd_worker.frontends.batch.output_parts import PARTS_NAME, earlier_parts, is_parts
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns
 from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
@@ -244,7 +245,10 @@ def check_loaded(engine: Engine, manifest: dict[str, Any]) -> None:
             raise ConfigError(f"{key}={folders[key]} changed while the job started: start it again")
 
 
-def vectors_of(engine: Engine) -> VectorColumn | None:
-    """Column of the output's vectors; None for a model that generates."""
+def vectors_of(engine: Engine) -> VectorColumns | None:
+    """Columns of the output's vectors; None for a model that generates."""
     pooling = engine.limits.pooling
-    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
+    if pooling is None:
+        return None
+    name = "embedding" if pooling.task == "embed" else "scores"
+    return VectorColumns(name, 0 if pooling.task == "token_classify" else pooling.size, pooling.token_size)

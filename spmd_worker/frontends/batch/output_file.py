@@ -3,13 +3,11 @@
 answers.jsonl         one line per row
 answers.jsonl.gz      the same, compressed (.zst too); equal lines make equal bytes
 answers.parquet       one row per row: index, custom_id, outputs, token counts, error, and the line of JSON itself; with
-                      pooling also a row's vector, if it has one of the model's length
+                      pooling also a row's vector, if it has one of the model's length, or those of its tokens
 """
 
-import base64
 import contextlib
 import gzip
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +15,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.files import NamedErrors, create_job_file, partial_path, rename_durably, sync_stream
 from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.base.remote_upload import write_remote
 from spmd_worker.frontends.batch.input.input_files import open_bytes, open_input
 from spmd_worker.frontends.batch.output_parts import PART_ROWS, CommittedParts, LineDigest, Part, is_parts, write_parts
-from spmd_worker.frontends.openai.decimals import read_decimals
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns, parquet_row
 
 _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3
@@ -34,9 +29,6 @@ _PARQUET: Final = ".parquet"
 _PARQUET_ROWS: Final = 1024
 _PARQUET_BYTES: Final = 64 << 20
 """A row group ends at this many rows, or bytes of lines."""
-
-VectorColumn = tuple[str, int]
-"""Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ class OutputFile:
         self._stream, self._sink = stream, sink
 
     @staticmethod
-    def open(path: FilePath, vectors: VectorColumn | None = None, writer: str | None = None) -> "OutputFile":
+    def open(path: FilePath, vectors: VectorColumns | None = None, writer: str | None = None) -> "OutputFile":
         """Begin the file; `vectors` for pooling rows. A `writer` has a partial file of its own.
 
         Raises OSError if it cannot be created, FileExistsError if another kind of file exists, and ConfigError if its
@@ -93,7 +85,9 @@ class OutputFile:
         return OutputFile.over(open_whole(path, writer), path.suffix, vectors)
 
     @staticmethod
-    def over(stream: WholeStream, suffix: str, vectors: VectorColumn | None = None, first_row: int = 0) -> "OutputFile":
+    def over(
+        stream: WholeStream, suffix: str, vectors: VectorColumns | None = None, first_row: int = 0
+    ) -> "OutputFile":
         """`open` with an open stream, which is discarded on an error, of rows from `first_row`."""
         try:
             return OutputFile(stream, _sink_of(suffix, cast(BinaryIO, stream), vectors, first_row))
@@ -136,7 +130,7 @@ class OutputFile:
 def write_lines(
     lines: Iterable[bytes],
     path: FilePath,
-    vectors: VectorColumn | None = None,
+    vectors: VectorColumns | None = None,
     part_rows: int = PART_ROWS,
     run_dir: Path | None = None,
     writer: str | None = None,
@@ -161,7 +155,7 @@ def write_lines(
 
 
 def _write_part(
-    lines: Iterable[bytes], path: FilePath, first_row: int, vectors: VectorColumn | None, writer: str | None
+    lines: Iterable[bytes], path: FilePath, first_row: int, vectors: VectorColumns | None, writer: str | None
 ) -> Part:
     num_rows, stream = 0, _DigestedStream(open_whole(path, writer), str(path))
     with OutputFile.over(stream, path.suffix, vectors, first_row) as output:
@@ -295,7 +289,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
 class _ParquetSink:
     """One row group at a time."""
 
-    def __init__(self, stream: BinaryIO, vectors: VectorColumn | None, first_row: int = 0) -> None:
+    def __init__(self, stream: BinaryIO, vectors: VectorColumns | None, first_row: int = 0) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -307,7 +301,10 @@ class _ParquetSink:
         columns = {"index": number, "custom_id": text, "outputs": pyarrow.list_(pyarrow.struct(output))}
         columns |= {"prompt_tokens": number, "completion_tokens": number}
         columns |= {"error": pyarrow.struct({"code": text, "message": text}), "json": text}
-        columns |= {} if vectors is None else {vectors[0]: pyarrow.list_(pyarrow.float32(), vectors[1])}
+        if vectors is not None and vectors.size:
+            columns[vectors.name] = pyarrow.list_(pyarrow.float32(), vectors.size)
+        if vectors is not None and vectors.token_size:
+            columns[vectors.token_name] = pyarrow.list_(pyarrow.list_(pyarrow.float32(), vectors.token_size))
         self._schema = pyarrow.schema(columns)
         self._vectors = vectors
         self._make_batch = pyarrow.RecordBatch.from_pylist
@@ -334,70 +331,7 @@ class _ParquetSink:
             self._writer.write_batch(self._make_batch(rows, schema=self._schema))
 
 
-def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) -> dict[str, Any]:
-    """Columns of an output line of either format; `json` is the complete line."""
-    numbers, rest = _cut_vector(line, vectors)
-    answer = json.loads(rest)
-    body = answer["response"]["body"] if answer.get("response") else answer
-    usage = body.get("usage") or {}
-    row = {
-        "index": index,
-        "custom_id": answer["custom_id"],
-        "outputs": [_parquet_output(each) for each in body.get("outputs") or body.get("choices") or ()],
-        "prompt_tokens": usage.get("prompt_tokens"),
-        "completion_tokens": usage.get("completion_tokens"),
-        "error": answer["error"],
-    }
-    vector = {} if vectors is None else {vectors[0]: _vector(body, *vectors) if numbers is None else numbers}
-    # A lone surrogate, which JSON can escape and UTF-8 cannot encode, is replaced everywhere except in `json`.
-    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n"), **vector}
-
-
-def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.float32] | None, bytes]:
-    """The numbers of a line with one vector of the column's length, and the line without them: a JSON parser would
-    spend most of its time on them. None and the unchanged line for other lines.
-    """
-    # A quote inside a text follows a backslash, so this is a key.
-    key = b"" if vectors is None else f'"{vectors[0]}": ['.encode()
-    if vectors is None or line.count(key) != 1:
-        return None, line
-    start = line.index(key) + len(key)
-    end = line.index(b"]", start)
-    numbers = read_decimals(line[start:end], vectors[1])
-    return (None, line) if numbers is None else (numbers, line[:start] + line[end:])
-
-
-def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
-    """The vector of a row, if it has one of this length."""
-    data = body.get("data") or []
-    # Numbers have vLLM's names in bodies of /classify and /pooling.
-    names = (name, "probs", "data")
-    vector = next((data[0][each] for each in names if each in data[0]), None) if len(data) == 1 else body.get(name)
-    if isinstance(vector, str):
-        vector = np.frombuffer(base64.b64decode(vector), "<f4").tolist()
-    return vector if vector is not None and len(vector) == size else None
-
-
-def _parquet_output(output: dict[str, Any]) -> dict[str, Any]:
-    stop_reason = output["stop_reason"]
-    return {
-        "index": output["index"],
-        "text": output["message"]["content"] if "message" in output else output["text"],
-        "token_ids": output.get("token_ids"),
-        "finish_reason": output["finish_reason"],
-        "stop_reason": None if stop_reason is None else str(stop_reason),
-    }
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {key: _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list) else value
-
-
-def _sink_of(suffix: str, stream: BinaryIO, vectors: VectorColumn | None, first_row: int) -> LineSink:
+def _sink_of(suffix: str, stream: BinaryIO, vectors: VectorColumns | None, first_row: int) -> LineSink:
     if suffix == _PARQUET:
         return _ParquetSink(stream, vectors, first_row)
     return _SINKS.get(suffix, _PlainSink)(stream)

@@ -4,10 +4,13 @@ A row has hundreds of them: numpy formats them together, and the rare rest one b
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+Numbers = Sequence[float] | NDArray[np.float32]
+"""A vector, or rows of equal length."""
 
 _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
 """Powers of ten that a float64 represents exactly: an integer divided by one is rounded once, as when a decimal is
@@ -39,19 +42,26 @@ _PLACEHOLDER: Final = "\0numbers\0"
 _PLACEHOLDER_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
 
 
-def shortest_decimals(vector: Sequence[float]) -> list[float]:
-    """`float(str(each))` of float32 numbers."""
+def shortest_decimals(vector: Numbers) -> list[Any]:
+    """`float(str(each))` of float32 numbers; lists of them for rows."""
     given = np.array(vector, dtype=np.float32)
+    if given.ndim > 1:
+        numbers, size = shortest_decimals(given.reshape(-1)), given.shape[1]
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
     sizes, is_found, _ = _found(given)
-    values: list[float] = np.copysign(sizes, given).tolist()
+    values: list[Any] = np.copysign(sizes, given).tolist()
     for index in np.flatnonzero(~is_found):
         values[index] = float(str(given[index]))
     return values
 
 
-def shortest_text(vector: Sequence[float]) -> str:
+def shortest_text(vector: Numbers) -> str:
     """`json.dumps(shortest_decimals(vector))`."""
     given = np.array(vector, dtype=np.float32)
+    if given.ndim > 1:
+        texts, size = shortest_text(given.reshape(-1))[1:-1].split(", "), given.shape[1]
+        rows = [", ".join(texts[start : start + size]) for start in range(0, len(texts), size)]
+        return f"[{', '.join([f'[{row}]' for row in rows])}]"
     sizes, is_found, exponents = _found(given)
     is_short = is_found & (exponents >= -4) & (exponents < 0)
     mantissas = np.rint(sizes * _POWERS[_MAX_DIGITS - 1 - exponents]).astype(np.int64)
@@ -105,7 +115,7 @@ class FormattedVectors:
     def __init__(self) -> None:
         self._texts: list[str] = []
 
-    def mark(self, vector: Sequence[float]) -> str:
+    def mark(self, vector: Numbers) -> str:
         """Placeholder of the next vector in the record of the line."""
         self._texts.append(shortest_text(vector))
         return _PLACEHOLDER

@@ -11,6 +11,7 @@ from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, 
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.token_places import TokenPlaces
 from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -23,7 +24,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 class EncodedPooledRow:
     """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, `labels`
     name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the tokens of its images,
-    `media`.
+    `media`. `places` are those of a plain row with numbers for each token; None without a tokenizer.
     """
 
     row: Row
@@ -35,6 +36,7 @@ class EncodedPooledRow:
     media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
     labels: tuple[str | None, ...] = ()
+    places: TokenPlaces | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -85,7 +87,7 @@ def encode_pooled_in_turns(
             # Lazily: the first pair that is too long ends it, before all are built.
             pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
-        texts, with_images = [], Encoded(None, ())
+        texts, with_images, places = [], Encoded(None, ()), None
         for prompt in prompts:
             encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
             if encoded.media:
@@ -97,10 +99,21 @@ def encode_pooled_in_turns(
                 raise InvalidRequestError(message, "prompt_too_long")
             assert encoded.pooling is not None, "resolved by apply_pooling"
             texts.append((encoded.token_ids, encoded.pooling))
+            if row.kind == "pooled" and params.is_for_tokens and tokenizer is not None:
+                assert isinstance(prompt, ReadPrompt), prompt
+                most = _max_tokens(inputs.params, engine) if config.encodes_inside else None
+                with invalid_request():
+                    places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
             yield
         images = (with_images.media, with_images.media_items)
         compared = (are_pairs, config.similarity)
-        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, labels=config.labels)
+        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, config.labels, places)
+
+
+def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:
+    """Tokens to which a text is truncated; None for all of it."""
+    length = params.truncate_prompt_tokens
+    return engine.max_model_len if length == -1 else length
 
 
 def _truncated(

@@ -7,19 +7,21 @@ unique digits.
 
 import base64
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from spmd_worker.frontends.openai.decimals import FormattedVectors, shortest_decimals
+from spmd_worker.frontends.openai.decimals import FormattedVectors, Numbers, shortest_decimals
 from spmd_worker.frontends.openai.openai_body import JsonObject
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
-from spmd_worker.frontends.openai.row import PoolingInputs, Row, TextPrompt, answer_name
+from spmd_worker.frontends.openai.row import PoolingInputs, TextPrompt, answer_name
 from spmd_worker.frontends.openai.row_writer import json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import similarity
 
-FormatVector = Callable[[Sequence[float]], Any]
+FormatVector = Callable[[Numbers], Any]
+_KEYS: Final = {"embed": "embedding", "token_embed": "token_embeddings"}
+"""Keys of plain records, by task; those of others are `scores`."""
 
 
 def pooled_line(encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], default_model: str) -> bytes:
@@ -27,26 +29,49 @@ def pooled_line(encoded: EncodedPooledRow, outputs: Sequence[RequestOutput], def
 
     def line(format_vector: FormatVector) -> bytes:
         if encoded.row.kind == "pooled":
-            return json_line(pooled_record(encoded.row, outputs[0], format_vector))
+            return json_line(pooled_record(encoded, outputs[0], format_vector))
         return response_line(encoded.row, pooling_body(encoded, outputs, default_model, format_vector))
 
     vectors = FormattedVectors()
     return vectors.fill(line(vectors.mark)) or line(shortest_decimals)
 
 
-def pooled_record(row: Row, output: RequestOutput, format_vector: FormatVector = shortest_decimals) -> JsonObject:
+def pooled_record(
+    encoded: EncodedPooledRow, output: RequestOutput, format_vector: FormatVector = shortest_decimals
+) -> JsonObject:
     """Output record of a plain row."""
+    row = encoded.row
     assert row.pooling is not None
-    assert output.vector is not None
-    key = "embedding" if row.pooling.params.task == "embed" else "scores"
+    key = _KEYS.get(row.pooling.params.task or "", "scores")
     return {
         "custom_id": row.custom_id,
         "index": row.index,
         **({} if row.adapter is None else {"adapter": row.adapter}),
-        key: format_vector(output.vector),
+        key: format_vector(_numbers(output)),
+        **_of_tokens(encoded, output),
         "usage": {"prompt_tokens": len(output.prompt_token_ids)},
         "error": None,
     }
+
+
+def _of_tokens(encoded: EncodedPooledRow, output: RequestOutput) -> JsonObject:
+    """Labels, tokens and places in a record with numbers for each token."""
+    if output.token_vectors is None:
+        return {}
+    places, num_scores = encoded.places, output.token_vectors.shape[1]
+    labels = {"labels": [_label(encoded.labels, index) for index in range(num_scores)]}
+    return {
+        **(labels if encoded.params.task == "token_classify" else {}),
+        "tokens": None if places is None else places.tokens,
+        "offsets": None if places is None else places.offsets,
+    }
+
+
+def _numbers(output: RequestOutput) -> Numbers:
+    """The vector of a row, or those of its tokens."""
+    numbers = output.vector if output.token_vectors is None else output.token_vectors
+    assert numbers is not None, output.request_id
+    return numbers
 
 
 def pooling_body(
@@ -114,13 +139,21 @@ def _class(index: int, output: RequestOutput, labels: Sequence[str | None], form
     scores = output.vector
     assert scores is not None
     highest = scores.index(max(scores))
-    # transformers' name of a label that config.json does not name.
-    label = labels[highest] if labels else f"LABEL_{highest}"
-    return {"index": index, "label": label, "probs": format_vector(scores), "num_classes": len(scores)}
+    return {
+        "index": index,
+        "label": _label(labels, highest),
+        "probs": format_vector(scores),
+        "num_classes": len(scores),
+    }
+
+
+def _label(labels: Sequence[str | None], index: int) -> str | None:
+    """Name of a score: transformers' if config.json names none."""
+    return labels[index] if labels else f"LABEL_{index}"
 
 
 def _vector(output: RequestOutput, inputs: PoolingInputs, format_vector: FormatVector) -> Any:
-    assert output.vector is not None
+    numbers = _numbers(output)
     if not inputs.is_base64:
-        return format_vector(output.vector)
-    return base64.b64encode(np.array(output.vector, dtype="<f4").tobytes()).decode("ascii")
+        return format_vector(numbers)
+    return base64.b64encode(np.array(numbers, dtype="<f4").tobytes()).decode("ascii")

@@ -21,11 +21,12 @@ from spmd_worker.frontends.openai.prompt_values import (
     with_images,
 )
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
+from spmd_worker.model_config.pooling import TOKEN_TASKS
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 
-PLAIN_TASKS: Final = ("embed", "classify", "reward")
+PLAIN_TASKS: Final = ("embed", "classify", "reward", *TOKEN_TASKS)
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")

@@ -68,9 +68,9 @@ class CheckpointNames:
         }
         of_audio = (*names.audio.convolutions, names.audio.positions)
         self._top_modules = {top for top in (*self._tops.values(), names.head, *of_audio) if top}
-        has_own_head = pooling is not None and pooling.has_score_weight and pooling.head is not None
-        of_head = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
-        self._head_modules = tuple([each for each in of_head if each])
+        has_scores = pooling is not None and pooling.has_score_weight
+        before = (names.head_dense, names.head_norm) if pooling is not None and pooling.head is not None else ()
+        self._head_modules = tuple([each for each in (*before, names.classifier) if each]) if has_scores else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_POSITIONS, names.norms) if theirs}
         norms |= {ours: theirs for ours, theirs in zip(CROSS_NORM_POSITIONS, names.cross_norms) if theirs}
         self._parts = {**norms, **names.parts}

@@ -55,6 +55,7 @@ def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Nam
         ending_aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
         head_dense=head_dense,
         classifier=classifier,
+        token_classifier="classifier",
     )
 
 
@@ -261,6 +262,7 @@ ENCODERS: Final[dict[str, Family]] = {
                 pooling_key="classifier_pooling",
                 bias="classifier_bias",
                 has_norm=True,
+                precedes_tokens=True,
             )
         ),
         file_keys={

@@ -57,7 +57,8 @@ class Names:
     tensors that are one in memory.
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders. `head_dense` and
-    `head_norm` precede `classifier`, the scores of a model that classifies. `project_in` and `project_out`
+    `head_norm` precede `classifier`, the scores of a model that classifies; `token_classifier` are those of one that
+    classifies tokens, "" if they have the same name. `project_in` and `project_out`
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
     norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
     an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`,
@@ -92,6 +93,7 @@ class Names:
     embedding_norm: str = ""
     token_types: str = ""
     classifier: str = "score"
+    token_classifier: str = ""
     head_dense: str = ""
     head_norm: str = ""
     ending_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class ClassifierFamily:
     """The layers between the hidden states of an encoder and its scores: a dense layer with `activation`, or the one
     named by `activation_key`, and a norm with `has_norm`. The input is the first token's hidden state, or the pooling
     named by `pooling_key`, in words of `poolings`: "late" is the mean behind these layers. `bias` is of the dense
-    layer.
+    layer. `precedes_tokens`: scores of tokens have these layers too.
     """
 
     activation: str = "tanh"
@@ -148,6 +150,7 @@ class ClassifierFamily:
     poolings: Mapping[str, str] = field(default_factory=lambda: {"cls": "cls", "mean": "mean"})
     bias: bool | str = True
     has_norm: bool = False
+    precedes_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ def describe_families() -> str:
             "",
             *_table(("encoder, which pools", "models", "rejected if config.json has"), encoders),
             "",
-            "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM and ForPreTraining.",
+            "Encoders run with the heads ForSequenceClassification and ForTokenClassification, and without a head "
+            "as ForMaskedLM and ForPreTraining.",
             f"Encoder-decoder models that classify: {', '.join(f'{each}{CLASSIFIER}' for each in classifying)}.",
             "",
             *_table(("not run", "because"), unsupported),

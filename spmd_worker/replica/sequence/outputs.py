@@ -85,7 +85,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A request with its completions. A rejected request, or one that could not be completed, has `error` (a sentence),
-    `error_code` (its kind) and no outputs. A pooling request has `vector` instead of completions.
+    `error_code` (its kind) and no outputs. A pooling request has `vector` instead of completions, or `token_vectors`,
+    float32 [tokens of the prompt, numbers of each].
 
     `metrics` differ from run to run, so outputs are compared without them; None where another rank's replica answered.
     `lora_request` is the adapter of the call. `prompt` and `prompt_token_ids` of an encoder-decoder model are those of
@@ -112,6 +113,7 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
     vector: list[float] | None = None
+    token_vectors: NDArray[np.float32] | None = field(default=None, compare=False)
     prompt_weight_versions: list[tuple[int, int]] | None = field(default=None, compare=False)
     prompt_scores: PromptScores | None = None
     prompt_routed_experts: NDArray[Any] | None = field(default=None, compare=False)
@@ -123,6 +125,15 @@ class RequestOutput:
         return None if self.prompt_scores is None else self.prompt_scores.candidate_logprobs
 
     @property
+    def pooled(self) -> list[Any]:
+        """Numbers of a pooling request that has ended without an error: of the row, or a list for each token."""
+        if self.token_vectors is not None:
+            numbers: list[Any] = self.token_vectors.tolist()
+            return numbers
+        assert self.vector is not None, self.request_id
+        return self.vector
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt, with those of a text that an encoder reads."""
         return len(self.encoder_prompt_token_ids or ()) + len(self.prompt_token_ids)
@@ -130,9 +141,11 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """`LLM.encode`: the vector, or the scores, of one row."""
+    """`LLM.encode`: the vector, or the scores, of one row; for `token_embed` and `token_classify` a list of them, one
+    for each token of the prompt.
+    """
 
-    data: list[float]
+    data: list[Any]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Pooling parameters of a row: it returns a vector or scores instead of tokens.
+"""Pooling parameters of a row: it returns a vector or scores, of the row or of each token, instead of tokens.
 
 A pooling row is a request like others: scheduled, chunked and preempted as a prompt is. At its end nothing is sampled:
 the last stage computes its vector, whose digest replaces the sampled id, so that ranks agree on vectors as they do on
@@ -14,22 +14,26 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, shown
 from spmd_worker.base.names import with_keyword_hints
-from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.model_config.pooling import TOKEN_TASKS, PoolingConfig
 from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
-TASKS: Final = ("embed", "classify", "score", "reward")
+TASKS: Final = ("embed", "classify", "score", "reward", *TOKEN_TASKS)
 """Supported values of vLLM's `pooling_task`."""
+
+MAX_TOKEN_NUMBERS: Final = 1 << 24
+"""Most numbers that all tokens of a text have together, 64 MiB: they are in one message between ranks, and in a line of
+JSON.
+"""
 
 _NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
 _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
-_OTHER_TASKS: Final = ("token_embed", "token_classify", "plugin")
 _TYPES: Final = (
     *[(name, plain_int, "a whole number") for name in _NUMBERS],
     *[(name, plain_bool, "true, false or null") for name in _FLAGS],
 )
 
-_FOR_TOKENS: Final = "one vector for each row is given, not one for each token: leave it out"
+_FOR_TOKENS: Final = "a row has the numbers of all its tokens: leave it out"
 _UNSUPPORTED: Final = {
     "__init__": {
         **dict.fromkeys(("activation", "softmax"), "its newer name is use_activation"),
@@ -67,8 +71,7 @@ class PoolingParams:
         if self.task is not None:
             task = plain_text(self.task)
             if task not in TASKS:
-                hint = ": one vector for each row is given, not one for each token" if task in _OTHER_TASKS else ""
-                raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}{hint}")
+                raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}")
             object.__setattr__(self, "task", task)
         for name, plain, rule in _TYPES:
             value = getattr(self, name)
@@ -88,9 +91,14 @@ class PoolingParams:
             raise ValueError(f"truncate_prompt_tokens={length} must be a number of tokens, or -1 for the model's")
 
     @property
+    def is_for_tokens(self) -> bool:
+        """Whether the row has a vector, or scores, for each of its tokens."""
+        return self.task in TOKEN_TASKS
+
+    @property
     def is_resolved(self) -> bool:
         """Whether every field is set, as `resolve_pooling` leaves it."""
-        return self.task in ("embed", "classify") and None not in (self.normalize, self.use_activation)
+        return self.task in ("embed", "classify", *TOKEN_TASKS) and None not in (self.normalize, self.use_activation)
 
 
 def check_task(task: str, config: PoolingConfig | None) -> None:
@@ -100,7 +108,12 @@ def check_task(task: str, config: PoolingConfig | None) -> None:
             f"{task} is not supported: this run generates text (model.runner=generate): set model.runner=pooling"
         )
     if task not in config.tasks:
-        raise ValueError(f"{task} is not supported: this model does {', '.join(config.tasks)}")
+        needed = {
+            "token_classify": "; scores of tokens need a model whose config.json names a *ForTokenClassification",
+            "token_embed": "; vectors of tokens need an embedding model, or one that generates",
+        }
+        does = ", ".join(config.tasks)
+        raise ValueError(f"{task} is not supported: this model does {does}{needed.get(task, '')}")
 
 
 def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
@@ -111,21 +124,23 @@ def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> Pool
     if params.num_first_tokens is not None and not config.has_token_types:
         raise ValueError(f"num_first_tokens={params.num_first_tokens} is not supported: this model has no token types")
     if params.dimensions is not None:
-        _check_dimensions(params.dimensions, config)
-    for name, other in (("normalize", "classify"), ("use_activation", "embed")):
-        if getattr(params, name) is not None and config.task == other:
-            does = ", ".join(config.tasks)
-            raise ValueError(f"{name}={getattr(params, name)} is not supported: this model does {does}")
+        _check_dimensions(params.dimensions, task, config)
+    for name, other in (("normalize", "scores"), ("use_activation", "vectors")):
+        if getattr(params, name) is not None and (config.task == "embed") == (other == "vectors"):
+            raise ValueError(f"{name}={getattr(params, name)} is not supported: this model gives {other}: leave it out")
+    is_normalized = config.is_normalized or params.task == "token_embed"
     return replace(
         params,
-        task=config.task,
-        normalize=config.is_normalized if params.normalize is None else params.normalize,
+        task=params.task if params.is_for_tokens else config.task,
+        normalize=is_normalized if params.normalize is None else params.normalize,
         use_activation=task != "reward" if params.use_activation is None else params.use_activation,
         truncate_prompt_tokens=None,
     )
 
 
-def _check_dimensions(dimensions: int, config: PoolingConfig) -> None:
+def _check_dimensions(dimensions: int, task: str, config: PoolingConfig) -> None:
+    if task in TOKEN_TASKS:
+        raise ValueError(f"dimensions={dimensions} is not supported with {task}, which gives all numbers: leave it out")
     if config.task != "embed":
         raise ValueError(f"dimensions={dimensions} is not supported: this model does {', '.join(config.tasks)}")
     allowed = config.matryoshka_dimensions
@@ -143,7 +158,8 @@ def _check_dimensions(dimensions: int, config: PoolingConfig) -> None:
 
 def pooled_sampling(params: PoolingParams, config: PoolingConfig) -> SamplingParams:
     """Placeholder for the sampling parameters of a pooling row: one row of work that samples nothing."""
-    return _placeholder(config.needs_all_tokens or bool(params.skip_reading_prefix_cache))
+    needs_all_tokens = config.needs_all_tokens or params.is_for_tokens
+    return _placeholder(needs_all_tokens or bool(params.skip_reading_prefix_cache))
 
 
 @cache

@@ -1,6 +1,7 @@
 """Pools a step's hidden states into the vectors of the rows that end in it.
 
-Mean pooling keeps a float32 sum per row, to which hidden states are added one token after another. So the bits of a
+Rows with a vector for each token keep those of earlier chunks on the host, at most `MAX_TOKEN_NUMBERS` a row. Mean
+pooling keeps a float32 sum per row, to which hidden states are added one token after another. So the bits of a
 mean do not depend on how its prompt was split into chunks.
 
 T: tokens of the step; R: its rows; H: hidden size.
@@ -11,13 +12,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call
 
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
-from spmd_worker.replica.sequence.pooling_params import vector_digest
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, vector_digest
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import NON_FINITE
 
@@ -52,6 +54,12 @@ def _indices(values: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
+def _params(row: ScheduledSequence) -> PoolingParams:
+    params = row.sequence.request.pooling
+    assert params is not None, "all rows of a pooling run are pooled"
+    return params
+
+
 class RowPooling:
     """Pools the rows of one engine and keeps the partial results of unfinished rows."""
 
@@ -60,10 +68,13 @@ class RowPooling:
         self._pooler, self._scores_of = pooler, scores_of
         self._begun: dict[RequestId, tuple[int, Tensor]] = {}
         """Number of pooled tokens and their total, by request."""
+        self._begun_tokens: dict[RequestId, list[NDArray[np.float32]]] = {}
+        """Vectors of the tokens of each chunk, by request."""
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
             self._begun.pop(request_id, None)
+            self._begun_tokens.pop(request_id, None)
 
     def pool(
         self, scheduled: Sequence[ScheduledSequence], query_starts: Sequence[int], hidden: Tensor
@@ -73,29 +84,54 @@ class RowPooling:
         """
         digests, vectors = [], []
         spans = list(pairwise(query_starts))
-        for each, pooled in zip(scheduled, self._pooled(scheduled, spans, hidden), strict=True):
-            if pooled is None:
-                continue
-            params, request_id = each.sequence.request.pooling, each.sequence.request.request_id
-            assert params is not None, "all rows of a pooling run are pooled"
-            options = {
-                "dimensions": params.dimensions,
-                "normalizes": bool(params.normalize),
-                "activates": bool(params.use_activation),
-            }
-            adapter = each.sequence.request.adapter
-            scores = self._scores_of(adapter) if adapter and self._scores_of is not None else {}
-            if scores:
-                vector = functional_call(self._pooler, dict(scores), (pooled,), options)
+        rows = [(each, span) for each, span in zip(scheduled, spans, strict=True) if not _params(each).is_for_tokens]
+        pooled_rows = iter(self._pooled([each for each, _ in rows], [span for _, span in rows], hidden))
+        for each, (start, end) in zip(scheduled, spans, strict=True):
+            if _params(each).is_for_tokens:
+                numbers = self._with_earlier(each, self._headed(each, hidden[start:end].float()))
             else:
-                vector = self._pooler(pooled, **options)
-            if not vector.isfinite().all():
+                pooled = next(pooled_rows)
+                numbers = None if pooled is None else self._headed(each, pooled)
+            if numbers is None:
+                continue
+            if not np.isfinite(numbers).all():
                 digests.append(NON_FINITE)
                 continue
-            content = vector.cpu().numpy().astype("<f4").tobytes()
+            content = numbers.astype("<f4").tobytes()
             digests.append(vector_digest(content))
-            vectors.append((request_id, content))
+            vectors.append((each.sequence.request.request_id, content))
         return tuple(digests), tuple(vectors)
+
+    def _headed(self, row: ScheduledSequence, pooled: Tensor) -> NDArray[np.float32]:
+        """The pooler's numbers for a row, on the host."""
+        params, adapter = _params(row), row.sequence.request.adapter
+        options = {
+            "dimensions": params.dimensions,
+            "normalizes": bool(params.normalize),
+            "activates": bool(params.use_activation),
+            "is_for_tokens": params.is_for_tokens,
+        }
+        scores = self._scores_of(adapter) if adapter and self._scores_of is not None else {}
+        if scores:
+            found: Tensor = functional_call(self._pooler, dict(scores), (pooled,), options)
+        else:
+            found = self._pooler(pooled, **options)
+        numbers: NDArray[np.float32] = found.cpu().numpy()
+        return numbers
+
+    def _with_earlier(self, row: ScheduledSequence, numbers: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """`numbers` of a chunk's tokens behind those of earlier chunks; None for a row that continues."""
+        request_id, num_computed = row.sequence.request.request_id, row.sequence.num_computed_tokens
+        earlier = self._begun_tokens.pop(request_id, [])
+        # A preempted row starts again from zero.
+        chunks = [*(earlier if num_computed else []), numbers]
+        num_pooled = sum(map(len, chunks)) - len(numbers)
+        assert num_pooled == num_computed, (request_id, num_pooled, num_computed, "tokens were skipped")
+        if row.num_samples:
+            return np.concatenate(chunks)
+        # A copy: a view would keep the states of all rows of the step.
+        self._begun_tokens[request_id] = [*chunks[:-1], numbers.copy()]
+        return None
 
     def _pooled(
         self, scheduled: Sequence[ScheduledSequence], spans: Sequence[tuple[int, int]], hidden: Tensor

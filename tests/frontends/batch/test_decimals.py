@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmd_worker.frontends.batch.output_file import parquet_row
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns, parquet_row
 from spmd_worker.frontends.openai.decimals import FormattedVectors, read_decimals, shortest_decimals, shortest_text
 
 
@@ -80,15 +80,15 @@ def test_vector_is_extracted_as_json_reads_it():
         )
         for answer in shapes:
             line = f"{json.dumps(answer)}\n".encode()
-            row = parquet_row(7, line, ("embedding", 6))
+            row = parquet_row(7, line, VectorColumns("embedding", 6))
             assert np.array(row["embedding"], dtype=np.float32).tobytes() == vector.tobytes()
             assert (row["json"], row["custom_id"]) == (line.decode().rstrip(), answer["custom_id"])
             assert row["prompt_tokens"] == 3
             # Of another length, or several of them, there is none; without the column nothing is cut.
-            assert parquet_row(7, line, ("embedding", 5))["embedding"] is None
+            assert parquet_row(7, line, VectorColumns("embedding", 5))["embedding"] is None
             assert "embedding" not in parquet_row(7, line)
         two = {"custom_id": "a", "response": {"body": {"data": data * 2, "usage": usage}}, "error": None}
-        assert parquet_row(7, json.dumps(two).encode(), ("embedding", 6))["embedding"] is None
+        assert parquet_row(7, json.dumps(two).encode(), VectorColumns("embedding", 6))["embedding"] is None
 
 
 def test_marks_are_replaced_unless_row_contains_them():

@@ -173,7 +173,7 @@ def test_pooling_has_the_numbers_of_its_task(folder: str, task: str | None, path
     with ServedHere(model=model, max_queued=8) as served:
         status, found, _ = served.client.ask("/pooling", {**body, "request_id": "run-7"})
         packed = served.client.ask("/pooling", {**body, "encoding_format": "base64"})[1]["data"]
-        refused = [served.client.ask("/pooling", {**body, "task": each}) for each in ("token_embed", "generate", 5)]
+        refused = [served.client.ask("/pooling", {**body, "task": each}) for each in ("token_classify", "generate", 5)]
         raw = {"input": TEXTS, "use_activation": False}
         others = served.client.ask(path or "/classify", {"input": TEXTS} if path else raw)[1]
     assert (status, found["id"], found["object"], found["model"]) == (200, "pooling-run-7", "list", "named")
@@ -183,7 +183,7 @@ def test_pooling_has_the_numbers_of_its_task(folder: str, task: str | None, path
     for entry, numbers in zip(packed, expected, strict=True):
         assert np.frombuffer(base64.b64decode(entry["data"]), "<f4").tolist() == pytest.approx(numbers)
     assert [each[0] for each in refused] == [400] * 3
-    assert "not one for each token" in refused[0][1]["error"]["message"]
+    assert "names a *ForTokenClassification" in refused[0][1]["error"]["message"]
     rows = [openai_row("a", "/pooling", body), openai_row("b", "/pooling", {**body, "input": TEXTS[1]})]
     first, second = answers_of_job(tmp_path, model, rows, "out.parquet", num_blocks=64)
     assert without_names(json.loads(first["json"])["response"]["body"]) == without_names(found)

@@ -17,6 +17,7 @@ from spmd_worker.frontends.batch.merge.merged_lines import is_duplicate, later_d
 from spmd_worker.frontends.batch.merge.shard_runs import ShardRun, read_shard_runs
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.output_parts import PART_ROWS, files_of, is_parts, last_path
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns
 from spmd_worker.frontends.batch.run_dir.job_files import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
@@ -57,7 +58,7 @@ def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
             raise ConfigError(f"--merge: {error}: remove the shard's run directory and run it again") from None
         vectors = runs[0].record["vectors"]
         manifest, key = merged_manifest([run.manifest for run in runs], output), "--output"
-        lines, columns = _lines(runs, duplicates), None if vectors is None else tuple(vectors)
+        lines, columns = _lines(runs, duplicates), None if vectors is None else VectorColumns(*vectors)
         # As the job in one piece; runs of an earlier version have no such number.
         part_rows = manifest["config"]["job"].get("part_rows", PART_ROWS)
         written = write_lines(lines, output, columns, part_rows, run=manifest["run"], key=key)

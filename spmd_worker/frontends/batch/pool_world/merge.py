@@ -11,8 +11,9 @@ from spmd_worker.base.errors import PoolError
 from spmd_worker.base.remote_names import FilePath, RemotePath
 from spmd_worker.base.remote_upload import remove_leftovers
 from spmd_worker.frontends.batch.merge.merged_lines import duplicate_line
-from spmd_worker.frontends.batch.output_file import VectorColumn, own_partial, write_lines
+from spmd_worker.frontends.batch.output_file import own_partial, write_lines
 from spmd_worker.frontends.batch.output_parts import PART_ROWS, is_parts
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns
 from spmd_worker.frontends.batch.pool.driver import done_ranges, run
 from spmd_worker.frontends.batch.pool.members import Lease, Member, put_once
 from spmd_worker.frontends.batch.pool.protocol import end_merge, still_holds
@@ -43,7 +44,7 @@ def merge_pool(
     member: Member,
     lease: Lease,
     output: FilePath,
-    vectors: VectorColumn | None,
+    vectors: VectorColumns | None,
     record: Mapping[str, Any],
     advance: Callable[[], Any],
     part_rows: int = PART_ROWS,

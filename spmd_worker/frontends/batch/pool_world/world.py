@@ -19,8 +19,9 @@ from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
 from spmd_worker.frontends.batch.job_counts import LostRows
 from spmd_worker.frontends.batch.job_rows import JobInput, JobOutput
-from spmd_worker.frontends.batch.output_file import VectorColumn, WrittenOutput
+from spmd_worker.frontends.batch.output_file import WrittenOutput
 from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_of
+from spmd_worker.frontends.batch.parquet_rows import VectorColumns
 from spmd_worker.frontends.batch.pool.driver import Heartbeats, new_worker, run
 from spmd_worker.frontends.batch.pool.lease_log import LeaseLog
 from spmd_worker.frontends.batch.pool.members import Member, check_remains, difference, join
@@ -133,7 +134,7 @@ class World:
 
     def write_output(
         self,
-        vectors: VectorColumn | None,
+        vectors: VectorColumns | None,
         record: Mapping[str, Any],
         advance: Callable[[str], Any],
         folder: Path | None = None,

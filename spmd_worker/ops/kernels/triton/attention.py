@@ -288,9 +288,8 @@ def attend(
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
-    pages = (layer_cache[:, 0], layer_cache[:, 1])
-    sizes = (plan, num_heads, scale, score_cap)
-    return attend_pages(queries, *pages, *sizes, sinks, distance_bias, distance_scores)
+    more = (score_cap, sinks, distance_bias, distance_scores)
+    return attend_pages(queries, layer_cache[:, 0], layer_cache[:, 1], plan, num_heads, scale, *more)
 
 
 def attend_latents(
