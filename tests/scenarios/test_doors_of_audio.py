@@ -207,6 +207,9 @@ def test_server_answers_the_client_of_openai(job: tuple[Path, dict[str, Any]], r
         more: dict[str, Any] = {"model": "m", "extra_body": MOST}
         found = audio.transcriptions.create(file=("a.wav", SHORT), language="de", **more)
         assert found.to_dict() == body_of(answers["short"])
+        named = {**more, "extra_body": {**MOST, "request_id": "run-7", "priority": 0}}
+        found = audio.transcriptions.create(file=("a.wav", SHORT), language="de", **named)
+        assert (found.to_dict(), found._request_id) == (body_of(answers["short"]), "run-7")
         # Three windows where two sequences have room.
         with (root / "long.wav").open("rb") as file:
             timed = audio.transcriptions.create(

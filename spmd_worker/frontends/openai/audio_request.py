@@ -30,7 +30,7 @@ _SAMPLING_KEYS: Final = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens"),
 )
 """OpenAI's `temperature`, and vLLM's further keys."""
-NUMBER_KEYS: Final = (*_SAMPLING_KEYS, "max_completion_tokens")
+NUMBER_KEYS: Final = (*_SAMPLING_KEYS, "max_completion_tokens", PRIORITY_KEY)
 _IGNORED_KEYS: Final = ("model", "user", "metadata", "store", "service_tier", "safety_identifier")
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "stream": (False,),
@@ -46,7 +46,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Keys of OpenAI's and of vLLM's that have no effect here, with the values besides null that are neutral."""
 BODY_KEYS: Final = (
     *(*FILE_KEYS, "language", "prompt", "response_format", "timestamp_granularities"),
-    *(*NUMBER_KEYS, PRIORITY_KEY, *_IGNORED_KEYS, *_UNSUPPORTED),
+    *(*NUMBER_KEYS, "request_id", *_IGNORED_KEYS, *_UNSUPPORTED),
 )
 
 _PROMPT_KEYS: Final = ("decoder_prompt", "language", "task", "timestamps")
