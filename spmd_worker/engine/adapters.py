@@ -7,7 +7,7 @@ digest, so nothing is ever found under an id or a name that has other weights by
 """
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,17 @@ class Adapters:
         other paths.
         """
         self._wanted: tuple[int, ...] = ()
+
+    def prepare(self, requests: Iterable[Any] = ()) -> None:
+        """Prepare a call that is to run once the ranks agree on it, in which `requests` are to be loaded: what fails on
+        this rank alone fails here. Loaded weights are committed if they are complete.
+
+        Raises what `add` does for a closed engine, an open update and invalid weights, and AdapterError for requests
+        that differ from what is loaded under their ids.
+        """
+        self._check_call()
+        self._commit_weights()
+        self._check_loaded(self._by_id(requests))
 
     def add(self, request: AdapterRequest) -> bool:
         """Load an adapter on every rank, or on none; returns True. An id that is loaded with the same content is kept,
@@ -128,10 +139,9 @@ class Adapters:
             raise AdapterError(f"{self._kind.noun} {name!r} is not loaded: {self._loaded_words()}")
         return entry
 
-    def _load(self, requests: Iterable[Any]) -> dict[int, RegisteredAdapter]:
-        """Load those requests of one call that are not loaded; returns all of them by id. What one of them needs does
-        not give way to another. Raises AdapterError, before anything is loaded, if they name more adapters than the
-        limit, or two by one id.
+    def _by_id(self, requests: Iterable[Any]) -> dict[int, Any]:
+        """The requests of one call by id. Raises AdapterError if they name more adapters than the limit, or two by one
+        id.
         """
         by_id: dict[int, AdapterRequest] = {}
         for each in requests:
@@ -146,30 +156,46 @@ class Adapters:
                 f"{len(by_id)} different {self._kind.noun}s are requested at once, and {self._kind.limit_key}="
                 f"{self._registry.max_adapters} may be loaded: raise it, or make several calls"
             )
+        return by_id
+
+    def _load(self, requests: Iterable[Any], *, is_prepared: bool) -> dict[int, RegisteredAdapter]:
+        """Load those requests of one call that are not loaded; returns all of them by id. What one of them needs does
+        not give way to another. Raises AdapterError, before anything is loaded, as `_by_id` and, unless `prepare` was
+        called with these requests, `_check_loaded` do.
+        """
+        by_id = self._by_id(requests)
+        if not is_prepared:
+            self._check_loaded(by_id)
         entries, found = self._registry.entries, dict[int, RegisteredAdapter]()
         try:
             # Those that are loaded first: else one of them might give way to another.
             self._wanted = tuple(entries[key].digest for key in by_id if key in entries)
             for int_id, each in by_id.items():
-                found[int_id] = self._loaded_entry(each)
+                if self._must_load(each):
+                    self.add(each)
+                found[int_id] = entries[int_id]
                 self._wanted = (*self._wanted, found[int_id].digest)
         finally:
             self._wanted = ()
         return found
 
+    def _must_load(self, request: Any) -> bool:
+        return request.adapter_id not in self._registry.entries
+
+    def _check_loaded(self, by_id: Mapping[int, Any]) -> None:
+        """Raise AdapterError for a request that differs from what is loaded under its id."""
+        for int_id, each in by_id.items():
+            if not self._must_load(each):
+                self._check_entry(each, self._registry.entries[int_id])
+
     def _is_same(self, known: Any, other: Any) -> bool:
         """Whether two requests of one id name the same adapter."""
         return bool(known == other)
 
-    def _loaded_entry(self, request: Any) -> RegisteredAdapter:
-        """The loaded adapter of a request, which is added if it is not loaded."""
-        entry = self._registry.entries.get(request.adapter_id)
-        if entry is None:
-            self.add(request)
-            return self._registry.entries[request.adapter_id]
+    def _check_entry(self, request: Any, entry: RegisteredAdapter) -> None:
+        """Raise AdapterError unless `entry` is the adapter of a request."""
         if (entry.name, self._path_of(entry)) != (request.name, request.local_path):
             raise AdapterError(taken(self._kind, request, entry))
-        return entry
 
     def _forget(self, int_id: int) -> None:
         """Drop what this rank has noted of an adapter that is not loaded any more."""
@@ -210,9 +236,12 @@ class Adapters:
         return change
 
     def _run_event(self, name: str, change: AdapterChange, event: Event) -> None:
+        self._commit_weights()
+        self._changes.run_worker_event(name, change, [event], self._run_step)
+
+    def _commit_weights(self) -> None:
         if not self._changes.weights.has_missing:
             self._changes.commit_weights()
-        self._changes.run_worker_event(name, change, [event], self._run_step)
 
     def _run_step(self) -> builtins.list[SequenceGroup]:
         run_step = self._weak_run_step()

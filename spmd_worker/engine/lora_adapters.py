@@ -38,16 +38,17 @@ class LoRAAdapters(Adapters):
         """
         return self.digests_of([request])[0]
 
-    def digests_of(self, requests: Iterable[LoRARequest | None]) -> tuple[int, ...]:
-        """`digest_of` for the requests of one call: what one of them needs does not give way to another. Raises
-        AdapterError, before anything is loaded, if they name more adapters than `max_cpu_loras`, or two by one id.
+    def digests_of(self, requests: Iterable[LoRARequest | None], *, is_prepared: bool = False) -> tuple[int, ...]:
+        """`digest_of` for the requests of one call: what one of them needs does not give way to another.
+        `is_prepared`: the call has passed them to `prepare`. Raises AdapterError, before anything is loaded, if they
+        name more adapters than `max_cpu_loras`, or two by one id.
         """
         listed = list(requests)
         wanted = [each for each in listed if each is not None]
         if not wanted:
             return (0,) * len(listed)
         self._check_call()
-        found = self._load(wanted)
+        found = self._load(wanted, is_prepared=is_prepared)
         return tuple([0 if each is None else found[each.lora_int_id].digest for each in listed])
 
     def digest_of_name(self, name: str) -> int:
@@ -57,18 +58,17 @@ class LoRAAdapters(Adapters):
     def _is_same(self, known: LoRARequest, other: LoRARequest) -> bool:
         return known is other or (known == other and known.lora_tensors is other.lora_tensors)
 
-    def _loaded_entry(self, request: LoRARequest) -> RegisteredAdapter:
-        if request.load_inplace or request.lora_int_id not in self._registry.entries:
-            self.add(request)
-            return self._registry.entries[request.lora_int_id]
-        entry = super()._loaded_entry(request)
+    def _must_load(self, request: LoRARequest) -> bool:
+        return request.load_inplace or super()._must_load(request)
+
+    def _check_entry(self, request: LoRARequest, entry: RegisteredAdapter) -> None:
+        super()._check_entry(request, entry)
         if request.lora_tensors is not None and not self._is_loaded_snapshot(request, entry):
             # A trainer changes its tensors in place.
             digest, _ = self._on_workers.stage(request)
             self._on_workers.unstage()
             if digest != entry.digest:
                 raise AdapterError(taken(self._kind, request, entry))
-        return entry
 
     def _is_loaded_snapshot(self, request: LoRARequest, entry: RegisteredAdapter) -> bool:
         """Whether a request has the snapshot that this rank's own call has loaded under the id."""

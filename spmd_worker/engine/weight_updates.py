@@ -7,13 +7,14 @@ rank rejected, which each rank does by itself, are compared in the same way.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Final
 
 from spmd_worker.base.errors import CheckpointError, MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.executor.executor import Executor
+from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.replica.sequence.events import CommitWeights, EndWorkerEvent, Event
 
 REJECTED_CHANGES: Final = "changes that apply_model rejected"
@@ -60,10 +61,8 @@ class WeightUpdates:
         return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
 
     def check_complete(self) -> None:
-        """Raise MissingWeightsError if `commit` of all weights would."""
-        for digests, missing, must_be_complete, *_ in filter(None, self._executor.get_weight_updates()):
-            if missing:
-                raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
+        """Raise what `commit` of all weights would, but for requests that are in flight still."""
+        self._checked(self._executor.get_weight_updates(), is_partial=False)
 
     def check_not_held(self) -> None:
         """Raise RuntimeError between `hold` and `release`."""
@@ -78,23 +77,17 @@ class WeightUpdates:
         given different weights; the update stays open. The ranks compare rejected changes, too: if all have rejected
         them, nothing was changed.
         """
-        updates = [update for update in self._executor.get_weight_updates() if update is not None]
-        if not updates:
-            return None
-        digests, missing, must_be_complete, rejected_calls, has_all, head_fault = updates[0]
-        is_open = bool(digests or missing)
+        updates = self._executor.get_weight_updates()
+        is_open = any(update is not None and (update[0] or update[1]) for update in updates)
         if is_open and self._num_in_flight():
             raise RuntimeError(
                 f"weights were loaded while {self._num_in_flight()} requests were in flight, whose answers mix old and "
                 f"new weights: close this LLM and make a new one"
             )
-        if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
-            raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
-        if missing and (must_be_complete or not is_partial):
-            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
-        if head_fault:
-            self._executor.collective_rpc("reject_weight_update")
-            raise CheckpointError(head_fault)
+        update = self._checked(updates, is_partial=is_partial)
+        if update is None:
+            return None
+        digests, _, _, rejected_calls, has_all, _ = update
         self._executor.end_weight_update()
         # Buffers may be left out: their earlier digests are kept then.
         is_complete = is_open and has_all
@@ -103,6 +96,21 @@ class WeightUpdates:
         self.uncompared = _merged({} if is_complete else self.uncompared, digests, rejected_calls)
         self._expected = CommitWeights(self._next_version(), len(digests))
         return self._expected
+
+    def _checked(self, updates: Sequence[WeightUpdateReport | None], *, is_partial: bool) -> WeightUpdateReport | None:
+        """The workers' update, None if none is open. Raises as `commit` does."""
+        update = next(filter(None, updates), None)
+        if update is None:
+            return None
+        if any(each != update for each in updates) or len(updates) != self._executor.num_workers:
+            raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
+        digests, missing, must_be_complete, _, _, head_fault = update
+        if missing and (must_be_complete or not is_partial):
+            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_complete)
+        if head_fault:
+            self._executor.collective_rpc("reject_weight_update")
+            raise CheckpointError(head_fault)
+        return update
 
     def _next_version(self) -> int:
         """Version of the weights as they are now. It is derived from the last version that all ranks agreed on, so that

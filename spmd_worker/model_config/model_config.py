@@ -247,9 +247,10 @@ class ModelConfig:
 
     @property
     def bounds_rows(self) -> bool:
-        """Whether rows end at `max_model_len` at the latest: relative positions alone have no end."""
+        """Whether rows end at `max_model_len` at the latest: relative positions alone have no end, nor have states."""
         first = self.layers[0]
-        return self.num_positions > 0 or (first.relative_bias is None and first.distances is None)
+        is_relative = first.relative_bias is not None or first.distances is not None
+        return self.num_positions > 0 or not (self.is_attention_free or is_relative)
 
     @property
     def has_states(self) -> bool:
@@ -883,6 +884,10 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
     head_size = reader.count("head_dim", family.attention.head_size or max(hidden_size // num_heads, 1))
+    is_derived = reader.get("head_dim", family.attention.head_size or None) is None
+    if is_derived and family.rope is None and hidden_size % (2 * num_heads):
+        key = reader.key("hidden_size")
+        raise reader.error("num_attention_heads", f"must divide {key}={hidden_size} into heads of an even size")
     if head_size % 2:
         raise ModelConfigError(
             f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even: "

@@ -238,8 +238,10 @@ def read_local_rope(
         raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object for each kind of layer")
     local = {"rope_theta": reader.get("rope_local_base_freq", 10000.0), **sliding}
     main = {"rope_theta": reader.get("rope_theta"), **full, **scaling}
+    local_key = "rope_theta" if "rope_theta" in sliding else "rope_local_base_freq"
     full_rope, local_rope = (
-        rope_of(each, reader, max_positions, head_size, may_be_partial=may_be_partial) for each in (main, local)
+        rope_of(each, reader, max_positions, head_size, key, may_be_partial=may_be_partial)
+        for each, key in ((main, "rope_theta"), (local, local_key))
     )
     return full_rope, local_rope
 
@@ -249,10 +251,11 @@ def rope_of(
     reader: ConfigReader,
     max_positions: int,
     head_size: int,
+    theta_key: str = "rope_theta",
     *,
     may_be_partial: bool = False,
 ) -> RopeParameters:
-    """The rope of one object of config.json. Raises ModelConfigError."""
+    """The rope of one object of config.json, whose base has `theta_key` outside of it. Raises ModelConfigError."""
     rope_type = given.get("rope_type", given.get("type", "default"))
     # LongRoPE's name when Phi-3 was released.
     is_longrope = rope_type == "su" or (rope_type == "yarn" and "long_factor" in given)
@@ -266,13 +269,13 @@ def rope_of(
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
-    theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
-    theta = checked_number(theta, f"{reader.path}: rope_theta")
+    theta = given.get("rope_theta")
+    theta = checked_number(reader.get(theta_key, 10000.0) if theta is None else theta, reader.where(theta_key))
     partial = _partial_factor(given, reader, head_size, rope_type, may_be_partial)
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
         raise ModelConfigError(
-            f"{reader.path}: rope_theta={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
+            f"{reader.where(theta_key)}={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
         )
     _check_numbers(numbers, rope_type, reader)
     if rope_type == "longrope":
@@ -297,7 +300,8 @@ def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigRea
 def _partial_factor(
     given: Mapping[str, Any], reader: ConfigReader, head_size: int, rope_type: str, may_be_partial: bool
 ) -> float:
-    value = given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)
+    value = given.get("partial_rotary_factor")
+    value = reader.get("partial_rotary_factor", 1.0) if value is None else value
     is_proportional = rope_type == "proportional"
     if value != 1.0 and not (may_be_partial or is_proportional):
         raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")

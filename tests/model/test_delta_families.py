@@ -23,6 +23,7 @@ from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
 from plain_models import in_tiers, new_model
+from quantised_files import quantise
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from state_segments import CHUNKS
@@ -541,21 +542,26 @@ def test_wrong_and_missing_delta_weights_are_reported(tmp_path: Path):
 
 def test_olmo_hybrid_as_transformers_saves_it_is_read(tmp_path: Path):
     """Convolutions in equal thirds, of other widths than keys and values, and norms by the names of other layers'."""
-    delta_reference("olmo_hybrid").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    folder = tmp_path / "saved"
+    delta_reference("olmo_hybrid").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
     stored = [len(tensors[f"model.layers.0.linear_attn.{part}_conv1d.weight"]) for part in "qkv"]
     assert stored == [27, 27, 26]
     assert "model.layers.1.feedforward_layer_norm.weight" in tensors
-    assert worst_error("olmo_hybrid", our_logits(tmp_path)) < TOLERANCE
+    assert worst_error("olmo_hybrid", our_logits(folder)) < TOLERANCE
 
     def weights(folder: Path) -> list[Tensor]:
         return on_ranks(2, lambda group: new_model(folder, group).model.layers[0].linear_attn.conv.weight)
 
-    assert all(map(torch.equal, weights(tmp_path), weights(delta_folder("olmo_hybrid"))))
+    assert all(map(torch.equal, weights(folder), weights(delta_folder("olmo_hybrid"))))
+    quantised, plain = quantise(folder, tmp_path, "fp8_block")
+    # Regression: they were not read at all beside quantised weights.
+    one, other = (run_rows([load_model(each)], ROWS)[0] for each in (quantised, plain))
+    assert all(map(torch.equal, one, other))
     name = "model.layers.0.linear_attn.v_conv1d.weight"
-    save_file({**tensors, name: tensors[name][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="conv1d"):
-        new_model(tmp_path)
+        new_model(folder)
 
 
 def test_layers_for_speculation_and_images_are_skipped(tmp_path: Path):

@@ -147,6 +147,32 @@ def test_dynamic_rope_of_one_pair_is_finite(tmp_path: Path):
     assert use(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "error"),
+    [
+        ("DistilBertModel", {"n_heads": 5}, "n_heads=5 must divide dim="),
+        ("BertModel", {"num_attention_heads": 7}, "num_attention_heads=7 must divide hidden_size="),
+        ("NomicBertModel", {"rotary_emb_base": 0, "rope_parameters": None}, "rotary_emb_base=0 must be a number"),
+        ("LlamaForCausalLM", {"rope_theta": 0, "rope_parameters": None}, "rope_theta=0 must be a number"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be a number"),
+        ("Gemma3ForCausalLM", {"rope_local_base_freq": 0, "rope_parameters": None}, "rope_local_base_freq=0 must be"),
+    ],
+)
+def test_error_names_the_key_of_the_file(architecture: str, changes: dict[str, Any], error: str, tmp_path: Path):
+    """Regression: heads without a rope had one, keys had other families' names, and a base of 0 was the default's."""
+    config = {**real(architecture, Random(0)), **changes, "quantization_config": None}
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != {}}))
+    found = use(tmp_path) or ""
+    assert error in found, found
+
+
+def test_states_alone_bound_no_rows(tmp_path: Path):
+    """Regression: a row of a million tokens was more than the model's."""
+    (tmp_path / "config.json").write_text(json.dumps(real("Mamba2ForCausalLM", Random(1))))
+    options = ModelOptions(path=str(tmp_path), max_model_len=2**21)
+    assert resolve_run(RunConfig(model=options, plan=True, device="cpu"), "cpu").max_model_len == 2**21
+
+
 def check_all(num_cases: int, folder: Path) -> list[str | None]:
     refusals = []
     for number in range(num_cases):

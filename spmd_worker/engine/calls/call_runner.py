@@ -116,8 +116,16 @@ class CallRunner:
                 params[index] = each.completed(params[index], ruled)
             except ValueError as error:
                 each.error = each.error or str(error)
+        self._prepare_adapters(encoded)
         deliver_signals()
         return list(zip(encoded, params, strict=True))
+
+    def _prepare_adapters(self, encoded: Sequence[Encoded]) -> None:
+        lora = [each.lora_request for each in encoded if each.error is None and each.lora_request]
+        prompt = [each.prompt_adapter for each in encoded if each.error is None and each.prompt_adapter]
+        for adapters, requests in ((self._engine.adapters, lora), (self._engine.prompt_adapters, prompt)):
+            if requests:
+                adapters.prepare(requests)
 
     def _max_pixel_bytes(self, *, is_per_rank: bool) -> float:
         """Pixels of a call's images that this rank holds before they are needed: a leader needs them later, and the
@@ -172,7 +180,7 @@ class CallRunner:
                     f"lora_request={request} would be loaded, which all ranks do together, for prompts of this rank "
                     f"alone: call add_lora before, on every rank, and leave out load_inplace here"
                 )
-        for each, digest in zip(adapted, adapters.digests_of(requests), strict=True):
+        for each, digest in zip(adapted, adapters.digests_of(requests, is_prepared=True), strict=True):
             each.adapter = digest
 
     def _load_prompt_adapters(self, accepted: Sequence[Encoded], *, is_per_rank: bool) -> None:
@@ -186,7 +194,8 @@ class CallRunner:
                     f"prompt_adapter_request={request} would be loaded, which all ranks do together, for prompts of "
                     f"this rank alone: call add_prompt_adapter before, on every rank"
                 )
-        for each, virtual in zip(accepted, self._engine.prompt_adapters.virtual_tokens(requests), strict=True):
+        found = self._engine.prompt_adapters.virtual_tokens(requests, is_prepared=True)
+        for each, virtual in zip(accepted, found, strict=True):
             each.virtual = virtual
 
     def _rejected(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import host_signals
 from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
+from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
@@ -103,6 +104,7 @@ class WorkerCalls:
         def prepare() -> tuple[str, int, bool]:
             if not isinstance(lora_request, LoRARequest):
                 raise TypeError(f"lora_request is a {type(lora_request).__name__}: give a LoRARequest")
+            self._engine.adapters.prepare()
             return lora_request.lora_name, lora_request.lora_int_id, lora_request.load_inplace
 
         with self._engine.calls.inside("add_lora"):
@@ -114,14 +116,16 @@ class WorkerCalls:
         while requests with it are unanswered, with their number.
         """
         with self._engine.calls.inside("remove_lora"):
-            return self._engine.adapters.remove(self._agree("remove_lora", lambda: lora_id))
+            adapters = self._engine.adapters
+            return adapters.remove(self._agree_on_adapter("remove_lora", adapters, lora_id))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter from being evicted; returns True. Every rank calls this. Raises AdapterError unless it is
         loaded.
         """
         with self._engine.calls.inside("pin_lora"):
-            return self._engine.adapters.pin(self._agree("pin_lora", lambda: lora_id))
+            adapters = self._engine.adapters
+            return adapters.pin(self._agree_on_adapter("pin_lora", adapters, lora_id))
 
     def list_loras(self) -> set[int]:
         """Ids of the loaded adapters, the same on every rank."""
@@ -142,6 +146,7 @@ class WorkerCalls:
             check_prompt_adapter(prompt_adapter_request)
             if prompt_adapter_request is None:
                 raise TypeError("prompt_adapter_request is None: give a PromptAdapterRequest")
+            self._engine.prompt_adapters.prepare()
             number, count = prompt_adapter_request.adapter_id, prompt_adapter_request.prompt_adapter_num_virtual_tokens
             return prompt_adapter_request.name, number, count
 
@@ -154,15 +159,16 @@ class WorkerCalls:
         AdapterError while requests with it are unanswered, with their number.
         """
         with self._engine.calls.inside("remove_prompt_adapter"):
-            number = self._agree("remove_prompt_adapter", lambda: prompt_adapter_id)
-            return self._engine.prompt_adapters.remove(number)
+            adapters = self._engine.prompt_adapters
+            return adapters.remove(self._agree_on_adapter("remove_prompt_adapter", adapters, prompt_adapter_id))
 
     def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
         """Keep a prompt adapter from being evicted; returns True. Every rank calls this. Raises AdapterError unless it
         is loaded.
         """
         with self._engine.calls.inside("pin_prompt_adapter"):
-            return self._engine.prompt_adapters.pin(self._agree("pin_prompt_adapter", lambda: prompt_adapter_id))
+            adapters = self._engine.prompt_adapters
+            return adapters.pin(self._agree_on_adapter("pin_prompt_adapter", adapters, prompt_adapter_id))
 
     def list_prompt_adapters(self) -> set[int]:
         """Ids of the loaded prompt adapters, the same on every rank."""
@@ -217,14 +223,16 @@ class WorkerCalls:
         """
         with self._engine.calls.inside("wake_up", is_alone=True):
 
-            def prepare() -> list[str]:
+            def prepare() -> tuple[list[str], str]:
                 self._check_idle(may_have_requests=False)
                 waking = checked_tags(tags)
-                if not self._engine.changes.weights.has_missing:
+                has_missing = self._engine.changes.weights.has_missing
+                if not has_missing:
                     self._engine.changes.commit_weights()
-                return waking
+                # Whether a pause ends, which takes a step, depends on them.
+                return waking, "weights are missing" if has_missing else "weights are complete"
 
-            self._engine.wake_up(self._agree("wake_up", prepare))
+            self._engine.wake_up(self._agree("wake_up", prepare)[0])
 
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Profile every rank with torch's profiler until `stop_profile` or the end of this LLM, which writes too.
@@ -249,6 +257,13 @@ class WorkerCalls:
         if not (may_have_requests or self._engine.pauses.is_paused):
             self._engine.requests.check_idle_or_asleep()
         self._engine.changes.weights.check_not_held()
+
+    def _agree_on_adapter(self, call: str, adapters: Adapters, int_id: int) -> int:
+        def prepare() -> int:
+            adapters.prepare()
+            return int_id
+
+        return self._agree(call, prepare)
 
     def _agree(self, call: str, prepare: Callable[[], _Result]) -> _Result:
         self._engine.life.check_open()

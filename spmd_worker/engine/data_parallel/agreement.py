@@ -77,11 +77,20 @@ def agree_on_call(
     engine: Engine, call: str, prepare: Callable[[], _Prepared], *, is_optional: bool = False
 ) -> _Prepared:
     """`agree_on_prompts` for a call whose arguments, which `prepare` returns, can cross processes
-    (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank passes equal arguments.
+    (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank passes equal arguments, and has committed
+    equal weights unless the call `is_optional`.
     """
-    arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode(), is_optional)
+    updates = engine.changes.weights
+
+    def answer_of(own: _Prepared) -> list[Any]:
+        return [{} if is_optional else updates.uncompared, encode_value([call, own]).decode()]
+
+    arguments, answers = exchange(engine, call, prepare, answer_of, is_optional)
+    check_equal("calls", [canonical({_NEW: weights}) for weights, _ in answers], _SAME_WEIGHTS)
     if engine.config.executor.digest_every:
-        check_equal("calls", [each.encode() for each in calls], _SAME_CALLS)
+        check_equal("calls", [each.encode() for _, each in answers], _SAME_CALLS)
+    if not is_optional:
+        updates.uncompared = {}
     return arguments
 
 

@@ -14,7 +14,10 @@ from spmd_worker.frontends.tools.run_dir import NO_JOB
 def is_pool(name: str) -> bool:
     """Whether it is a folder with a pool, begun or not, or a name in an object store, where no run directory can be."""
     try:
-        return is_remote(name) or any((Path(name) / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+        folder = Path(name)
+        has_record = is_remote(name) or any((folder / each).is_file() for each in (JOB_NAME, INPUT_INDEX_NAME))
+        # Folders alone: the first worker was killed before it had joined.
+        return has_record or all((folder / each).is_dir() for each in FOLDERS)
     except OSError:
         # A folder that may not be entered: who reads its files names them.
         return False

@@ -13,7 +13,20 @@ from torch import Tensor, nn
 from spmd_worker.model.weights.held_weights import HeldWeight
 
 
-class CheckpointView(nn.Module):
+class _NeverCalled(nn.Module):
+    """A module without a forward pass."""
+
+    def register_forward_hook(self, *given: Any, **options: Any) -> Any:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "apply_model's module has the checkpoint's weights and no forward pass, so that no hook would be called: "
+            "register hooks on the modules of collective_rpc(lambda worker: worker.get_model())"
+        )
+
+    register_forward_pre_hook = register_forward_hook
+
+
+class CheckpointView(_NeverCalled):
     """The root: `named_parameters`, `state_dict`, `model.layers[0].mlp.up_proj.weight` and the rest work as in torch.
 
     `parameter.checkpoint_slice` is the part of the checkpoint's tensor that a parameter is (`HeldSlice`).
@@ -101,7 +114,7 @@ class _Parameters(MutableMapping[str, nn.Parameter | None]):
         return len(self._names)
 
 
-class _Layers(nn.Module):
+class _Layers(_NeverCalled):
     """Modules by their index in the checkpoint: a pipeline stage has some of them."""
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -124,6 +137,6 @@ def _grow(module: nn.Module, accessed: _Accessed, names: Mapping[str, str]) -> N
             below.setdefault(first, {})[rest] = checkpoint_name
     for first, rests in below.items():
         is_list = all(rest.partition(".")[0].isdigit() for rest in rests)
-        child = _Layers() if is_list else nn.Module()
+        child = _Layers() if is_list else _NeverCalled()
         module.add_module(first, child)
         _grow(child, accessed, rests)

@@ -5,15 +5,16 @@ their names, so the comparison with the model's names finds them. Dequantised va
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.layers.weight_slice import Rectangle, full_rectangle
+from spmd_worker.model.layers.weight_slice import Rectangle, RecutRows, full_rectangle
 from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
 from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
@@ -26,6 +27,7 @@ from spmd_worker.model.weights.quantised_weight import (
     QuantisedWeight,
     ScaledWeight,
 )
+from spmd_worker.model.weights.recut_checkpoint import RecutCheckpoint, recut
 from spmd_worker.model.weights.staging import HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model_config.stored_format import StoredFormat
@@ -93,20 +95,29 @@ _UNUSED: Final = (
 
 @dataclass(slots=True)
 class DequantisedCheckpoint:
-    """Use `open`. `weights` are the quantised weights, by their names in a plain checkpoint."""
+    """Use `open`. `weights` are the quantised weights, by their names in a plain checkpoint; `plain` has the other
+    tensors.
+    """
 
     files: Checkpoint
+    plain: Checkpoint | RecutCheckpoint
     weights: dict[str, QuantisedWeight]
     _names: list[str]
     _turned: frozenset[str]
 
     @classmethod
     def open(
-        cls, files: Checkpoint, quantization: Quantization, is_transposed: Callable[[str], bool] = lambda name: False
+        cls,
+        files: Checkpoint,
+        quantization: Quantization,
+        is_transposed: Callable[[str], bool] = lambda name: False,
+        cuts: Mapping[str, RecutRows] = MappingProxyType({}),
     ) -> "DequantisedCheckpoint":
         """The weights of `files`, renamed by the family's table. `is_transposed`: whether plain files have a matrix as
-        [inputs, outputs] (GPT-2). Raises CheckpointError, before any data but shapes and tables is read, if parts of a
-        weight are missing or do not match `quantization`.
+        [inputs, outputs] (GPT-2). `cuts` are those of `RecutCheckpoint`, of tensors that are not quantised.
+
+        Raises CheckpointError, before any data but shapes and tables is read, if parts of a weight are missing or do
+        not match `quantization`.
         """
         weights, problems = _find_weights(files, quantization)
         if problems:
@@ -127,7 +138,7 @@ class DequantisedCheckpoint:
             numbers = weights[twice].parts["numbers"]
             raise same_weight_error(files.folder, files.stored_name(twice), files.stored_name(numbers))
         turned = [name for name in weights if weights[name].format.layout in _OUTPUTS_FIRST and is_transposed(name)]
-        return cls(files, weights, sorted([*plain, *weights]), frozenset(turned))
+        return cls(files, recut(files, cuts), weights, sorted([*plain, *weights]), frozenset(turned))
 
     @property
     def folder(self) -> Path:
@@ -148,19 +159,19 @@ class DequantisedCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.weights:
-            return self.files.shape(name)
+            return self.plain.shape(name)
         shape = self.weights[name].shape
         return shape[::-1] if name in self._turned else shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name in self.weights else self.files.dtype(name)
+        return torch.float32 if name in self.weights else self.plain.dtype(name)
 
     def position(self, name: str) -> tuple[str, int]:
         return self.files.position(self.weights[name].parts["numbers"] if name in self.weights else name)
 
     def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
         if name not in self.weights:
-            return self.files.blocks(name, region, max_bytes)
+            return self.plain.blocks(name, region, max_bytes)
         weight, max_elements = self.weights[name], max_bytes // torch.float32.itemsize
         if name not in self._turned:
             return weight.blocks(region, max_elements)
@@ -169,7 +180,7 @@ class DequantisedCheckpoint:
     def read(self, name: str, region: Rectangle) -> torch.Tensor:
         """`Checkpoint.read`: only the numbers and scales that the region needs are read."""
         if name not in self.weights:
-            return self.files.read(name, region)
+            return self.plain.read(name, region)
         weight = self.weights[name]
         return weight.read(region[::-1]).t() if name in self._turned else weight.read(region)
 

@@ -62,7 +62,7 @@ from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoi
 from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.held_weights import HeldPiece, HeldWeight, held_weights
 from spmd_worker.model.weights.merged_weights import MergedWeights, source_of
-from spmd_worker.model.weights.recut_checkpoint import RecutCheckpoint
+from spmd_worker.model.weights.recut_checkpoint import recut
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import (
     bounded,
@@ -197,11 +197,11 @@ class WeightStore:
             files.rename(self.names.parts)
             if (copied := self.names.embedding_in(files.shapes())) is not None:
                 files.add_copy(*copied)
+            cuts = self.names.recut_rows(files.shapes())
             if quantization is not None:
-                yield DequantisedCheckpoint.open(files, quantization, self.names.is_transposed)
+                yield DequantisedCheckpoint.open(files, quantization, self.names.is_transposed, cuts)
             else:
-                cuts = self.names.recut_rows(files.shapes())
-                yield RecutCheckpoint(files, cuts) if cuts else files
+                yield recut(files, cuts)
 
     def dummy(self, seed: int = 0, staging: HostStaging = HOST) -> WeightSource:
         return DummyWeights(self.tensors, self.slices, seed, staging)

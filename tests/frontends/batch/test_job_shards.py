@@ -420,6 +420,15 @@ def test_merge_rejects_output_that_it_reads(copied: list[Path]):
             merge_shards(copied, output)
 
 
+@pytest.mark.parametrize("name", ["out-00001-of-00007.jsonl", "out-00000-of-00003.jsonl.run/merged.jsonl"])
+def test_merge_rejects_the_name_of_a_shard(copied: list[Path], name: str):
+    """Regression: it replaced the output of another number of shards, and the next pattern of folders had its run."""
+    output = copied[0].parent / name
+    with pytest.raises(ConfigError, match=r"is a name of a shard's files .*: give another"):
+        merge_shards(copied, output)
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("output", "why"),
     [

@@ -16,6 +16,7 @@ from spmd_worker.frontends.batch.pool import driver
 from spmd_worker.frontends.batch.pool.object_store import ObjectStore
 from spmd_worker.frontends.batch.pool.pool_history import read_history
 from spmd_worker.frontends.batch.pool.pool_progress import make_progress
+from spmd_worker.frontends.batch.pool.posix_store import open_folder
 from spmd_worker.frontends.batch.pool.store import Delete, Now, perform
 from spmd_worker.frontends.batch.pool.view import read_pool
 from spmd_worker.frontends.tools import pool_status
@@ -132,6 +133,14 @@ def test_tools_of_runs_name_a_pool(name: str, tmp_path: Path, capsys: pytest.Cap
     code, _, err = tool(name, capsys)(tmp_path / "pool")
     assert code == 2
     assert f"it is a pool, which doctor and report read: give a worker's run directory, inside {tmp_path}/pool/" in err
+
+
+def test_pool_killed_before_it_began_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Regression: no job had run in the folder."""
+    open_folder(tmp_path / "pool")
+    for name, words in (("doctor", "killed before it had begun"), ("report", "killed before"), ("collect", "a pool")):
+        code, _, err = tool(name, capsys)(tmp_path / "pool")
+        assert (code, words in err) == (2, True), err
 
 
 def test_missing_output_is_not_a_good_end(doctor, tmp_path: Path, output: Path):

@@ -149,3 +149,12 @@ def test_optional_prefix_may_be_omitted_per_name(tmp_path: Path):
     both = written(tmp_path / "both", {**tensors, "wpe.weight": tensors["transformer.wpe.weight"].clone()})
     with pytest.raises(CheckpointError, match=r"'transformer\.wpe\.weight' and 'wpe\.weight' .*same weight"):
         filled.weights.open(both).__enter__()
+
+
+@pytest.mark.parametrize("name", ["", "model.layers", "model.layers.0.input_layernorm"])
+def test_hooks_of_a_view_are_rejected(name: str):
+    """Regression: they were taken, and never called."""
+    with plain_model(is_packed=False).as_checkpoint() as view:
+        for method in ("register_forward_hook", "register_forward_pre_hook"):
+            with pytest.raises(RuntimeError, match=r"no hook would be called: .*get_model"):
+                getattr(view.get_submodule(name), method)(print)

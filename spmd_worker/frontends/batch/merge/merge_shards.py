@@ -34,7 +34,7 @@ from spmd_worker.frontends.batch.run_dir.kept_digests import (
 from spmd_worker.frontends.batch.run_dir.manifest import merged_manifest, read_manifest, write_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest, merged_provenance
 from spmd_worker.frontends.batch.run_dir.run_lock import LOCK_NAME, RunLock
-from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
+from spmd_worker.frontends.batch.run_dir.shard import is_of_a_shard, run_dir_of
 
 
 def merge_shards(folders: Sequence[Path], output: FilePath) -> dict[str, Any]:
@@ -86,6 +86,11 @@ def _check_output(runs: Sequence[ShardRun], output: FilePath, run_dir: Path) -> 
         if is_same or run_dir.absolute() == run.folder.absolute():
             raise ConfigError(f"--output {output} is the output of shard {run.shard}, which is read: give another file")
     check_merge(output, runs[0].manifest, [run.folder for run in runs])
+    whole = runs[0].shard.whole(runs[0].output)
+    if is_of_a_shard(JobConfig(output=whole.raw if isinstance(whole, RemotePath) else str(whole)), output):
+        raise ConfigError(
+            f"--output {output} is a name of a shard's files (job.shard), which other merges read: give another"
+        )
     manifest = None
     with suppress(NotADirectoryError):
         # The lock explains it.

@@ -102,7 +102,8 @@ def pool_state(now_s: float | None) -> Steps[PoolState]:
     """The state of a pool at a time of the server's clock. Raises as `read_pool` does."""
     data: bytes | None = yield Read(JOB_NAME)
     if data is None:
-        raise ConfigError(f"there is no pool: no {JOB_NAME}; give the value of job.pool")
+        way_out = "start its job again if it was killed before it had begun, or give the value of job.pool"
+        raise ConfigError(f"there is no pool: no {JOB_NAME}; {way_out}")
     job = PoolJob.from_bytes(data)
     # Done ranges first: what ends meanwhile is in both listings, and not read.
     done: list[Listed] = yield List(f"{DONE}/")

@@ -64,6 +64,12 @@ class Shard:
         inside = f"shard{self._mark}/{path.name}"
         return path.with_name(inside) if isinstance(path, RemotePath) else path.parent / inside
 
+    def whole(self, path: FilePath) -> FilePath:
+        """The output of all rows of which this shard's is `path`; parts of a remote one keep the shard's folder."""
+        if "*" not in path.name:
+            return path.with_name(path.name.replace(self._mark, ""))
+        return path if isinstance(path, RemotePath) else path.parent.parent / path.name
+
     def run_of_parts(self, name: str) -> str:
         """Name of the run directory of an output in parts: with the shard's number for the `*`."""
         return f"{name.replace('*', self._mark[1:])}.run"
