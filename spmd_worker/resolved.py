@@ -20,6 +20,7 @@ from spmd_worker.base.config.schema import CacheConfig, ModelOptions, PlanConfig
 from spmd_worker.base.config.speculation import REPLICA_METHODS
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.media.audio_settings import has_audio_processor
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
 from spmd_worker.media.largest_image import most_image_tokens
 from spmd_worker.media.processor_settings import has_image_processor
@@ -141,9 +142,12 @@ class ResolvedRun:
 
     @property
     def max_image_tokens(self) -> int:
-        """The most tokens of an image; 0 if the model takes none."""
+        """The most tokens of an image, or of a recording; 0 if the model takes neither."""
+        vision = self.model_config.vision
         most = getattr(self.config.limits, "max_image_tokens", _DEFAULT_MAX_IMAGE_TOKENS)
-        return 0 if self.model_config.vision is None else int(most)
+        if vision is not None and vision.audio is not None:
+            return vision.audio.num_frames // 2 // vision.merge_size
+        return 0 if vision is None else int(most)
 
     @property
     def model_folder(self) -> Path:
@@ -186,14 +190,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         _check_connector(config.cache)
     location = find_model(config)
     with_images = takes_images(config) and (config.plan.enabled or has_image_processor(location.folder))
-    files = read_model_files(location.folder, with_images=with_images)
-    if takes_images(config) and not with_images and files.model_config.has_tower:
-        logger.warning(
-            "%s has neither preprocessor_config.json nor processor_config.json, which say how images are prepared: the "
-            "run takes no images; add the file of the model, or set limits.max_images=0",
-            location.folder,
-            extra=SAME_ON_EVERY_RANK,
-        )
+    with_audio = config.limits.max_audios > 0 and (config.plan.enabled or has_audio_processor(location.folder))
+    files = read_model_files(location.folder, with_images=with_images, with_audio=with_audio)
+    _warn_of_missing_processor(config, files.model_config, location.folder)
     processor = _image_processor(config, files.model_config.vision, location.folder)
     if processor is not None and files.model_config.vision is not None:
         vision = normalised_by(files.model_config.vision, processor)
@@ -226,6 +225,22 @@ def _check_connector(cache: CacheConfig) -> None:
 def takes_images(config: RunConfig) -> bool:
     """Whether rows may have images: only then the tower of a model is loaded."""
     return config.limits.max_images > 0
+
+
+def _warn_of_missing_processor(config: RunConfig, model_config: ModelConfig, folder: Path) -> None:
+    """Log that a run takes no images or audio because its folder does not say how they are prepared."""
+    hears = model_config.hears
+    is_wanted = config.limits.max_audios > 0 if hears else takes_images(config)
+    has_processor = config.plan.enabled or (has_audio_processor if hears else has_image_processor)(folder)
+    if not model_config.has_tower or not is_wanted or has_processor:
+        return
+    logger.warning(
+        "%s has neither preprocessor_config.json nor processor_config.json, which say how %s prepared: the run takes "
+        "no %s; add the file of the model, or set limits.%s=0",
+        folder,
+        *(("audio is", "audio", "max_audios") if hears else ("images are", "images", "max_images")),
+        extra=SAME_ON_EVERY_RANK,
+    )
 
 
 def _image_processor(config: RunConfig, vision: VisionConfig | None, folder: Path) -> ImageProcessor | None:

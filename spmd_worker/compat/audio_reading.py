@@ -1,11 +1,11 @@
-"""Opens what a run's prompts need if its model has an encoder and a decoder: generation, audio, limits, root."""
+"""Opens what a run's prompts need of audio, and of an encoder and a decoder: generation, features, limits, root."""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
@@ -13,6 +13,7 @@ from spmd_worker.media.audio_limits import AudioLimits
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.audio_preparer import AudioPreparer
 from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
+from spmd_worker.media.errors import MediaError
 from spmd_worker.resolved import ResolvedRun
 
 
@@ -43,6 +44,47 @@ class LazyAudioPreparer:
             made.close()
 
 
+class PendingRecordings(NamedTuple):
+    """Recordings of one prompt that are being prepared."""
+
+    parts: tuple[Future[list[PreparedAudio]], ...]
+
+    def done(self) -> bool:
+        return all(each.done() for each in self.parts)
+
+    def result(self) -> list[PreparedAudio]:
+        """Raises MediaError, whose message has the number of the recording."""
+        found = []
+        for index, each in enumerate(self.parts):
+            try:
+                found += each.result()
+            except MediaError as error:
+                raise MediaError(error.code, f"recording {index}: {error}") from None
+        return found
+
+
+class PromptAudio:
+    """All recordings of a prompt, at most `max_audios`, as `ImagePreparer` prepares its images."""
+
+    def __init__(self, preparer: LazyAudioPreparer, max_audios: int) -> None:
+        self._preparer, self._max_audios = preparer, max_audios
+
+    def prepare(self, sources: Sequence[Any]) -> list[PreparedAudio]:
+        return self.submit(sources).result()
+
+    def submit(self, sources: Sequence[Any]) -> PendingRecordings:
+        if len(sources) <= self._max_audios:
+            return PendingRecordings(tuple([self._preparer.submit(each) for each in sources]))
+        failed: Future[list[PreparedAudio]] = Future()
+        rule = f"limits.max_audios={self._max_audios}"
+        message = f"the prompt has {len(sources)} recordings, more than {rule}"
+        failed.set_exception(MediaError("too_many_audios", message))
+        return PendingRecordings((failed,))
+
+    def close(self) -> None:
+        self._preparer.close()
+
+
 def open_encoder_prompts(resolved: ResolvedRun) -> EncoderPrompts | None:
     """The prompts of a run; None for a model without an encoder. Raises ModelConfigError for unsupported features."""
     if resolved.decoder is None:
@@ -50,18 +92,23 @@ def open_encoder_prompts(resolved: ResolvedRun) -> EncoderPrompts | None:
     settings = run_audio_settings(resolved)
     if settings is None:
         return EncoderPrompts(resolved.decoder)
+    return EncoderPrompts(resolved.decoder, new_audio_preparer(resolved, settings))
+
+
+def new_audio_preparer(resolved: ResolvedRun, settings: AudioSettings) -> LazyAudioPreparer:
+    """The preparer of a run's audio."""
     job = resolved.config.job
     root = None if job.media_root is None else Path(job.media_root)
-    make = partial(AudioPreparer, settings, audio_limits(resolved.config), root, job.media_threads)
-    return EncoderPrompts(resolved.decoder, LazyAudioPreparer(make))
+    return LazyAudioPreparer(partial(AudioPreparer, settings, audio_limits(resolved.config), root, job.media_threads))
 
 
 def run_audio_settings(resolved: ResolvedRun) -> AudioSettings | None:
     """The numbers by which the audio of a run is prepared; None for a model without audio. Raises ModelConfigError."""
-    part = resolved.model_config.encoder_part
-    if part is None or part.audio is None:
+    part, vision = resolved.model_config.encoder_part, resolved.model_config.vision
+    audio = part.audio if part is not None else None if vision is None else vision.audio
+    if audio is None:
         return None
-    return read_audio_settings(resolved.model_folder, part.audio)
+    return read_audio_settings(resolved.model_folder, audio, "" if vision is None else vision.kind)
 
 
 def audio_limits(config: RunConfig) -> AudioLimits:

@@ -1,16 +1,19 @@
-"""Images of one call: prepared once for prompts that have the same ones, and held within a bound of bytes.
+"""Images or audio of one call: prepared once for prompts that have the same ones, and held within a bound of bytes.
 
-All images of a call are prepared before its first step, because they decide whether a prompt can be answered. Pixels
-beyond the bound are dropped then, and made again shortly before their prompt is admitted.
+All of a call are prepared before its first step, because they decide whether a prompt can be answered. Pixels and
+features beyond the bound are dropped then, and made again shortly before their prompt is admitted.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, Preparer, num_media_bytes
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.media_sizes import AbsentPixels
+from spmd_worker.media.media_sizes import AbsentFeatures, AbsentPixels
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 
@@ -24,15 +27,25 @@ class DroppedPixels(AbsentPixels):
     prompt: "CallPrompt | None" = None
 
 
-def without_pixels(image: PreparedImage, prompt: "CallPrompt") -> PreparedImage:
-    """The image with the sizes of its pixels alone."""
-    pixels = image.pixels
-    return replace(image, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.shapes, prompt))
+@dataclass(frozen=True, slots=True, eq=False)
+class DroppedFeatures(AbsentFeatures):
+    """Sizes of features that `prompt` makes again."""
+
+    prompt: "CallPrompt | None" = None
 
 
-def with_pixels(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:
-    """The images or audio of a prompt; pixels that were dropped are made again. Raises MediaError if they cannot be, or
-    have changed.
+def without_content(media: PreparedMedia, prompt: "CallPrompt") -> PreparedMedia:
+    """The image or audio with the sizes of its content alone."""
+    if isinstance(media, PreparedAudio):
+        nothing = np.empty((0, 0), np.float32)
+        return replace(media, features=DroppedFeatures(nothing, media.features.sizes, prompt))
+    pixels = media.pixels
+    return replace(media, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.shapes, prompt))
+
+
+def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:
+    """The images or audio of a prompt; what was dropped of them is made again. Raises MediaError if it cannot be, or
+    has changed.
     """
     prompt = _dropped(media)
     if prompt is None:
@@ -40,21 +53,23 @@ def with_pixels(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:
     made = prompt.again()
     changed = [index for index, (old, new) in enumerate(zip(media, made)) if old.media_id != new.media_id]
     if changed:
-        raise MediaError("image_changed", f"image {changed[0]} changed while the call ran: its tokens are of another")
+        name = "image" if isinstance(media[0], PreparedImage) else "audio"
+        text = f"{name} {changed[0]} changed while the call ran: its tokens are of another"
+        raise MediaError(f"{name}_changed", text)
     return made
 
 
 def prepare_ahead(media: Sequence[PreparedMedia]) -> None:
-    """Begin to make dropped pixels of a prompt again, for `with_pixels`."""
+    """Begin to make dropped contents of a prompt again, for `with_content_again`."""
     prompt = _dropped(media)
     if prompt is not None:
         prompt.begin()
 
 
 def _dropped(media: Sequence[PreparedMedia]) -> "CallPrompt | None":
-    """The maker of a prompt's images; None if they were not dropped here. Audio never is."""
+    """The maker of a prompt's images or audio; None if they were not dropped here."""
     first = media[0].content if media else None
-    return first.prompt if isinstance(first, DroppedPixels) else None
+    return first.prompt if isinstance(first, DroppedPixels | DroppedFeatures) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +81,7 @@ class CallPrompt:
     sources: tuple[Any, ...]
     call: "CallPreparer"
     pending: PendingImages | None = None
-    images: tuple[PreparedImage, ...] | None = None
+    images: tuple[PreparedMedia, ...] | None = None
     """Images handed out, perhaps without their pixels since."""
 
     def begin(self) -> PendingImages:
@@ -74,7 +89,7 @@ class CallPrompt:
             self.pending = self.call.preparer.submit(self.sources)
         return self.pending
 
-    def again(self) -> tuple[PreparedImage, ...]:
+    def again(self) -> tuple[PreparedMedia, ...]:
         """The images with their pixels, which are held until others are made: prompts with the same images often follow
         each other. Raises MediaError.
         """
@@ -94,13 +109,13 @@ class CallPreparer:
     last: CallPrompt | None = None
     _prompts: dict[Hashable, CallPrompt] = field(default_factory=dict)
 
-    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]:
+    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedMedia]:
         prompt = self._prompt_of(sources)
         if prompt.images is None:
             made = prompt.again()
             num_bytes = num_media_bytes(made)
             if self.num_bytes + num_bytes > self.max_bytes:
-                made = tuple([without_pixels(each, prompt) for each in made])
+                made = tuple([without_content(each, prompt) for each in made])
             else:
                 self.num_bytes += num_bytes
             prompt.images = made
@@ -124,12 +139,12 @@ class CallPreparer:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    images: tuple[PreparedImage, ...]
+    images: tuple[PreparedMedia, ...]
 
     def done(self) -> bool:
         return True
 
-    def result(self) -> Sequence[PreparedImage]:
+    def result(self) -> Sequence[PreparedMedia]:
         return self.images
 
 

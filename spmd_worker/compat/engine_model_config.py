@@ -53,7 +53,9 @@ class EngineModelConfig:
         part = resolved.model_config.encoder_part
         self.is_encoder_decoder = part is not None
         self.is_attention_free = resolved.model_config.is_attention_free
-        vision = resolved.model_config.vision if resolved.config.limits.max_images else None
+        vision, limits = resolved.model_config.vision, resolved.config.limits
+        is_heard = limits.max_audios > 0 if vision is not None and vision.audio is not None else limits.max_images > 0
+        vision = vision if is_heard else None
         self.is_multimodal_model = vision is not None or (part is not None and part.audio is not None)
         self.uses_mrope = vision is not None and vision.has_three_positions
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"

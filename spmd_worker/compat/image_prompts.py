@@ -1,4 +1,4 @@
-"""Prompts with images: a model's images and placeholders as token ids, and as the images of a request.
+"""Prompts with images, or audio: a model's media and placeholders as token ids, and as the media of a request.
 
 sources --prepare--> images; text or ids, with a placeholder for each image --expand--> ids and MediaItems
 """
@@ -13,7 +13,9 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.media.source import AUDIO, IMAGE, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
+from spmd_worker.tokenizer.messages import MediumName
 
 TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
 NUM_DIGEST_BYTES: Final = 16
@@ -21,17 +23,17 @@ _MISMATCH: Final = "placeholder_mismatch"
 
 
 class PendingImages(Protocol):
-    """Images that are being prepared. `result` raises MediaError."""
+    """Images or audio being prepared. `result` raises MediaError."""
 
     def done(self) -> bool: ...
 
-    def result(self) -> Sequence[PreparedImage]: ...
+    def result(self) -> Sequence[PreparedMedia]: ...
 
 
 class Preparer(Protocol):
-    """Bytes, paths, URLs, arrays or PIL images of one prompt -> prepared images (`ImagePreparer`)."""
+    """Bytes, paths, URLs, arrays or PIL images of one prompt -> prepared images (`ImagePreparer`), or audio."""
 
-    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedImage]: ...
+    def prepare(self, sources: Sequence[Any]) -> Sequence[PreparedMedia]: ...
 
     def submit(self, sources: Sequence[Any]) -> PendingImages: ...
 
@@ -47,52 +49,73 @@ class MediaPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
-    """Prompts with images for one model. All methods raise MediaError."""
+    """Prompts with images, or with audio, for one model. All methods raise MediaError."""
 
     preparer: Preparer
     placeholders: Placeholders
     image_token_id: int
 
-    def prepare(self, sources: Sequence[Any]) -> tuple[PreparedImage, ...]:
+    @property
+    def medium(self) -> Medium:
+        """Images or audio."""
+        return self.placeholders.medium
+
+    def prepare(self, sources: Sequence[Any]) -> tuple[PreparedMedia, ...]:
         return tuple(self.preparer.prepare(sources))
 
-    def of_text(self, text: str, images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+    def of_text(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text with placeholders; `encode` may add special tokens."""
         token_ids = tuple(encode(self.placeholders.expand_text(text, images)))
         return MediaPrompt(token_ids, self.placeholders.media_items(token_ids, images, self.image_token_id))
 
-    def of_chat(self, text: str, images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+    def of_chat(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text that a chat template has rendered."""
         try:
             return self.of_text(text, images, encode)
         except MediaError as error:
             if error.code != _MISMATCH:
                 raise
+            medium = self.medium
+            name = medium.name
             raise MediaError(
                 _MISMATCH,
-                f"the chat template does not write a placeholder for each image part: {error}; render the messages "
-                f"yourself, with {self.placeholders.written!r} for each image, as prompt, and give the images with it",
+                f"the chat template does not write a placeholder for each {name} part: {error}; render the messages "
+                f"yourself, with {self.placeholders.written!r} for each {medium.one}, as prompt, and give the "
+                f"{medium.plural} with it",
             ) from None
 
-    def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> MediaPrompt:
+    def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of ids, with a placeholder's id for each image, or expanded; `encode` adds no special tokens."""
         ids = tuple(self.placeholders.expand_ids(token_ids, images, encode))
         return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
 
 
 def check_images(
-    images: ImagePrompts | None, sources: Sequence[Any], *, is_truncated: bool, architecture: str = ""
+    images: ImagePrompts | None,
+    sources: Sequence[Any],
+    medium: MediumName,
+    *,
+    is_truncated: bool,
+    architecture: str = "",
 ) -> ImagePrompts:
-    """`images`, for a prompt whose images can be prepared. Raises MediaError, which names the `architecture`."""
+    """`images`, for a prompt whose sources, of a `medium`, can be prepared. Raises MediaError, which names the
+    `architecture`.
+    """
+    plural = (AUDIO if medium == "audio" else IMAGE).plural
     if images is None:
         raise MediaError(
-            "images_unsupported",
-            f"this run takes no images: the model{f' ({architecture})' if architecture else ''} runs with text alone, "
-            "its folder has no preprocessor_config.json, or limits.max_images is 0: leave images out",
+            f"{plural}_unsupported",
+            f"this run takes no {plural}: the model{f' ({architecture})' if architecture else ''} runs with text "
+            f"alone, its folder has no preprocessor_config.json, or limits.max_{medium}s is 0: leave {plural} out",
         )
+    if images.medium.name != medium:
+        message = f"the model takes {images.medium.plural} in its prompts and no {plural}: leave {plural} out"
+        raise MediaError(f"{plural}_unsupported", message)
     if is_truncated:
         raise MediaError("conflicting_keys", TRUNCATED)
     if any(each is None for each in sources):
+        if images.medium == AUDIO:
+            raise MediaError("audio_missing", "an audio part has no audio: give it input_audio, audio_url or audio")
         raise MediaError("image_missing", "an image part has no image: give it image_url or image")
     return images
 
@@ -107,10 +130,10 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
                 images.placeholders.check_reserved(text)
 
 
-def check_sizes(images: Sequence[PreparedImage]) -> None:
+def check_sizes(images: Sequence[PreparedMedia]) -> None:
     """Check that no image was resized, cut or padded. Raises MediaError."""
     for number, image in enumerate(images):
-        if image.pixels.shapes != (image.pixels.size,):
+        if isinstance(image, PreparedImage) and image.pixels.shapes != (image.pixels.size,):
             height, width = image.pixels.size
             shapes = ", ".join(f"{shape[1]}x{shape[0]}" for shape in image.pixels.shapes)
             raise MediaError(
@@ -131,19 +154,45 @@ def media_digest(source_digests: Sequence[bytes]) -> str:
     return blake2b(sources, digest_size=NUM_DIGEST_BYTES).hexdigest() if sources else ""
 
 
-def images_of(data: Any) -> list[Any]:
-    """Images of vLLM's `multi_modal_data`. Raises MediaError for anything else in it."""
+def medium_of_data(data: Any, images: ImagePrompts | None) -> MediumName:
+    """The medium of vLLM's `multi_modal_data`: the model's, or that of what is given to a model of text alone."""
+    if images is not None:
+        return "image" if images.medium == IMAGE else "audio"
+    return (
+        "audio"
+        if isinstance(data, Mapping) and data.get("image") is None and data.get("audio") is not None
+        else "image"
+    )
+
+
+def media_of(data: Any, images: ImagePrompts | None) -> list[Any]:
+    """Images or recordings of vLLM's `multi_modal_data`, for a model that takes these. Raises MediaError for anything
+    else in it.
+    """
     if data is None:
         return []
+    medium = AUDIO if medium_of_data(data, images) == "audio" else IMAGE
+    kind, code = medium.name, f"{medium.plural}_unsupported"
     if not isinstance(data, Mapping):
-        raise MediaError("images_unsupported", f"multi_modal_data={shown(data)} must be a dict: {{'image': image}}")
-    others = [str(kind) for kind, value in data.items() if kind != "image" and value is not None]
+        raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kind!r}: {kind}}}")
+    others = [str(each) for each, value in data.items() if each != kind and value is not None]
     if others:
-        raise MediaError(
-            "images_unsupported", f"multi_modal_data has {', '.join(others)}: only images are supported, under 'image'"
-        )
-    given = data.get("image")
+        verb = "is" if medium == AUDIO else "are"
+        message = f"multi_modal_data has {', '.join(others)}: only {medium.plural} {verb} supported, under {kind!r}"
+        raise MediaError(code, message)
+    given = data.get(kind)
+    if medium == AUDIO:
+        return _recordings(given)
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if any(isinstance(each, Mapping) for each in listed):
         raise MediaError("images_unsupported", "multi_modal_data has rows of images: give the images themselves")
     return listed
+
+
+def _recordings(given: Any) -> list[Any]:
+    """One recording or a list; a list that begins with a number is the samples of one."""
+    if given is None:
+        return []
+    if isinstance(given, list) and not (given and isinstance(given[0], int | float)):
+        return list(given)
+    return [given]

@@ -1,4 +1,4 @@
-"""Opens the images of a run's prompts: processor, limits, root and helper processes."""
+"""Opens the images or audio of a run's prompts: processor, limits, root and helper processes."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.compat.audio_reading import PromptAudio, new_audio_preparer, run_audio_settings
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
@@ -60,8 +61,13 @@ class LazyPreparer:
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
-    """The images of a run; None for a model without images."""
+    """The images or audio of a run; None for a model without them. Raises ModelConfigError."""
     vision, processor, config = resolved.model_config.vision, resolved.image_processor, resolved.config
+    if vision is not None and vision.audio is not None:
+        settings = run_audio_settings(resolved)
+        assert settings is not None, "the model hears"
+        audio = PromptAudio(new_audio_preparer(resolved, settings), config.limits.max_audios)
+        return ImagePrompts(audio, PLACEHOLDERS[vision.kind], vision.image_token_id)
     if vision is None or processor is None:
         return None
     placeholders = PLACEHOLDERS[vision.kind]

@@ -93,7 +93,7 @@ _OF_LLM: Final = (
     Keyword(
         "limit_mm_per_prompt",
         Effect.SAME,
-        '`{"image": n}` is `max_images`; 0: the part of the model for images is not loaded',
+        '`{"image": n, "audio": m}` are `max_images` and `max_audios`; 0: that part of the model is not loaded',
         annotation=Mapping[str, Any] | None,
     ),
     Keyword(
@@ -109,7 +109,7 @@ _OF_LLM: Final = (
         '`{"image": {"rgba_background_color": [r, g, b]}}` is `image_background`',
         annotation=Mapping[str, Any] | None,
     ),
-    Keyword("language_model_only", Effect.SAME, "true: `max_images=0`", False, annotation=bool),
+    Keyword("language_model_only", Effect.SAME, "true: `max_images=0` and `max_audios=0`", False, annotation=bool),
     Keyword(
         "speculative_config",
         Effect.SAME,

@@ -164,6 +164,7 @@ class LLMKeywords(_Others, total=False):
     max_image_pixels: int | None
     max_image_tokens: int | None
     image_formats: list[str] | None
+    max_audios: int | None
     max_audio_bytes: int | None
     max_audio_s: int | None
     allowed_local_media_path: str | None

@@ -1,4 +1,4 @@
-"""vLLM's keywords about images whose values are objects, as ours."""
+"""vLLM's keywords about images and audio whose values are objects, as ours."""
 
 import json
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ def media_values(given: Mapping[str, Any]) -> dict[str, Any]:
     own = {
         **_processor_values(_mapping(given, "mm_processor_kwargs")),
         **_background(_mapping(given, "media_io_kwargs")),
-        **_most_images(_mapping(given, "limit_mm_per_prompt")),
+        **_most_media(_mapping(given, "limit_mm_per_prompt")),
     }
     if plain_bool(given.get("language_model_only")):
-        own["max_images"] = 0
+        own |= {"max_images": 0, "max_audios": 0}
     for name, value in own.items():
         if given.get(name) not in (None, value):
             raise ConfigError(f"{name}={shown(given[name])}, and vLLM's keyword says {shown(value)}: give one of them")
@@ -37,16 +37,16 @@ def _mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def _most_images(limits: Mapping[str, Any]) -> dict[str, Any]:
+def _most_media(limits: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for kind, value in limits.items():
         number = plain_int(value.get("count", 1) if isinstance(value, Mapping) else value)
         if number is None or number < 0:
             raise ConfigError(f"limit_mm_per_prompt={{{kind!r}: {shown(value)}}} must be a number, 0 or more")
-        if kind == "image":
-            found["max_images"] = number
-        elif number and kind not in ("video", "audio"):
-            raise ConfigError(f"limit_mm_per_prompt has the kind {kind!r}: give image")
+        if kind in ("image", "audio"):
+            found[f"max_{kind}s"] = number
+        elif number and kind != "video":
+            raise ConfigError(f"limit_mm_per_prompt has the kind {kind!r}: give image or audio")
     return found
 
 

@@ -7,11 +7,17 @@ from typing import Any, Final, NotRequired, TypedDict
 
 from spmd_worker.base.config.plain_values import plain_text, shown
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.image_prompts import TRUNCATED, ImagePrompts, check_images, check_sizes, images_of
+from spmd_worker.compat.image_prompts import (
+    TRUNCATED,
+    ImagePrompts,
+    check_images,
+    check_sizes,
+    media_of,
+    medium_of_data,
+)
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
@@ -29,7 +35,7 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, `{"prompt_embeds": rows}`, or token ids. Text and ids in a
-dict may have images, `"multi_modal_data": {"image": image or list}`.
+dict may have images, `"multi_modal_data": {"image": image or list}`, or audio in a model that hears.
 """
 
 
@@ -247,7 +253,7 @@ def _encode_mapping(
             return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
         return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
     try:
-        sources = images_of(prompt.get("multi_modal_data"))
+        sources = media_of(prompt.get("multi_modal_data"), images)
     except MediaError as error:
         return Encoded(None, (), str(error))
     if sources:
@@ -280,7 +286,8 @@ def _encode_with_images(
     text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
     encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
     try:
-        images = check_images(images, sources, is_truncated=check_text is None, architecture=architecture)
+        medium = medium_of_data(prompt.get("multi_modal_data"), images)
+        images = check_images(images, sources, medium, is_truncated=check_text is None, architecture=architecture)
         if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
             raise ValueError("a prompt with images is text under prompt, or prompt_token_ids")
         tokenizer = need_tokenizer()
@@ -299,7 +306,7 @@ def _encode_with_images(
     return encoded
 
 
-def _prepared(prompt: Mapping[str, Any], sources: Sequence[Any], images: ImagePrompts) -> tuple[PreparedImage, ...]:
+def _prepared(prompt: Mapping[str, Any], sources: Sequence[Any], images: ImagePrompts) -> tuple[PreparedMedia, ...]:
     made = images.prepare(sources)
     if prompt.get(_PROCESSOR_KEY) == _KEPT_SIZES:
         check_sizes(made)

@@ -10,7 +10,8 @@ class PreparedAudio:
     """Seconds `start_s` to `end_s` of audio that is `duration_s` long: all of it, or one of its windows, which come in
     their order and without gaps.
 
-    `media_id` names the features; `source_digest` is the SHA-256 of the bytes given, for all windows the same.
+    `media_id` names the features; `source_digest` is the SHA-256 of the bytes given, for all windows the same. `text`
+    stands in a prompt of text and audio in place of a placeholder; empty for an encoder's input, which has none.
     """
 
     media_id: bytes
@@ -21,15 +22,11 @@ class PreparedAudio:
     end_s: float
     duration_s: float
     source_digest: bytes
+    text: str = ""
 
     @property
     def content(self) -> AudioFeatures:
         return self.features
-
-    @property
-    def text(self) -> str:
-        """Audio has no place in a prompt's text."""
-        return ""
 
     @property
     def token_grid(self) -> tuple[int, int]:

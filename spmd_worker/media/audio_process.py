@@ -20,6 +20,7 @@ from spmd_worker.media.audio_limits import AudioLimits
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.audio_settings import SAMPLING_RATE, AudioSettings
 from spmd_worker.media.audio_source import GivenSamples
+from spmd_worker.media.audio_tokens import audio_tokens
 from spmd_worker.media.audio_wave import BLOCK_SAMPLES, Block, Recording
 from spmd_worker.media.audio_windows import AudioWindow, windows
 from spmd_worker.media.errors import MediaError
@@ -62,16 +63,17 @@ class IsolatedAudioPreparer:
         bounds = answer["windows"]
         for index, (start_s, end_s) in enumerate(bounds):
             found = self._ask({"window": index})
-            shape = self._settings.num_mel_bins, self._settings.num_frames
+            features = np.frombuffer(found[PAYLOAD], np.float32).reshape(self._settings.num_mel_bins, -1)
             yield PreparedAudio(
                 media_id=bytes.fromhex(found["media_id"]),
-                features=AudioFeatures(np.frombuffer(found[PAYLOAD], np.float32).reshape(shape)),
-                num_rows=self._settings.num_rows,
-                num_patches=self._settings.num_rows,
+                features=AudioFeatures(features),
+                num_rows=found["num_rows"],
+                num_patches=found["num_patches"],
                 start_s=start_s,
                 end_s=end_s,
                 duration_s=bounds[-1][1],
                 source_digest=source_digest,
+                text=found["text"],
             )
 
     def _ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,14 +109,23 @@ class _Conversation:
         else:
             given = np.frombuffer(request.get(PAYLOAD, b""), np.float32).reshape(request["shape"])
             samples = samples_of(Recording(request["rate"], len(given), given.shape[1], _blocks(given)), self._limits)
+        if self._settings.kind:
+            # A recording in a prompt is not cut.
+            audio_tokens(len(samples), self._settings)
         self._windows = windows(samples, self._settings.num_samples)
         return {"windows": [(each.start_s, each.end_s) for each in self._windows]}
 
     def _features(self, index: int) -> Mapping[str, Any]:
         if index >= len(self._windows):
             return {"error": "its process has ended and was started again"}
-        data = log_mel(self._windows[index].samples, self._settings).tobytes()
-        return {"media_id": audio_id_of(data, self._settings).hex(), PAYLOAD: data}
+        samples, settings = self._windows[index].samples, self._settings
+        features, num_rows = log_mel(samples, settings), settings.num_rows
+        sizes = {"num_rows": num_rows, "num_patches": num_rows, "text": ""}
+        if settings.kind:
+            num_frames, *found = audio_tokens(len(samples), settings)
+            sizes, features = dict(zip(("num_patches", "num_rows", "text"), found)), features[:, :num_frames]
+        data = features.tobytes()
+        return {"media_id": audio_id_of(data, settings).hex(), **sizes, PAYLOAD: data}
 
 
 def _blocks(samples: Block) -> Iterator[Block]:

@@ -34,11 +34,13 @@ _FIXED: Final[Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class AudioSettings:
     """`window_s` is the length of audio that an encoder reads: shorter audio is padded with silence, longer audio is
-    cut (`audio_windows.py`).
+    cut (`audio_windows.py`). `kind`: audio is in prompts of text, of a model of this kind (`audio_tokens.py`); "" for
+    an encoder's input.
     """
 
     num_mel_bins: int
     window_s: int = 30
+    kind: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -56,7 +58,7 @@ class AudioSettings:
         return self.num_frames // 2
 
 
-def read_audio_settings(folder: Path, audio: AudioInput) -> AudioSettings:
+def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> AudioSettings:
     """Read `preprocessor_config.json`, or the part of `processor_config.json` for audio. A missing key has the value
     that its class of transformers has. Raises ModelConfigError.
     """
@@ -64,7 +66,7 @@ def read_audio_settings(folder: Path, audio: AudioInput) -> AudioSettings:
     reader.choice("feature_extractor_type", (_CLASS,), _CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
-    settings = AudioSettings(reader.count("feature_size", 80), reader.count("chunk_length", 30))
+    settings = AudioSettings(reader.count("feature_size", 80), reader.count("chunk_length", 30), kind)
     if settings.num_mel_bins != audio.num_mel_bins:
         raise reader.error("feature_size", f"must be num_mel_bins of config.json, {audio.num_mel_bins}")
     if settings.num_frames != audio.num_frames:
@@ -73,12 +75,25 @@ def read_audio_settings(folder: Path, audio: AudioInput) -> AudioSettings:
     return settings
 
 
+def has_audio_processor(folder: Path) -> bool:
+    """Whether a folder says how audio is prepared."""
+    found = _found_reader(folder)
+    return found is not None and bool(found.config)
+
+
 def _reader(folder: Path) -> ConfigReader:
+    found = _found_reader(folder)
+    if found is not None:
+        return found
+    files = f"neither {_FILES[0]} with feature_extractor nor {_FILES[1]}"
+    raise ModelConfigError(f"{folder} has {files}: add it, audio cannot be prepared without it")
+
+
+def _found_reader(folder: Path) -> ConfigReader | None:
     for path in (folder / name for name in _FILES):
         found = json_object(path)
         if found is not None and path.name == _FILES[0]:
             found = found.get("feature_extractor")
         if isinstance(found, dict):
             return ConfigReader(found, path)
-    files = f"neither {_FILES[0]} with feature_extractor nor {_FILES[1]}"
-    raise ModelConfigError(f"{folder} has {files}: add it, audio cannot be prepared without it")
+    return None

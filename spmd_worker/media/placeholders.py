@@ -1,4 +1,4 @@
-"""Placeholders of images in prompts, and the tokens that take their rows.
+"""Placeholders of images and audio in prompts, and the tokens that take their rows.
 
 A chat template, or a user, writes one marker for each image; it becomes the image's text, which has as many image
 tokens as the image has rows. Expansion is of text, before there are tokens: line ends beside a marker may join with
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.prepared import PreparedImage
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.media.source import AUDIO, IMAGE, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -23,7 +24,7 @@ _MAX_JOINED_LINE_ENDS: Final = 64
 class Placeholders:
     """Texts of a kind of model: `written` is what a chat template writes for an image, `marker` the part of it that
     the image's text replaces, `image_token` the token that takes a row. Prompts may not contain `reserved` texts other
-    than as placeholders.
+    than as placeholders. Images may be recordings, if the `medium` is audio.
     """
 
     kind: str
@@ -31,22 +32,24 @@ class Placeholders:
     marker: str
     image_token: str
     reserved: tuple[str, ...]
+    medium: Medium = IMAGE
 
     def check_reserved(self, text: str) -> None:
         """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
         for token in self.reserved:
             if token in text:
-                rule = "which stands for an image or a part of one in this model: remove it, or write it differently"
+                what = "an image or a part of one" if self.medium == IMAGE else "audio or a part of it"
+                rule = f"which stands for {what} in this model: remove it, or write it differently"
                 raise MediaError("reserved_token", f"a text of the prompt contains {token!r}, {rule}")
 
-    def expand_text(self, text: str, images: Sequence[PreparedImage]) -> str:
+    def expand_text(self, text: str, images: Sequence[PreparedMedia]) -> str:
         """The text with each marker replaced by its image's text. Raises MediaError."""
         pieces = text.split(self.marker)
         if len(pieces) != len(images) + 1:
             raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
         return pieces[0] + "".join([image.text + piece for image, piece in zip(images, pieces[1:], strict=True)])
 
-    def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode) -> list[int]:
+    def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> list[int]:
         """The ids with each marker replaced by its image's tokens, or as they are if all images are expanded already:
         counts must be exact. Raises MediaError.
         """
@@ -62,19 +65,21 @@ class Placeholders:
             return ids
         num_markers = ids.count(marker_id)
         if num_markers != len(images) or (marker_id != image_id and num_given):
-            given = f"{num_markers} placeholder ids ({marker_id}) and {num_given} image token ids ({image_id})"
+            given = (
+                f"{num_markers} placeholder ids ({marker_id}) and {num_given} {self.medium.name} token ids ({image_id})"
+            )
             raise self._mismatch(given, images)
         if line_ends:
             return _expanded_lines(ids, marker_id, [image.text for image in images], line_ends, encode)
         return _expanded(ids, marker_id, texts)
 
     def media_items(
-        self, token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
+        self, token_ids: Sequence[int], images: Sequence[PreparedMedia], image_token_id: int
     ) -> tuple[MediaItem, ...]:
         """Images of an expanded prompt: the image tokens are theirs, in order. Raises MediaError."""
         found = [index for index, token_id in enumerate(token_ids) if token_id == image_token_id]
         if len(found) != sum(image.num_rows for image in images):
-            raise self._mismatch(f"{len(found)} image tokens", images)
+            raise self._mismatch(f"{len(found)} {self.medium.name} tokens", images)
         items, first = [], 0
         for image in images:
             runs = _runs(found[first : first + image.num_rows])
@@ -82,22 +87,26 @@ class Placeholders:
             first += image.num_rows
         return tuple(items)
 
-    def _mismatch(self, given: str, images: Sequence[PreparedImage]) -> MediaError:
+    def _mismatch(self, given: str, images: Sequence[PreparedMedia]) -> MediaError:
         taken = sum(image.num_rows for image in images)
-        rule = f"it has {len(images)} images, which take {taken} image tokens: give one placeholder for each image"
+        name = self.medium.name
+        given_media = f"{len(images)} {self.medium.many}, which take {taken} {name} tokens"
+        rule = f"it has {given_media}: give one placeholder for each {self.medium.one}"
         return MediaError("placeholder_mismatch", f"the prompt has {given}, but {rule}")
 
     def _id_of(self, token: str, encode: Encode) -> int:
         ids = encode(token)
         if len(ids) != 1:
-            raise MediaError("images_unsupported", f"the tokenizer has no token {token!r}: it splits into {len(ids)}")
+            message = f"the tokenizer has no token {token!r}: it splits into {len(ids)}"
+            raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids[0]
 
-    def _ids_of(self, image: PreparedImage, image_id: int, encode: Encode) -> list[int]:
+    def _ids_of(self, image: PreparedMedia, image_id: int, encode: Encode) -> list[int]:
         ids = list(encode(image.text))
         if ids.count(image_id) != image.num_rows:
-            message = f"the tokenizer makes {ids.count(image_id)} image tokens of the {image.num_rows} of an image"
-            raise MediaError("images_unsupported", message)
+            what = f"{self.medium.name} tokens of the {image.num_rows} of a {self.medium.one}"
+            message = f"the tokenizer makes {ids.count(image_id)} {what}"
+            raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids
 
 
@@ -181,6 +190,10 @@ _QWEN: Final = (
     *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
+_QWEN_AUDIO: Final = (
+    *("<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>", "<|AUDIO|>"),
+    ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+)
 _GEMMA4: Final = (
     *("<|image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
@@ -227,7 +240,7 @@ PLACEHOLDERS: Final = {
             ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
         ),
     }.items()
-}
+} | {"qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO)}
 """Kind of model -> its texts."""
 
 

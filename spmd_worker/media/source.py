@@ -25,18 +25,20 @@ ImageSource: TypeAlias = Union[bytes, str, Path, Pixels, "Image"]
 
 
 class Medium(NamedTuple):
-    """Names of what is read, in messages and codes."""
+    """Names of what is read, in messages and codes. `one` and `many` are of single images or recordings."""
 
     name: str
     plural: str
     not_downloaded: str
+    one: str
+    many: str
 
     def error(self, what: str, message: str) -> MediaError:
         return MediaError(f"{self.name}_{what}", message)
 
 
-IMAGE: Final = Medium("image", "images", "images are not downloaded")
-AUDIO: Final = Medium("audio", "audio", "audio is not downloaded")
+IMAGE: Final = Medium("image", "images", "images are not downloaded", "image", "images")
+AUDIO: Final = Medium("audio", "audio", "audio is not downloaded", "recording", "recordings")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _MAX_SHOWN: Final = 103
 _MAX_CHARACTERS_PER_BYTE: Final = 4

@@ -21,6 +21,7 @@ from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checke
 from spmd_worker.model_config.decoder_generation import DecoderGeneration, read_decoder_generation
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.experts_reader import read_experts
+from spmd_worker.model_config.families.audio_rows import AUDIO_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_PARTS, classifying_of, generating_of
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import (
@@ -171,8 +172,13 @@ class ModelConfig:
 
     @property
     def has_tower(self) -> bool:
-        """Whether checkpoints of this architecture take images, though this run may not."""
+        """Whether checkpoints of this architecture take images or audio, though this run may not."""
         return bool(self._family.vision)
+
+    @property
+    def hears(self) -> bool:
+        """Whether prompts of this architecture may have audio where those of others have images."""
+        return self._family.vision in AUDIO_ROWS
 
     @property
     def _family(self) -> Family:
@@ -362,9 +368,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return _json_object(_content(path), path)
 
 
-def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelFiles:
+def read_model_files(model_folder: Path, *, with_images: bool = False, with_audio: bool = False) -> ModelFiles:
     """Read each file once. The end-of-sequence ids of `generation_config.json` come before those of `config.json`.
-    Without `with_images` a model that takes them runs with text alone: its tower is not loaded.
+    Without `with_images` a model that takes them runs with text alone, and without `with_audio` one that hears beside
+    text: its tower is not loaded.
 
     Raises ModelConfigError.
     """
@@ -382,7 +389,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False) -> ModelF
         quantised_text = _content(quantised)
         config[MODELOPT_FILE], others = _json_object(quantised_text, quantised), others + quantised_text
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
-    model_config = model_config_of(config, path, with_images=with_images)
+    model_config = model_config_of(config, path, with_images=with_images, with_audio=with_audio)
     family = family_of(model_config.architecture)
     names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
     if names:
@@ -481,14 +488,16 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         raise ModelConfigError(f"{path} {error}") from None
 
 
-def model_config_of(config: Mapping[str, Any], path: Path, *, with_images: bool = False) -> ModelConfig:
-    """Model config of `config`, the contents of `path`, which is used in errors alone. `with_images`: see
+def model_config_of(
+    config: Mapping[str, Any], path: Path, *, with_images: bool = False, with_audio: bool = False
+) -> ModelConfig:
+    """Model config of `config`, the contents of `path`, which is used in errors alone. `with_images`, `with_audio`: see
     `read_model_files`.
     """
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
-    vision_row = family.vision if with_images else ""
+    vision_row = family.vision if (with_audio if family.vision in AUDIO_ROWS else with_images) else ""
     if family.text is not None:
         config = _text_part(config, path, family)
         family = _family_of_text(family.text, given, path) if family.text.families else family

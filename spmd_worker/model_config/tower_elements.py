@@ -2,7 +2,7 @@
 A test compares them with the parameters of real towers.
 """
 
-from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _ROW_STEP = 16
@@ -16,6 +16,8 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
         return 0
     if vision.kind == "gemma4":
         return _gemma4_elements(config, hidden_size)
+    if vision.audio is not None:
+        return _audio_elements(vision.audio, config, hidden_size)
     if vision.kind == "gemma4_unified":
         inputs = config.num_patch_numbers * vision.merge_size**2
         return 2 * inputs + config.hidden_size * (inputs + 5 + 2 * config.num_positions + hidden_size)
@@ -38,6 +40,22 @@ def _gemma4_elements(config: TowerConfig, hidden_size: int) -> int:
 
 
 _NUM_LINEARS, _NUM_BOUNDS = 7, 4
+
+
+def _audio_elements(audio: AudioInput, config: TowerConfig, hidden_size: int) -> int:
+    size = config.hidden_size
+    around = _frame_elements(audio, size) + _norm_elements(config, size) + hidden_size * (size + 1)
+    return around + config.num_layers * _layer_elements(config)
+
+
+def _frame_elements(audio: AudioInput, size: int) -> int:
+    """Elements of the convolutions over frames, and of the positions behind them."""
+    return size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_frames // 2)
+
+
+def frame_activations(audio: AudioInput, size: int) -> int:
+    """Elements for each row behind the convolutions: frames, unfolded, convolved and activated."""
+    return 2 * (_NUM_TAPS + 1) * audio.num_mel_bins + (4 + _NUM_TAPS + 2) * size
 
 
 def _norm_elements(config: TowerConfig, size: int) -> int:
@@ -83,8 +101,7 @@ def encoder_elements(part: EncoderPart) -> int:
     layers: int = stack.num_parameters - table * (part.shares_embedding or audio is not None)
     if audio is None:
         return layers
-    size: int = stack.hidden_size
-    return layers + size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_frames // 2)
+    return layers + _frame_elements(audio, stack.hidden_size)
 
 
 def encoder_activations(part: EncoderPart, num_rows: int) -> int:
@@ -99,7 +116,7 @@ def encoder_activations(part: EncoderPart, num_rows: int) -> int:
     (heads,) = {(layer.num_heads + 2 * layer.num_kv_heads) * layer.head_size for layer in stack.layers}
     columns: int = max(layer.intermediate_size * (2 + layer.is_gated) for layer in stack.layers)
     if part.audio is not None:
-        frames = 2 * (_NUM_TAPS + 1) * part.audio.num_mel_bins + (4 + _NUM_TAPS + 2) * size
+        frames = frame_activations(part.audio, size)
     return num_rows * max(4 * size + max(2 * heads, columns), frames)
 
 

@@ -1,6 +1,8 @@
-"""VisionConfig: how a checkpoint takes images, from config.json."""
+"""VisionConfig: how a checkpoint takes images, or audio in their stead, from config.json."""
 
 from dataclasses import dataclass
+
+from spmd_worker.model_config.encoder_part import AudioInput
 
 Numbers = tuple[float, float, float]
 """One for each channel."""
@@ -13,6 +15,9 @@ class TowerNames:
     there is no such tensor. `output_norms` are of the outputs of attention and feed-forward. `aliases` map beginnings
     of names in other files, and in memory, to the ones here, the first that fits. Tensors that match one of the regular
     expressions `unused` are in files and not in the tower.
+
+    A tower of audio has `convolutions` over frames in place of `patches`. Parts of `qkv` that are `unbiased` have no
+    bias where the others have.
     """
 
     beginnings: tuple[str, ...]
@@ -21,7 +26,9 @@ class TowerNames:
     output: str
     norms: tuple[str, str]
     mlp: tuple[str, ...]
-    patches: str
+    patches: str = ""
+    convolutions: tuple[str, ...] = ()
+    unbiased: tuple[str, ...] = ()
     positions: str = ""
     class_token: str = ""
     first_norm: str = ""
@@ -117,6 +124,9 @@ class VisionConfig:
     of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
     in bfloat16 with `has_bfloat16_pixels`.
+
+    `audio`: the model hears, and its prompts have audio where those of others have images. Each token then has
+    `merge_size` rows of the convolutions.
     """
 
     kind: str
@@ -132,3 +142,9 @@ class VisionConfig:
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
     has_bfloat16_pixels: bool = False
+    audio: AudioInput | None = None
+
+    @property
+    def medium(self) -> str:
+        """Either "image" or "audio"."""
+        return "image" if self.audio is None else "audio"

@@ -7,7 +7,7 @@ with a mark instead of each text, and a format is good if the prompt shows every
 minja, which probes a template once; here the conversation itself is tried.
 
 Contents are passed unchanged wherever that shows it all: the prompt is then the one that transformers renders. Contents
-with images are always lists.
+with images or audio are always lists.
 """
 
 import json
@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, Final
 
-from spmd_worker.tokenizer.messages import IMAGE_PART
+from spmd_worker.tokenizer.messages import MEDIA_PARTS
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
@@ -180,14 +180,18 @@ def _is_text(content: Any) -> bool:
 
 
 def _has_images(content: Any) -> bool:
-    """Whether a content is a list of text parts and image parts, and not all of them are text."""
-    images = [part for part in content if part == IMAGE_PART] if isinstance(content, list) else []
-    others = [part for part in content if part != IMAGE_PART] if images else []
+    """Whether a content is a list of text parts and parts of images or audio, and not all of them are text."""
+    images = [part for part in content if _is_medium(part)] if isinstance(content, list) else []
+    others = [part for part in content if not _is_medium(part)] if images else []
     return bool(images) and (not others or _is_text(others))
 
 
+def _is_medium(part: Any) -> bool:
+    return part in MEDIA_PARTS.values()
+
+
 def _with_text(part: Message, change: Callable[[str], str]) -> Message:
-    return part if part == IMAGE_PART else {**part, "text": change(part["text"])}
+    return part if _is_medium(part) else {**part, "text": change(part["text"])}
 
 
 def _speaker(message: Message) -> str:

@@ -1,8 +1,8 @@
 """Messages in the format of chat templates: contents as text or parts, arguments of tool calls as objects."""
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 from spmd_worker.base.config.plain_values import shown
 
@@ -13,8 +13,22 @@ _IMAGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "image_pil": ("image_pil",),
 }
 """Type of an image part -> the keys that may hold the image: OpenAI's, Qwen's, transformers' and vLLM's notations."""
-IMAGE_PART: Final[Mapping[str, Any]] = {"type": "image"}
-"""An image part in the format of templates."""
+_AUDIO_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "audio": ("audio", "audio_url", "url", "path"),
+    "audio_url": ("audio_url",),
+    "input_audio": ("input_audio",),
+}
+"""The same of audio parts."""
+MEDIA_PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "image": {"type": "image"},
+    # Templates look for the key.
+    "audio": {"type": "audio", "audio": ""},
+}
+"""Parts in the format of templates."""
+MediumName = Literal["image", "audio"]
+_AUDIO_FORMATS: Final = ("wav", "mp3", "flac", "ogg")
+_IN_JSON: Final = (bool, int, float, list, Mapping)
+"""Types of values in JSON that are neither URLs nor paths."""
 
 
 class InvalidRequestError(ValueError):
@@ -34,15 +48,27 @@ def optional_flag(given: Mapping[str, Any], key: str, *, default: bool = False, 
 
 
 def checked_content(name: str, value: Any, images: list[Any]) -> str | list[dict[str, Any]]:
-    """Text unchanged, and a list of parts in the format of templates: objects of type `text` or `image`; an empty list
-    becomes the empty text. `images` gets the image of each image part, None for a part without one. Raises
-    InvalidRequestError, naming the part, for anything else: audio, videos.
+    """Text unchanged, and a list of parts in the format of templates: objects of type `text`, `image` or `audio`; an
+    empty list becomes the empty text. `images` gets the image of each image part and the audio of each audio part, None
+    for a part without one. Raises InvalidRequestError, naming the part, for anything else: videos.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of parts, text and images")
+        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of parts, text, images, audio")
     return [_part(f"{name}[{index}]", part, images) for index, part in enumerate(value)] or ""
+
+
+def medium_of(messages: Sequence[Mapping[str, Any]]) -> MediumName:
+    """The medium of the parts of messages in the format of templates, "image" without any. Raises InvalidRequestError
+    for parts of both.
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    has_images, has_audio = (any(part == MEDIA_PARTS[kind] for part in parts) for kind in ("image", "audio"))
+    if has_images and has_audio:
+        raise InvalidRequestError("messages have parts of images and of audio: give one of them", "unsupported_value")
+    return "audio" if has_audio else "image"
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,32 +97,48 @@ def _part(name: str, value: Any, images: list[Any]) -> dict[str, Any]:
     if isinstance(value, str):
         return {"type": "text", "text": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if isinstance(kind, str) and kind in _IMAGE_KEYS:
-        images.append(_image(name, value, kind))
-        return dict(IMAGE_PART)
+    for medium, keys in (("image", _IMAGE_KEYS), ("audio", _AUDIO_KEYS)):
+        if isinstance(kind, str) and kind in keys:
+            images.append(_medium(name, value, keys[kind], medium))
+            return dict(MEDIA_PARTS[medium])
     if kind == "refusal" and isinstance(value.get("refusal"), str):
         # An answer of OpenAI's models that is sent back.
         return {"type": "text", "text": value["refusal"]}
     if kind not in _TEXT_TYPES:
         raise InvalidRequestError(
-            f"{name} has type {shown(kind)}: only text and images are supported", "unsupported_value"
+            f"{name} has type {shown(kind)}: only text, images and audio are supported", "unsupported_value"
         )
     if not isinstance(value.get("text"), str):
         raise InvalidRequestError(f"{name}.text={shown(value.get('text'))} must be a string")
     return {**value, "type": "text"}
 
 
-def _image(name: str, part: Mapping[str, Any], kind: str) -> Any:
-    """The image of a part: a URL, a path, or what a caller in the same process has; None for `{"type": "image"}`."""
-    keys = [key for key in _IMAGE_KEYS[kind] if part.get(key) is not None]
-    if not keys and kind == "image":
+def _medium(name: str, part: Mapping[str, Any], keys: tuple[str, ...], medium: str) -> Any:
+    """The image or audio of a part: a URL, a path, or what a caller in the same process has; None for a part that has
+    its type alone.
+    """
+    given = [key for key in keys if part.get(key) is not None]
+    if not given and part["type"] == medium:
         return None
-    if len(keys) != 1:
-        raise InvalidRequestError(f"{name} needs {' or '.join(_IMAGE_KEYS[kind])}, and nothing else, for its image")
-    found = part[keys[0]]
-    if keys[0] == "image_url" and isinstance(found, Mapping):
-        # Its `detail` is for OpenAI's models: the size of an image is that of the model's own rule.
+    if len(given) != 1:
+        raise InvalidRequestError(f"{name} needs {' or '.join(keys)}, and nothing else, for its {medium}")
+    found, where = part[given[0]], f"{name}.{given[0]}"
+    if given[0] == "input_audio":
+        return _audio_url(where, found)
+    if given[0].endswith("_url") and isinstance(found, Mapping):
+        # `detail` is for OpenAI's models: the size of an image is that of the model's own rule.
         found = found.get("url")
-    if found is None or isinstance(found, bool | int | float | list | tuple | Mapping):
-        raise InvalidRequestError(f"{name}.{keys[0]}={shown(found)} must be a data URL or a path")
+    if found is None or isinstance(found, _IN_JSON) or (isinstance(found, tuple) and medium == "image"):
+        raise InvalidRequestError(f"{where}={shown(found)} must be a data URL or a path")
     return found
+
+
+def _audio_url(name: str, value: Any) -> str:
+    """OpenAI's audio in base64 as a data URL. The bytes decide the format, not its name."""
+    data = value.get("data") if isinstance(value, Mapping) else None
+    if not isinstance(data, str) or not data:
+        raise InvalidRequestError(f"{name}={shown(value)} must be an object with data, audio in base64")
+    given = value.get("format")
+    if given is not None and given not in _AUDIO_FORMATS:
+        raise InvalidRequestError(f"{name}.format={shown(given)} must be one of {', '.join(_AUDIO_FORMATS)}")
+    return data if data.startswith("data:") else f"data:audio/{given or 'wav'};base64,{data}"

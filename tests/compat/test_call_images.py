@@ -7,7 +7,7 @@ import pytest
 from image_doors import HerePreparer, image_prompts, image_tokenizer
 from media_models import noise
 
-from spmd_worker.compat.call_images import DroppedPixels, images_of_call, prepare_ahead, with_pixels
+from spmd_worker.compat.call_images import DroppedPixels, images_of_call, prepare_ahead, with_content_again
 from spmd_worker.compat.image_prompts import ImagePrompts, num_media_bytes
 from spmd_worker.media.errors import MediaError
 
@@ -36,13 +36,13 @@ def test_pixels_beyond_the_bound_are_made_again(images: ImagePrompts):
     assert (dropped[0].pixels.shapes, num_media_bytes(dropped)) == (whole[0].pixels.shapes, num_media_bytes(whole))
     with pytest.raises(RuntimeError, match="are not here"):
         _ = dropped[0].pixels.data
-    assert with_pixels(held) == held
+    assert with_content_again(held) == held
     of_call.prepare([WIDE[:32]])
     num_before = num_asked(images)
     prepare_ahead(dropped)
     # Prompts that follow each other share them.
     for _ in range(2):
-        assert with_pixels(dropped)[0].pixels.data == whole[0].pixels.data
+        assert with_content_again(dropped)[0].pixels.data == whole[0].pixels.data
     assert num_asked(images) == num_before + 1
 
 
@@ -53,5 +53,5 @@ def test_image_that_changed_since_is_an_error(images: ImagePrompts):
     of_call.prepare([WIDE])
     pixels[0, 0] ^= 255
     with pytest.raises(MediaError, match="image 0 changed while the call ran") as caught:
-        with_pixels(dropped)
+        with_content_again(dropped)
     assert caught.value.code == "image_changed"

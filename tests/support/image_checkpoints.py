@@ -126,6 +126,21 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
             },
         },
     ),
+    "qwen2_audio": (
+        "Qwen2Audio",
+        {**_TEXT, "model_type": "qwen2"},
+        {
+            "audio_config": {
+                "model_type": "qwen2_audio_encoder",
+                "num_mel_bins": 8,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 32,
+                "max_source_positions": 50,
+            }
+        },
+    ),
     "deepseek_vl": ("DeepseekVL", {**_TEXT, "model_type": "llama"}, _OF_SIGLIP),
     "exaone4_5": (
         "Exaone4_5_",

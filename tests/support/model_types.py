@@ -25,6 +25,7 @@ MODEL_TYPES: Final = {
     "LlavaForConditionalGeneration": "llava",
     "LlavaNextForConditionalGeneration": "llava_next",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "VipLlavaForConditionalGeneration": "vipllava",
     "InternVLForConditionalGeneration": "internvl",
     "Idefics3ForConditionalGeneration": "idefics3",

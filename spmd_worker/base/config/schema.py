@@ -605,6 +605,11 @@ class RowLimits:
     image_formats: list[str] | None = option(
         None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
     )
+    max_audios: int = option(
+        32,
+        "recordings of a row, in a model of text and audio; 0: its part for audio is not loaded",
+        least=0,
+    )
     max_audio_bytes: int = option(25 * 1024 * 1024, "bytes of an audio file", least=1)
     max_audio_s: int = option(3600, "seconds of a row's audio, counted as it is decoded", least=1)
 

@@ -12,13 +12,14 @@ from spmd_worker.compat.call_arguments import priorities_of
 from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
 from spmd_worker.compat.encoder_prompts import NO_CHAT
-from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images, images_of
+from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, check_images, media_of
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair
 from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
+from spmd_worker.tokenizer.messages import medium_of
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -38,7 +39,7 @@ class PromptEncoder:
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
         """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
         listed, images = as_list(prompts), self._images_of_call()
-        sources = [_sources_of(each) if images is not None else [] for each in listed]
+        sources = [_sources_of(each, images) if images is not None else [] for each in listed]
         return [
             self.encode_one(each, _is_truncated(params, index), _ahead(images, sources, index))
             for index, each in enumerate(listed)
@@ -86,7 +87,8 @@ class PromptEncoder:
                 raise given.error
             if sources:
                 name = self._engine.limits.architecture
-                images = check_images(images, sources, is_truncated=is_truncated, architecture=name)
+                medium = medium_of(messages)
+                images = check_images(images, sources, medium, is_truncated=is_truncated, architecture=name)
                 check_conversation(images, messages)
             text = render(messages, options, tokenizer)
             if not is_truncated:
@@ -135,10 +137,10 @@ class _Conversation(NamedTuple):
             return _Conversation([], [], error)
 
 
-def _sources_of(prompt: Any) -> list[Any]:
-    """Images of a prompt of any type; an error in them is raised when it is encoded."""
+def _sources_of(prompt: Any, images: ImagePrompts) -> list[Any]:
+    """Images or recordings of a prompt of any type; an error in them is raised when it is encoded."""
     with contextlib.suppress(MediaError):
-        return images_of(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else []
+        return media_of(prompt.get("multi_modal_data"), images) if isinstance(prompt, Mapping) else []
     return []
 
 

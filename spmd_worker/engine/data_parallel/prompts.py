@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from spmd_worker.compat.call_images import half_window_bytes, prepare_ahead, with_pixels
+from spmd_worker.compat.call_images import half_window_bytes, prepare_ahead, with_content_again
 from spmd_worker.compat.image_prompts import num_media_bytes
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.replicas import Replicas, num_wanted
@@ -259,7 +259,7 @@ class _Run:
                 prepare_ahead(media)
                 self._prepare_ahead()
                 try:
-                    media = with_pixels(media)
+                    media = with_content_again(media)
                 except MediaError as error:
                     # Aborted before its first step, with all others.
                     interruption.error = interruption.error or error

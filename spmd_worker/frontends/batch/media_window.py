@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from spmd_worker.compat.encoder_prompts import AudioReader, PendingAudio
 from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_media_bytes
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, row_error
+from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, medium_of_row, row_error
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
 
@@ -99,7 +99,9 @@ class MediaWindow:
         """Whether a row has media that the model takes."""
         if isinstance(row.prompt, AudioPrompt):
             return self._audio is not None
-        return self._images is not None and None not in images_of_row(row) and bool(images_of_row(row))
+        if self._images is None or not images_of_row(row) or None in images_of_row(row):
+            return False
+        return medium_of_row(row) == self._images.medium.name
 
     def _submit(self, row: Row) -> PendingImages | PendingAudio:
         if isinstance(row.prompt, AudioPrompt):

@@ -7,7 +7,7 @@ from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
-from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, of_images, prepare_images
+from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
 from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
@@ -139,7 +139,7 @@ def _truncated(
         encoded = encode_prompt(prompt, need_tokenizer)
     elif prompt.images:
         is_truncated = params.truncate_prompt_tokens is not None
-        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else of_images(media)
+        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids, media=images, media_items=items)

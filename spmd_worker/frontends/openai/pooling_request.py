@@ -18,7 +18,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     model_name,
     text_prompt,
     tokens_prompt,
-    with_images,
+    with_media,
 )
 from spmd_worker.frontends.openai.row import ChatPrompt, PoolingInputs, PoolingKind, Row, TextPrompt, TokensPrompt
 from spmd_worker.model_config.pooling import TOKEN_TASKS
@@ -81,7 +81,7 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
         way_out = "each of several texts needs a row of its own; a body of /v1/embeddings takes a list"
         raise InvalidRequestError(f"{task}={shown(value)} must be a text, or token ids: {way_out}")
     prompt = _conversation(value) if isinstance(value, dict) else _one(task, value)
-    prompt = with_images(prompt, fields.get("images"))
+    prompt = with_media(prompt, fields)
     inputs = PoolingInputs((prompt,), _params(fields, task))
     return Row(index, custom_id, "pooled", prompt, defaults, pooling=inputs, adapter=adapter_name(fields))
 

@@ -9,7 +9,6 @@ from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_values import EFFORT_KEY, invalid_request
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt, TextPrompt, TokensPrompt
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -41,24 +40,19 @@ def encode(
     return text, _encoded(tokenizer, text, adds_special_tokens=adds)
 
 
-def prepare_images(prompt: ReadPrompt, engine: RequestLimits, *, is_truncated: bool) -> tuple[PreparedImage, ...]:
+def prepare_images(prompt: ReadPrompt, engine: RequestLimits, *, is_truncated: bool) -> tuple[PreparedMedia, ...]:
     """Prepare the images of a prompt. Raises InvalidRequestError."""
     try:
-        check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=engine.architecture)
-        assert engine.images is not None, "checked"
-        return engine.images.prepare(prompt.images)
+        name = engine.architecture
+        images = check_images(engine.images, prompt.images, prompt.medium, is_truncated=is_truncated, architecture=name)
+        return images.prepare(prompt.images)
     except MediaError as error:
         raise InvalidRequestError(str(error), error.code) from None
 
 
-def of_images(media: Sequence[PreparedMedia]) -> tuple[PreparedImage, ...]:
-    """Prepared images of a row whose prompt has images."""
-    return tuple([each for each in media if isinstance(each, PreparedImage)])
-
-
 def encode_with_images(
     prompt: ReadPrompt,
-    media: Sequence[PreparedImage],
+    media: Sequence[PreparedMedia],
     tokenizer: Tokenizer | None,
     engine: RequestLimits,
     check_text: CheckText,
@@ -69,7 +63,7 @@ def encode_with_images(
     tokenizer = _needed(tokenizer)
     try:
         name = engine.architecture
-        images = check_images(engine.images, prompt.images, is_truncated=is_truncated, architecture=name)
+        images = check_images(engine.images, prompt.images, prompt.medium, is_truncated=is_truncated, architecture=name)
         if isinstance(prompt, TokensPrompt):
             return None, images.of_ids(prompt.token_ids, media, partial(_encoded, tokenizer, adds_special_tokens=False))
         if isinstance(prompt, ChatPrompt):

@@ -15,7 +15,9 @@ from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
+    MediumName,
     checked_content,
+    medium_of,
     optional_flag,
     with_parsed_arguments,
 )
@@ -172,7 +174,8 @@ def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True)
     adds_special_tokens = optional_flag(given, SPECIAL_TOKENS_KEY)
     images: list[Any] = []
     messages = tuple([_message(index, item, images) for index, item in enumerate(value)])
-    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), adds_special_tokens)
+    medium = medium_of(messages)
+    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), medium, adds_special_tokens)
 
 
 def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
@@ -188,27 +191,37 @@ def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
     return replace(prompt, reasoning_effort=effort)
 
 
-def with_images(prompt: _AnyPrompt, value: Any) -> _AnyPrompt:
-    """The prompt with the images of a plain row. In a conversation they belong to the image parts without an image."""
+def with_media(prompt: _AnyPrompt, fields: Mapping[str, Any]) -> _AnyPrompt:
+    """The prompt with the images or the recordings of a plain row. In a conversation they belong to the parts that have
+    none.
+    """
+    if fields.get("images") is not None and fields.get("audios") is not None:
+        raise InvalidRequestError("the row has images and audios: give one of them", "conflicting_keys")
+    medium: MediumName = "image" if fields.get("audios") is None else "audio"
+    key = f"{medium}s"
+    value = fields.get(key)
     given = [] if value is None else list(value) if isinstance(value, list) else [value]
-    images = tuple([media_source(f"images[{index}]", each) for index, each in enumerate(given)])
+    images = tuple([media_source(f"{key}[{index}]", each, _TYPES[medium]) for index, each in enumerate(given)])
     if not images:
         return prompt
     if not isinstance(prompt, TextPrompt | TokensPrompt | ChatPrompt):
         raise InvalidRequestError(
-            "images go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
+            f"{key} go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
         )
     if not isinstance(prompt, ChatPrompt):
-        return replace(prompt, images=images)
-    num_open = prompt.images.count(None)
+        return replace(prompt, images=images, medium=medium)
+    num_open = prompt.images.count(None) if prompt.medium == medium else 0
     if num_open != len(images):
         raise InvalidRequestError(
-            f"images has {len(images)} images, and messages have {num_open} image parts without one: give a part "
-            f'{{"type": "image"}} for each',
+            f"{key} has {len(images)} {key}, and messages have {num_open} {medium} parts without one: give a part "
+            f'{{"type": "{medium}"}} for each',
             "placeholder_mismatch",
         )
     left = iter(images)
     return replace(prompt, images=tuple([next(left) if each is None else each for each in prompt.images]))
+
+
+_TYPES: Final = {"image": "image/png", "audio": "audio/wav"}
 
 
 def media_source(name: str, value: Any, media_type: str = "image/png") -> str:

@@ -21,6 +21,7 @@ from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
+from spmd_worker.tokenizer.messages import MediumName
 from spmd_worker.tokenizer.token_texts import TokenText
 
 PoolingKind = Literal["embedding", "score", "rerank", "classify", "pooling"]
@@ -36,11 +37,13 @@ ErrorShape = Literal["plain", "openai"]
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say) unless
-    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths.
+    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths, which
+    are of recordings if `medium` is audio.
     """
 
     text: str
     images: tuple[str, ...] = ()
+    medium: MediumName = "image"
     adds_special_tokens: bool = True
 
 
@@ -52,6 +55,7 @@ class TokensPrompt:
 
     token_ids: tuple[int, ...]
     images: tuple[str, ...] = ()
+    medium: MediumName = "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     images: tuple[str | None, ...] = ()
+    medium: MediumName = "image"
     adds_special_tokens: bool = False
     reasoning_effort: str | None = None
 
@@ -249,6 +254,11 @@ NO_IMAGES: Final = ImagesOfRow(0, "")
 def images_of_row(row: Row) -> tuple[str | None, ...]:
     """The images of a row's prompt."""
     return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
+
+
+def medium_of_row(row: Row) -> MediumName:
+    """The medium of `images_of_row`."""
+    return row.prompt.medium if isinstance(row.prompt, ReadPrompt) else "image"
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:

@@ -11,7 +11,7 @@ from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.constrained_answer import answer_reader, constrained_sampling, error_message
-from spmd_worker.frontends.openai.prompt_ids import CheckText, encode, encode_with_images, of_images, prepare_images
+from spmd_worker.frontends.openai.prompt_ids import CheckText, encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import (
     AudioPrompt,
@@ -116,7 +116,7 @@ def _read(
         return Encoded(None, (PLACEHOLDER,) * rows.num_rows, rows=rows)
     if prompt.images:
         is_truncated = row.sampling.truncate_prompt_tokens is not None
-        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else of_images(media)
+        images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
         return Encoded(text, token_ids, media=images, media_items=items)

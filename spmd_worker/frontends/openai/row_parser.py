@@ -33,7 +33,7 @@ from spmd_worker.frontends.openai.prompt_values import (
     sampling_from,
     text_prompt,
     tokens_prompt,
-    with_images,
+    with_media,
     with_special_tokens,
 )
 from spmd_worker.frontends.openai.row import (
@@ -50,6 +50,7 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages"
 _PLAIN_KEYS: Final = (
     *_PROMPT_KEYS,
     "images",
+    "audios",
     "custom_id",
     "adapter",
     "prompt_adapter",
@@ -178,11 +179,11 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
         raise InvalidRequestError(f"the row has no prompt: give one of {every}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")
-    prompt = with_special_tokens(_prompt_without_images(given[0], fields), fields)
-    return with_images(for_encoder(prompt, fields), fields.get("images"))
+    prompt = with_special_tokens(_prompt_without_media(given[0], fields), fields)
+    return with_media(for_encoder(prompt, fields), fields)
 
 
-def _prompt_without_images(key: str, fields: Mapping[str, Any]) -> Prompt:
+def _prompt_without_media(key: str, fields: Mapping[str, Any]) -> Prompt:
     value = fields[key]
     for name in TEMPLATE_KEYS:
         if fields.get(name) is not None and key != "messages":

@@ -63,8 +63,8 @@ logger = logging.getLogger(__name__)
 BODY_S: Final = 60.0
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
-_IMAGES_MARK: Final = b'"image'
-"""Mark of bodies with images, whose preparing takes long, as that of audio: such bodies are read apart."""
+_MEDIA_MARKS: Final = (b'"image', b'"input_audio', b'"audio')
+"""Marks of bodies with images or audio, whose preparing takes long: such bodies are read apart."""
 _TEXTS_A_TURN: Final = 16
 """Texts of a body that are encoded before those of the next body in the queue."""
 _RETRY_AFTER_S: Final = 1
@@ -246,7 +246,7 @@ class ServerApp:
             data = await self._body(request, held)
             # A path takes few bytes, and its image may take seconds.
             pool = self._large_pool if len(data) > LARGE_BYTES else self._pool
-            has_media = request.url.path in AUDIO_TASKS or _IMAGES_MARK in data
+            has_media = request.url.path in AUDIO_TASKS or any(mark in data for mark in _MEDIA_MARKS)
             pool = self._media_pool if has_media else pool
             turns = read(data)
 

@@ -20,7 +20,8 @@ _ROW_STEP: Final = 16
 class TowerLinear(PackedLayer):
     """[N, inputs] -> [N, outputs] of one or several checkpoint tensors, one behind the other: `parts` are names without
     their last word, and numbers of outputs. A tensor may have more dimensions than two, of which all but the first are
-    the inputs: `input_shape`. Each part has `padding` more rows, of zeros.
+    the inputs: `input_shape`. Each part has `padding` more rows, of zeros. The checkpoint has no bias of those that
+    are `unbiased`: it is zeros here.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class TowerLinear(PackedLayer):
         *,
         has_bias: bool,
         padding: int = 0,
+        unbiased: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        self._unbiased = unbiased
         self._kernels, self._parts, self._input_shape, self._padding = context.kernels, parts, input_shape, padding
         num_outputs = sum(size + padding for _, size in parts)
         self.weight = context.parameter(num_outputs, *input_shape)
@@ -50,15 +53,18 @@ class TowerLinear(PackedLayer):
                 shape = (size, *inputs)
                 source = full_rectangle(shape)
                 destination = ((start, start + size), *source[1:])
-                yield WeightSlice(f"{name}.{leaf}", shape, source, f"{prefix}.{leaf}", destination)
+                if leaf == "weight" or name not in self._unbiased:
+                    yield WeightSlice(f"{name}.{leaf}", shape, source, f"{prefix}.{leaf}", destination)
                 start += size + self._padding
 
     def padding_slices(self, prefix: str) -> Iterable[PaddingSlice]:
         leaves = (("weight", self._input_shape), ("bias", ()))
         stop = 0
-        for _, size in self._parts if self._padding else ():
+        for name, size in self._parts:
             start, stop = stop + size, stop + size + self._padding
-            for leaf, inputs in leaves:
+            if name in self._unbiased:
+                yield PaddingSlice(f"{prefix}.bias", ((start - size, start),))
+            for leaf, inputs in leaves if self._padding else ():
                 if getattr(self, leaf) is not None:
                     yield PaddingSlice(f"{prefix}.{leaf}", ((start, stop), *full_rectangle(inputs)))
 

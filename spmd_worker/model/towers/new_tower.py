@@ -1,4 +1,4 @@
-"""Builds the tower of a model that takes images, or the encoder of an encoder-decoder model."""
+"""Builds the tower of a model that takes images or audio, or the encoder of an encoder-decoder model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Final
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
+from spmd_worker.model.towers.audio import Qwen2AudioTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
@@ -34,6 +35,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "mistral3": Mistral3Tower,
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
+    "qwen2_audio": Qwen2AudioTower,
 }
 
 

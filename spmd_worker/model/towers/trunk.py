@@ -45,7 +45,8 @@ class TowerLayer(nn.Module):
         self.attention_norm, self.mlp_norm = norm(names.norms[0]), norm(names.norms[1])
         num_each = 3 * size // len(names.qkv)
         parts = tuple([(beginning + name, num_each) for name in names.qkv])
-        self.qkv = TowerLinear(context, parts, (size,), has_bias=config.has_qkv_bias)
+        unbiased = tuple([beginning + name for name in names.unbiased])
+        self.qkv = TowerLinear(context, parts, (size,), has_bias=config.has_qkv_bias, unbiased=unbiased)
         self.output = linear(names.output, size, size, has_bias=config.has_bias)
         self.query_norm = norm(names.query_norm, "rms", _QK_NORM_EPS) if names.query_norm else None
         self.key_norm = norm(names.key_norm, "rms", _QK_NORM_EPS) if names.key_norm else None

@@ -4,6 +4,7 @@ docs/reference/models.md.
 
 from collections.abc import Iterator, Sequence
 
+from spmd_worker.model_config.families.audio_rows import AUDIO_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS, classifying_of
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
@@ -46,7 +47,8 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 def _input(family: Family) -> str:
     if family.encoder_part is not None:
         return "audio to text" if family.encoder_part.mel_bins_key else "text to text"
-    return "text and images" if family.vision else "text"
+    media = "audio" if family.vision in AUDIO_ROWS else "images"
+    return f"text and {media}" if family.vision else "text"
 
 
 def _unsupported_values(family: Family) -> str:

@@ -311,7 +311,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("NemotronH_Omni_Reasoning_V3", "FuyuForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
     ),
     _SPEECH: (
-        *("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
+        *("VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
         *("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
         *("FunAsrNanoForConditionalGeneration", "Qwen3ASRForConditionalGeneration"),
         *("VibeVoiceAsrForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration"),

@@ -90,6 +90,11 @@ _SMOLVLM_NAMES: Final = Names(
     norm="model.text_model.norm",
     ignored_prefixes=("model.vision_model.", "model.connector."),
 )
+_AUDIO_NAMES: Final = replace(
+    _LLAVA_NAMES,
+    ignored_prefixes=("audio_tower.", "multi_modal_projector."),
+    aliases={**_LANGUAGE_MODEL, "model.audio_tower.": "audio_tower."},
+)
 _VIDEO_LLAVA_NAMES: Final = replace(
     _LLAVA_NAMES,
     ignored_prefixes=("image_tower.", "video_tower.", "multi_modal_projector."),
@@ -143,6 +148,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         tie_of_text="also",
         vision="llava_onevision",
     ),
+    "Qwen2AudioForConditionalGeneration": _text_of("Qwen2-Audio", _AUDIO_NAMES, "qwen2", vision="qwen2_audio"),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(
         "InternVL 3 and 3.5, dense, in transformers' form",

@@ -12,6 +12,7 @@ from typing import Any, Final
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
@@ -264,6 +265,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "internvl": internvl,
     "mistral3": _mistral3,
     "smolvlm": smolvlm,
+    **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
 
@@ -286,11 +288,12 @@ _WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm
 def read_vision(
     row: str, config: Mapping[str, Any], path: Path, hidden_size: int, text_eps: float
 ) -> VisionConfig | None:
-    """The images of the model of `config`, the contents of `path`. None, which is logged, for a tower of a kind that
-    does not run.
+    """The images or audio of the model of `config`, the contents of `path`. None, which is logged, for a tower of a
+    kind that does not run.
     """
-    whole = ConfigReader(config, path, way_out=WAY_OUT)
-    vision = replace(whole.object("vision_config"), file_keys=_FILE_KEYS.get(row, {}))
+    way_out, part = (AUDIO_WAY_OUT, AUDIO_PART) if row in AUDIO_ROWS else (WAY_OUT, "vision_config")
+    whole = ConfigReader(config, path, way_out=way_out)
+    vision = replace(whole.object(part), file_keys=_FILE_KEYS.get(row, {}))
     files = VisionFiles(whole, vision, hidden_size, text_eps)
     try:
         # An empty object has the class's defaults.

@@ -15,6 +15,7 @@ from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_reading import image_costs
+from spmd_worker.media.audio_settings import HOP_SAMPLES, SAMPLING_RATE
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.ranks.row_sums import describe_row_sums
@@ -398,11 +399,14 @@ def _media(plan: MemoryPlan) -> list[str]:
     part = plan.resolved.model_config.encoder_part
     if part is not None:
         return [f"inputs     of the encoder, {part.kind}: {kept}"]
+    vision, limits = plan.resolved.model_config.vision, plan.resolved.config.limits
+    if vision is not None and vision.audio is not None:
+        seconds, num_tokens = vision.audio.num_frames * HOP_SAMPLES / SAMPLING_RATE, plan.resolved.max_image_tokens
+        return [f"audio      {kept}", f"recordings of {seconds:g} s take {num_tokens:,} tokens each"]
     costs = [
         f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"
         for height, width, image in image_costs(plan.resolved)
     ]
-    limits = plan.resolved.config.limits
     return [
         f"images     {kept}",
         *([f"an image   {', '.join(costs)}; limits.max_image_tokens is {limits.max_image_tokens:,}"] if costs else []),

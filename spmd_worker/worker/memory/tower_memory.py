@@ -1,4 +1,5 @@
-"""Activations of an image's tower, by arithmetic: a plan of a run counts memory by them. A test measures small towers.
+"""Activations of the tower of an image or of audio, by arithmetic: a plan of a run counts memory by them. A test
+measures small towers.
 
 Pictures that are made of squares have fewer tokens than patches: tokens of padding are left out, others resampled.
 """
@@ -7,6 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from spmd_worker.media.sizes import resampled_grid
+from spmd_worker.model_config.tower_elements import frame_activations
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _MOST_ROWS: Final = 16384
@@ -26,14 +28,16 @@ def tower_activations(vision: VisionConfig, num_tokens: int, hidden_size: int) -
         return 0, 0
     if vision.kind == "gemma4_unified":
         return _embedder_activations(vision, config, num_tokens, hidden_size)
+    frames = 0 if vision.audio is None else frame_activations(vision.audio, config.hidden_size)
     num_rows, size = max_tower_patches(vision, num_tokens), config.hidden_size
     padded = config.num_heads * config.padded_head_size
     per_row = 8 * size + 2 * padded + 3 * padded * (padded != size) + padded
     gates = min(num_rows, _MOST_ROWS) * 4 * config.intermediate_size
     rotated = 4 * size if config.rope_theta else 0
     projected = num_rows * (size + 4 * hidden_size + 2 * config.projector_size) if config.pinpoints else 0
-    held = max(num_rows * per_row + gates, projected, num_rows * config.num_patch_numbers)
-    return held, num_rows * max(3 * config.num_patch_numbers, rotated)
+    held = max(num_rows * per_row + gates, projected, num_rows * max(config.num_patch_numbers, frames))
+    pooled = 2 * size if vision.audio is not None else 0
+    return held, num_rows * max(3 * config.num_patch_numbers, rotated, pooled)
 
 
 def _embedder_activations(
@@ -47,9 +51,13 @@ def _embedder_activations(
 
 
 def max_tower_patches(vision: VisionConfig, num_tokens: int) -> int:
-    """The most patches, and class tokens of squares, that a tower reads for an image of at most `num_tokens`."""
+    """The most patches, and class tokens of squares, that a tower reads for an image of at most `num_tokens`; the most
+    rows of convolutions for such audio.
+    """
     config, num_patches = vision.tower, num_tokens * vision.merge_size**2
     assert config is not None, vision
+    if vision.audio is not None:
+        return num_tokens * vision.merge_size + 1
     if not config.crop_size:
         return num_patches
     side = config.crop_size // config.patch_size

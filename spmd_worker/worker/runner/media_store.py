@@ -49,7 +49,8 @@ class _Encode(NamedTuple):
 
 class MediaStore:
     """`make_rows` is the tower, None where there is none: then it must be set before the first plan with images. Rows
-    are [1 + num_added, rows of the image, hidden_size] of `dtype`.
+    are [1 + num_added, rows of the image, hidden_size] of `dtype`. `hears`: contents are features of audio, and not
+    pixels.
 
     Any thread may call `hold` while another one steps.
     """
@@ -62,8 +63,11 @@ class MediaStore:
         num_added: int,
         dtype: torch.dtype,
         device: torch.device,
+        hears: bool = False,
     ) -> None:
         self.make_rows = make_rows
+        self._content_from = audio_from if hears else image_from
+        self._kind = "audio" if hears else "image"
         self._group, self._dtype, self._device = group, dtype, device
         self._hidden_size, self._num_added = hidden_size, num_added
         self._rows: dict[bytes, Tensor] = {}
@@ -204,16 +208,15 @@ class MediaStore:
         content = self._sent(torch.frombuffer(data, dtype=torch.uint8))
         if rank != owner:
             return None
-        return (image_from if given is None else audio_from)(sizes, content.numpy().tobytes())
+        return self._content_from(sizes, content.numpy().tobytes())
 
     def _held_of(self, encode: _Encode) -> SentMedia:
         number, index, media_id = encode.plan.request_id, encode.plan.index, encode.item.media_id
         held = self._held.get(RequestId(number), {}).get(index)
         if held is None or held.media_id != media_id:
-            kind = "image" if encode.request.encoder_input is None else "audio"
             raise RuntimeError(
-                f"request {number}: this rank does not hold the content of {kind} {index} ({media_id.hex()}): it is "
-                f"given to the engine of the rank that admits the request"
+                f"request {number}: this rank does not hold the content of {self._kind} {index} ({media_id.hex()}): it "
+                f"is given to the engine of the rank that admits the request"
             )
         return held
 

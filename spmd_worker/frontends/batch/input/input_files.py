@@ -66,8 +66,8 @@ _INVALID_UTF8: Final = b"\xff"
 """A line that its parser rejects as not UTF-8."""
 _SCALARS: Final = ("null", "boolean", "integer", "floating", "string", "large_string", "string_view")
 """Types of scalars that JSON has, by pyarrow's names."""
-MEDIA_COLUMNS: Final = re.compile(r"(images(\[\])?|audio|body\.file)(\.bytes)?")
-"""Columns that may have bytes: files of images, a file of audio, or the structs of datasets, `{bytes, path}`."""
+MEDIA_COLUMNS: Final = re.compile(r"((images|audios)(\[\])?|audio|body\.file)(\.bytes)?")
+"""Columns that may have bytes: files of images or of audio, or the structs of datasets, `{bytes, path}`."""
 _DATA_URL: Final = "data:application/octet-stream;base64,"
 _VALUE_BYTES: Final = 16
 """Least bytes of a value in memory, however few bits it takes in the file."""
@@ -313,7 +313,7 @@ class ParquetRows:
     name of a row's key. Integers that pandas stored as floats, in a column with nulls, become integers again.
 
     A row with texts longer than `max_line_bytes` becomes `max_line_bytes + 1` spaces, without being assembled; one with
-    invalid UTF-8 becomes an invalid line. Bytes, in the columns `images` and `audio`, become data URLs. Memory is
+    invalid UTF-8 becomes an invalid line. Bytes, in the columns of media, become data URLs. Memory is
     bounded by the file's pages and one row, also if a few bytes of dictionary and run lengths encode huge rows: the
     texts of a small row group are decoded from its dictionaries row by row, a large row group is read row by row.
 

@@ -1,0 +1,33 @@
+"""Audio in prompts of text: the frames that a tower takes of a recording, and its tokens, by kind of model."""
+
+from typing import NamedTuple
+
+from spmd_worker.media.audio_settings import HOP_SAMPLES, SAMPLING_RATE, AudioSettings
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.placeholders import run_text
+
+
+class AudioTokens(NamedTuple):
+    """Frames of the features that are kept, rows behind the tower's convolutions, and tokens, with their text."""
+
+    num_frames: int
+    num_patches: int
+    num_rows: int
+    text: str
+
+
+def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
+    """Those of a recording. Raises MediaError for one that is too long for the model, or for a single token."""
+    if num_samples > settings.num_samples:
+        given = f"the audio is {num_samples / SAMPLING_RATE:g} s long and the model hears {settings.window_s} s"
+        raise MediaError("audio_too_long", f"{given} of a recording: cut it into recordings of at most that")
+    heard = -(-num_samples // HOP_SAMPLES)
+    # The second convolution has stride 2; a row sees a frame behind its two.
+    num_patches = (heard + 1) // 2
+    num_rows = num_patches // 2
+    if not num_rows:
+        least = (3 - 1) * HOP_SAMPLES + 1
+        rule = f"a token takes {least} samples at {SAMPLING_RATE:,} Hz"
+        raise MediaError("audio_empty", f"the audio has {num_samples} samples, and {rule}: give a longer recording")
+    num_frames = min(2 * num_patches + 1, settings.num_frames)
+    return AudioTokens(num_frames, num_patches, num_rows, run_text(settings.kind, num_rows))

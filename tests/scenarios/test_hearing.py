@@ -1,0 +1,258 @@
+"""Recordings in prompts of text: transformers' answers, every door, batch, chunk, cache and layout."""
+
+import base64
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+from hearing_models import KINDS, RATE, WRITTEN, hearing_folder, recording, their_answer
+from jobs_of_rows import answers_of_job, openai_row
+from serving import ServedHere
+from speech_models import wave_file
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
+SAMPLING: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
+ROOMY: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_blocks": 96, "max_model_len": 256}
+CHAT = "/v1/chat/completions"
+FIRST, SECOND, THIRD = recording(20_000, 1), recording(9_001, 2), recording(20_000, 3)
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+def text_of(kind: str, num: int) -> str:
+    return f"first {WRITTEN[kind]}" + f", then {WRITTEN[kind]}" * (num - 1) + " what?"
+
+
+def prompt_of(kind: str, *recordings: Any) -> dict[str, Any]:
+    return {"prompt": text_of(kind, len(recordings)), "multi_modal_data": {"audio": list(recordings)}}
+
+
+def prompts(kind: str) -> list[Any]:
+    """The third has the first one's ids behind another recording."""
+    return [
+        prompt_of(kind, FIRST, SECOND),
+        {"prompt": "Text alone, between two that hear."},
+        prompt_of(kind, THIRD, SECOND),
+        prompt_of(kind, SECOND),
+        prompt_of(kind, SECOND, SECOND),
+    ]
+
+
+def answers(llm: LLM, given: list[Any]) -> list[Any]:
+    """Ids of each prompt, and of its answer, with log-probabilities."""
+    return [
+        [
+            list(output.prompt_token_ids or ()),
+            list(output.outputs[0].token_ids),
+            [[[token, each.logprob] for token, each in position.items()] for position in output.outputs[0].logprobs],
+        ]
+        for output in llm.generate(given, GREEDY, use_tqdm=False)
+    ]
+
+
+def opened(kind: str, **options: Any) -> LLM:
+    return LLM(str(hearing_folder(kind)), **{**ROOMY, **options})
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(kind: str) -> Iterator[LLM]:
+    with opened(kind) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, kind: str) -> list[Any]:
+    """Each prompt's answer, alone and cold."""
+    found = []
+    for each in prompts(kind):
+        llm.reset_prefix_cache()
+        found += answers(llm, [each])
+    return found
+
+
+@pytest.mark.guarantee("Answers to recordings are those of transformers")
+@pytest.mark.parametrize("lengths", [(20_000, 9_001), (32_000,), (31_999, 321), (9_001, 5_000, 12_345)])
+def test_answers_equal_transformers(llm: LLM, kind: str, lengths: tuple[int, ...]):
+    given = [recording(each, index) for index, each in enumerate(lengths)]
+    ((ids, answer, _),) = answers(llm, [prompt_of(kind, *given)])
+    assert (ids, answer) == their_answer(kind, text_of(kind, len(given)), given, NUM_TOKENS)
+
+
+@pytest.mark.control("Answers to recordings are those of transformers")
+def test_other_recordings_give_other_answers(expected: list[Any]):
+    assert expected[0][0] == expected[2][0]
+    assert expected[0][1] != expected[2][1]
+
+
+@pytest.mark.guarantee("An answer to a recording does not depend on its batch, chunks or cache")
+def test_batches_and_caches_give_the_same_bits(llm: LLM, kind: str, expected: list[Any]):
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        assert answers(llm, prompts(kind)) == expected
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
+    with opened(kind, max_num_batched_tokens=chunk, max_num_seqs=4) as made:
+        assert answers(made, prompts(kind)) == expected
+
+
+def test_preempted_prompts_hear_again(kind: str, expected: list[Any]):
+    """Too few blocks for all prompts, and memory for the rows of one."""
+    few = {"num_blocks": 14, "max_model_len": 112, "preemption_mode": "recompute", "media_rows_gib": 60 * 256 / 2**30}
+    with opened(kind, **few) as made:
+        assert answers(made, prompts(kind)) == expected
+
+
+LAYOUTS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+
+
+def main(kind: str, folder: Path, layout: str) -> None:
+    """Write a rank's answers."""
+    with opened(kind, **LAYOUTS[layout]) as made:
+        rank = made.llm_engine.engine_channel.rank
+        (folder / str(rank)).write_text(json.dumps(answers(made, prompts(kind))))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tmp_path: Path):
+    done = ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    first, second = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
+    assert first == second
+    if layout == "pipeline":
+        assert first == json.loads(json.dumps(expected))
+    # Two tensor ranks add in another order.
+    assert [each[:2] for each in first] == [each[:2] for each in expected]
+
+
+def audio_part(data: bytes) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+
+
+def url_part(url: str) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": url}}
+
+
+def url_of(data: bytes) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(data).decode()
+
+
+def conversation(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, TEXT]}]
+
+
+def body(*parts: Any) -> dict[str, Any]:
+    return {"messages": conversation(*parts), **SAMPLING}
+
+
+FILES = [wave_file(each) for each in (FIRST, SECOND)]
+PARTS = [audio_part(each) for each in FILES]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+BAD: dict[str, list[Any]] = {
+    "audio_too_long": [audio_part(wave_file(recording(32_001)))],
+    "audio_empty": [PARTS[0], audio_part(wave_file(recording(320)))],
+    "audio_unreadable": [audio_part(b"junk")],
+    "audio_missing": [{"type": "audio"}],
+    "audio_outside_root": [url_part("/etc/hostname")],
+    "too_many_audios": [PARTS[1]] * 33,
+    "images_unsupported": [PICTURE],
+    "unsupported_value": [PARTS[0], PICTURE],
+    "invalid_value": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
+    "reserved_token": [PARTS[0], {"type": "text", "text": "<|AUDIO|>"}],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("root")
+    for number, data in enumerate(FILES):
+        (folder / f"{number}.wav").write_bytes(data)
+    return folder
+
+
+def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
+    """Text and length of the prompt, of each form of a call, and the words of errors."""
+    read = [np.frombuffer(each[44:], "<i2").astype(np.float32) / 32768 for each in FILES]
+    conversations = [
+        conversation(*PARTS),
+        conversation({"type": "audio", "audio": read[0]}, {"type": "audio", "audio": (read[1], RATE)}),
+        conversation({"type": "audio", "audio_url": str(root / "0.wav")}, url_part(url_of(FILES[1]))),
+    ]
+    text = f"<user>{WRITTEN['qwen2_audio'] * 2}{TEXT['text']}<answer>"
+    data = [FILES[0], {"array": read[1], "sampling_rate": RATE}]
+    params = SamplingParams(**SAMPLING)
+    with opened("qwen2_audio", allowed_local_media_path=str(root)) as made:
+        outputs = made.chat(conversations, params, use_tqdm=False)
+        outputs += made.generate({"prompt": text, "multi_modal_data": {"audio": data}}, params, use_tqdm=False)
+        errors = made.chat([conversation(*each) for each in BAD.values()], params, use_tqdm=False, on_error="row")
+        errors += made.generate({"prompt": text, "multi_modal_data": {"image": 1}}, params, on_error="row")
+    found = [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs]
+    return found, [str(each.error) for each in errors]
+
+
+def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.guarantee("One recording, one answer: calls, rows and requests", is_control_inside=True)
+def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
+    folder = hearing_folder("qwen2_audio")
+    open_parts = conversation({"type": "audio"}, {"type": "audio"})
+    rows: list[Any] = [
+        openai_row("data", CHAT, body(*PARTS)),
+        openai_row("paths", CHAT, body(url_part("0.wav"), url_part(f"file://{root}/1.wav"))),
+        openai_row("other", CHAT, body(*PARTS[::-1])),
+        {"messages": open_parts, "audios": ["0.wav", url_of(FILES[1])], **SAMPLING},
+        *[openai_row(code, CHAT, body(*parts)) for code, parts in BAD.items()],
+        {"prompt": "?", "images": ["0.png"]},
+        {"prompt": "?", "images": ["0.png"], "audios": ["0.wav"]},
+    ]
+    first, second, other, third, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
+    right = answer_of(first["response"]["body"])
+    assert answer_of(second["response"]["body"]) == right
+    assert (third["outputs"][0]["text"], third["usage"]["prompt_tokens"]) == right
+    # Negative control: the other order.
+    assert answer_of(other["response"]["body"])[0] != right[0]
+    codes = [each["error"]["code"] for each in bad]
+    assert codes == [*BAD, "images_unsupported", "conflicting_keys"]
+    assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
+    assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["images"] == 8
+    found, words = answers_of_calls(root)
+    assert found == [right] * 4
+    for said, wanted in zip(words, ("2 s of a recording", "recording 1: the audio has 320 samples"), strict=False):
+        assert wanted in said
+    assert all(words)
+    with ServedHere(model=folder) as server:
+        status, served, _ = server.client.ask(CHAT, body(*PARTS))
+        assert (status, answer_of(served)) == (200, right)
+        status, served, _ = server.client.ask(CHAT, body(*BAD["audio_too_long"]))
+        assert (status, served["error"]["code"]) == (400, "audio_too_long")
+
+
+def test_plan_tells_tokens_of_recordings():
+    model = ModelOptions(path=str(hearing_folder("qwen2_audio")), dtype="float32")
+    config = RunConfig(model=model, plan=PlanConfig(enabled=True), device="cpu")
+    lines = describe_plan(make_plan(resolve_run(config, "cpu"))).splitlines()
+    assert "recordings of 2 s take 50 tokens each" in lines
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
