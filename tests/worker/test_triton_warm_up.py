@@ -164,7 +164,7 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
         assert forms == before
 
 
-@pytest.mark.parametrize("name", ["bert", "modern", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "modern", "mpnet", "deberta"])
 def test_encoders_warm_up_within_their_cache(forms: set[tuple], name: str):
     """Of a step's blocks: with more rows than a step may have it was written past its end."""
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}

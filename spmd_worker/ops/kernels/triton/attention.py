@@ -288,9 +288,8 @@ def attend(
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
-    pages = (layer_cache[:, 0], layer_cache[:, 1])
-    sizes = (plan, num_heads, scale, score_cap)
-    return attend_pages(queries, *pages, *sizes, sinks, distance_bias, distance_scores)
+    keys, values = layer_cache[:, 0], layer_cache[:, 1]
+    return attend_pages(queries, keys, values, plan, num_heads, scale, score_cap, sinks, distance_bias, distance_scores)
 
 
 def attend_latents(
