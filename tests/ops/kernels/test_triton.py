@@ -17,7 +17,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_cases.py": ((), 10),
     "triton_matmul_cases.py": ((), 8),
     "triton_leaves_cases.py": ((), 9),
-    "triton_attention_cases.py": (("gate",), 15),
+    "triton_attention_cases.py": (("gate",), 16),
     "triton_sampling_cases.py": (("gate",), 6),
     "triton_experts_cases.py": (("gate",), 4),
     "triton_stored_experts_cases.py": (("gate",), 4),
@@ -35,10 +35,10 @@ ALL_CASES = {
     "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
-    "triton_attention_cases.py": (("wide",), 15),
+    "triton_attention_cases.py": (("wide",), 16),
     "triton_recurrent_cases.py": ((), 8),
     "triton_latent_cases.py": ((), 4),
-    "triton_cross_cases.py": ((), 2),
+    "triton_cross_cases.py": ((), 3),
 }
 ENGINES = {
     "triton_engine.py": 9,
