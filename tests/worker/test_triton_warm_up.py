@@ -20,6 +20,7 @@ from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
     attention_kernels,
     expert_kernels,
+    head_kernels,
     leaf_kernels,
     matmul,
     matmul_kernels,
@@ -74,6 +75,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
         adapter_kernels,
         attention_kernels,
         expert_kernels,
+        head_kernels,
         router_kernels,
         sampling_kernels,
         penalty_kernels,
@@ -164,7 +166,7 @@ def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
         assert forms == before
 
 
-@pytest.mark.parametrize("name", ["bert", "modern", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "modern", "mpnet", "deberta"])
 def test_encoders_warm_up_within_their_cache(forms: set[tuple], name: str):
     """Of a step's blocks: with more rows than a step may have it was written past its end."""
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 64}

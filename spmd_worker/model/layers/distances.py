@@ -18,6 +18,7 @@ from spmd_worker.model_config.layer_config import DistanceConfig
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
+from spmd_worker.ops.kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class DistanceEmbeddings(CheckpointLayer):
         first, device = int(numbers.min()), self.weight.device
         wanted = torch.arange(first, first + self._config.num_columns(longest), device="cpu")
         # Rows behind the last fill a panel, and no distance has them.
-        rows = self.weight.detach()[wanted.clamp(max=2 * self._config.span - 1).to(device)]
-        return StepDistances(rows if norm is None else norm(rows), (numbers - first).int().to(device))
+        rows = self.weight.detach()[to_device(wanted.clamp(max=2 * self._config.span - 1), device)]
+        return StepDistances(rows if norm is None else norm(rows), to_device((numbers - first).int(), device))
 
 
 def rows_of(distances: Tensor, config: DistanceConfig) -> Tensor:
@@ -54,7 +55,8 @@ def rows_of(distances: Tensor, config: DistanceConfig) -> Tensor:
     if config.max_distance:
         num_exact = config.span // 2
         share = torch.log(distances.abs().clamp(min=num_exact) / num_exact)
-        share = share / torch.log(torch.tensor((config.max_distance - 1) / num_exact))
+        last = torch.full((), (config.max_distance - 1) / num_exact, device=distances.device)
+        share = share / torch.log(last)
         shared = torch.ceil(share * (num_exact - 1)) + num_exact
         buckets = torch.where(distances.abs() <= num_exact, distances, (shared * distances.sign()).long())
     return (buckets + config.span).clamp(0, 2 * config.span - 1)

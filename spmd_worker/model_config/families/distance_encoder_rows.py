@@ -75,8 +75,9 @@ def _with_distances(
     for key, size in equal.items():
         if reader.count(key, size) != size:
             raise reader.error(key, f"is not supported, only {size}, that of the layers")
-    kinds = _kinds(reader)
-    distances = None
+    # The variant of false is found by its value.
+    reader.flag("position_biased_input", True)
+    kinds, distances = _kinds(reader), None
     if reader.flag("relative_attention", False):
         distances = _distances(reader, kinds, has_buckets=has_buckets)
     scale = float((head_size * (1 + len(kinds))) ** -0.5)

@@ -57,7 +57,12 @@ def scores(model: DecoderForCausalLM, loaded: LoadedAdapters, digests: list[int]
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("roberta_labels", ["query", "value"]), ("modern_labels", ["Wqkv", "Wo"]), ("jina_labels", ["k_proj", "fc1"])],
+    [
+        ("roberta_labels", ["query", "value"]),
+        ("modern_labels", ["Wqkv", "Wo"]),
+        ("jina_labels", ["k_proj", "fc1"]),
+        ("deberta_labels", ["query_proj", "value_proj"]),
+    ],
 )
 def test_scores_are_those_of_peft(name: str, targets: list[str], tmp_path: Path):
     write_classifier(name, tmp_path, targets)

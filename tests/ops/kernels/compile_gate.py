@@ -251,7 +251,9 @@ def attention_variants(element: str = "bf16") -> Iterator[Variant]:
     yield attend_variant("attend 256 many sight", *HEAD_SIZES["256"], element)
     for way in ("few", "many"):
         yield attend_variant(f"attend t5 bias {way}", *T5, element)
-        yield attend_variant(f"attend deberta distances {way}", *T5, element)
+        variant = attend_variant(f"attend deberta distances {way}", *T5, element)
+        # On sm_100.
+        yield replace(variant, stack_bytes=16 if way == "many" else 0)
     for name, shape in LATENTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", *shape, element)

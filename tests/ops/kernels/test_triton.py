@@ -38,7 +38,7 @@ ALL_CASES = {
     "triton_attention_cases.py": (("wide",), 16),
     "triton_recurrent_cases.py": ((), 8),
     "triton_latent_cases.py": ((), 4),
-    "triton_cross_cases.py": ((), 2),
+    "triton_cross_cases.py": ((), 3),
 }
 ENGINES = {
     "triton_engine.py": 12,

@@ -1,4 +1,4 @@
-"""Decoders with encoders by kernels for GPUs, interpreted on CPU tensors: see triton_cases.py.
+"""Decoders with encoders, and encoders of embedded distances, by kernels for GPUs, interpreted: see triton_cases.py.
 
 TRITON_INTERPRET=1 python tests/ops/kernels/triton_cross_cases.py          prints {case: what went wrong, or ""}
 python tests/ops/kernels/triton_cross_cases.py cuda                        the same on a GPU
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from image_rows import ImageRun
+from our_model import encoder_states
 from rows_of_encoders import cross_row
 from torch import Tensor
 from triton_cases import assert_near, in_gate, run
@@ -67,9 +68,25 @@ def decoders_with_relative_bias_have_the_logits_of_plain_torch() -> None:
     check("T5ForConditionalGeneration", {**_SIZES, **sizes, "relative_attention_max_distance": 6})
 
 
+def encoders_of_embedded_distances_have_the_states_of_plain_torch() -> None:
+    sizes = {"vocab_size": 160, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 48, "max_position_embeddings": 40, "position_buckets": 8, "share_att_key": True}
+    sizes |= {"relative_attention": True, "pos_att_type": "c2p|p2c", "norm_rel_ebd": "layer_norm"}
+    prompts = [[5, 6, 7], [*range(30)], [9]]
+    model, plain = (model_of("DebertaV2Model", sizes, is_triton=each) for each in (True, False))
+    found = encoder_states(model, prompts)
+    for mine, expected in zip(found, encoder_states(plain, prompts), strict=True):
+        assert_near(mine, expected, torch.float32)
+    assert torch.equal(encoder_states(model, prompts[:1])[0], found[0]), "neighbours change bits"
+    # Control: embedded distances count.
+    model.model.distances.weight.zero_()
+    assert not torch.allclose(encoder_states(model, prompts)[1], found[1], rtol=1e-2, atol=1e-2)
+
+
 CASES: tuple[Callable[[], None], ...] = (
     decoders_of_text_have_the_logits_of_plain_torch,
     decoders_with_relative_bias_have_the_logits_of_plain_torch,
+    encoders_of_embedded_distances_have_the_states_of_plain_torch,
 )
 
 

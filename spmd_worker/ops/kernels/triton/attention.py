@@ -288,8 +288,8 @@ def attend(
     """Queries [T, at least Hq * D], a token's heads contiguous; `layer_cache` [blocks, 2, Hkv, block, D], blocks
     contiguous -> [T, Hq, D]. For the rest see `AttentionBackend.attend`.
     """
-    more = (score_cap, sinks, distance_bias, distance_scores)
-    return attend_pages(queries, layer_cache[:, 0], layer_cache[:, 1], plan, num_heads, scale, *more)
+    keys, values = layer_cache[:, 0], layer_cache[:, 1]
+    return attend_pages(queries, keys, values, plan, num_heads, scale, score_cap, sinks, distance_bias, distance_scores)
 
 
 def attend_latents(
