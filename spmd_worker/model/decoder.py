@@ -37,7 +37,7 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, RMSNorm, add_without_norm, new_norm
-from spmd_worker.model.layers.relative_bias import RelativeBiasTable
+from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
@@ -111,6 +111,9 @@ class DecoderStack(nn.Module):
         if first.relative_bias is not None and not first.relative_bias.is_of_layer:
             bias = (first.relative_bias, first.num_heads)
             self.relative_bias = RelativeBiasTable(context, *bias, sees_later=model_config.is_encoder)
+        self._alibi: AlibiTable | None = None
+        if first.alibi:
+            self._alibi = AlibiTable(context, first.alibi, first.num_heads, model_config.max_position_embeddings)
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -295,7 +298,8 @@ class DecoderStack(nn.Module):
     @property
     def _biases(self) -> dict[str, Tensor]:
         """Further arguments of layers whose attention has the bias of distances of all layers."""
-        return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
+        table = self.relative_bias or self._alibi
+        return {} if table is None else {"distance_bias": table.table()}
 
     @property
     def supports_wanted(self) -> bool:
