@@ -38,7 +38,7 @@ from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
-from spmd_worker.model.layers.relative_bias import RelativeBiasTable
+from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
@@ -117,6 +117,9 @@ class DecoderStack(nn.Module):
         if first.distances is not None:
             self.distances = DistanceEmbeddings(context, first.distances, hidden_size)
             self.distance_norm = new_norm(context, hidden_size, first.norm) if first.distances.has_norm else None
+        self._alibi: AlibiTable | None = None
+        if first.alibi:
+            self._alibi = AlibiTable(context, first.alibi, first.num_heads, model_config.max_position_embeddings)
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
@@ -303,7 +306,8 @@ class DecoderStack(nn.Module):
         """Further arguments of layers whose attention has the bias, or the embedded distances, of all layers."""
         if self.distances is not None:
             return {"distances": self.distances.of_step(max(metadata.context_lengths, default=1), self.distance_norm)}
-        return {} if self.relative_bias is None else {"distance_bias": self.relative_bias.table()}
+        table = self.relative_bias or self._alibi
+        return {} if table is None else {"distance_bias": table.table()}
 
     @property
     def supports_wanted(self) -> bool:

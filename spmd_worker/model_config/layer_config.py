@@ -418,7 +418,8 @@ class LayerConfig:
     Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
     and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
     are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention, and
-    so are products with embedded `distances`.
+    so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
+    token of distance (`alibi_slopes`).
     """
 
     num_heads: int
@@ -470,6 +471,7 @@ class LayerConfig:
     cross_norms: tuple[bool, bool] = (False, False)
     relative_bias: RelativeBias | None = None
     distances: DistanceConfig | None = None
+    alibi: float = 0.0
 
     @property
     def value_head_size(self) -> int:
@@ -518,7 +520,7 @@ class LayerConfig:
         return (
             self.mixer == "attention"
             and self.qk_norm in ("none", "head")
-            and self.relative_bias is None
+            and not self.has_distance_bias
             and self.distances is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
@@ -526,6 +528,11 @@ class LayerConfig:
             and {self.key_multiplier, self.value_multiplier, *self.attention_multipliers, *self.mlp_multipliers}
             == {1.0}
         )
+
+    @property
+    def has_distance_bias(self) -> bool:
+        """Whether scores depend on the distance of the key, too."""
+        return self.relative_bias is not None or self.alibi > 0
 
     @property
     def is_plain_wiring(self) -> bool:

@@ -687,12 +687,17 @@ def _layers(
     _check_groups(reader, "num_attention_heads", num_heads, num_kv_heads)
     head_size = _head_size(reader, family, hidden_size, num_heads)
     is_parallel = _flag(reader, family.wiring.is_parallel)
+    scale = _scale(reader, attention, head_size)
+    if attention.alibi and max_positions > _MOST_DISTANCES:
+        rule = f"must be at most {_MOST_DISTANCES}: each distance has a number in a table (alibi)"
+        raise reader.error("max_position_embeddings", rule)
     layer = LayerConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         intermediate_size=reader.count("intermediate_size", feed_forward.size_factor * hidden_size or None),
-        scale=_scale(reader, attention, head_size),
+        scale=scale,
+        alibi={"": 0.0, "added": 1.0, "scaled": scale}[attention.alibi],
         norm=NormConfig(
             norms.kind,
             reader.number(norms.eps_key, norms.eps),
@@ -846,6 +851,7 @@ def _near(names: Sequence[Any]) -> str:
 
 
 _MAX_NAMES: Final = 4
+_MOST_DISTANCES: Final = 1 << 17
 _OF_GENERATION: Final = ("eos_token_id", "decoder_start_token_id")
 _OF_THE_FILE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"

@@ -272,7 +272,16 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
             {"architectures": ["Glm46VForConditionalGeneration"], "text_config": {"model_type": "glm4v_moe_text"}},
             ["text_config.model_type='glm4v_moe_text'", "only glm4v_text"],
         ),
-        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not supported", "alibi"]),
+        (
+            {"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True},
+            ["apply_residual_connection_post_layernorm=True", "only False"],
+        ),
+        ({"architectures": ["BloomForCausalLM"], "seq_length": 10**6}, ["seq_length=1000000 must be at most 131072"]),
+        (
+            {"architectures": ["MptForCausalLM"], "attn_config": {"alibi": False}},
+            ["attn_config.alibi=False", "only True"],
+        ),
+        ({"architectures": ["MptForCausalLM"], "attn_config": 3}, ["attn_config=3 must be an object"]),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, ["use_qk_norm=1", "true or false"]),
         ({"hidden_act": "xielu"}, ["hidden_act='xielu' is not supported, only silu"]),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, ["alibi=True", "only False"]),

@@ -13,6 +13,7 @@ from encoder_models import error
 from jobs_of_rows import answers_of_job, openai_row
 from reference_models import random_prompt
 from safetensors.torch import load_file
+from serving import ServedHere
 from transformers import AutoTokenizer
 
 from spmd_worker import LLM, PoolingParams, PromptsRefusedError
@@ -153,6 +154,19 @@ def test_row_without_an_end_is_an_error_row(tmp_path: Path) -> None:
     (answer,) = second["response"]["body"]["data"]
     assert answer["probs"] == third["scores"] == pytest.approx(of_text.outputs.probs, abs=1e-7)
     assert third["usage"]["prompt_tokens"] == len(of_text.prompt_token_ids)
+
+
+def test_served_pairs_have_transformers_scores() -> None:
+    theirs = AutoTokenizer.from_pretrained(classifier_folder("bart_pairs"))
+    (first, second), _, _ = PAIRS
+    with ServedHere(model=classifier_folder("bart_pairs"), max_queued=4) as served:
+        status, found, _ = served.client.ask("/score", {"text_1": first, "text_2": second})
+        refused = served.client.ask("/classify", {"input": [[5, 6]]})
+    row = theirs(first, second)["input_ids"]
+    assert status == 200
+    assert abs(found["data"][0]["score"] - float(classifier_logits("bart_pairs", row).sigmoid())) < 1e-5
+    assert found["usage"]["prompt_tokens"] == len(row)
+    assert (refused[0], refused[1]["error"]["code"]) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,10 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
     "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 80, "bias": True}),
+    "falcon_rw": ("Falcon", {**_SHORT, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    # Heads that are no power of two.
+    "bloom": ("Bloom", {**_SHORT, "num_attention_heads": 12, "hidden_size": 192}),
+    "mpt": ("Mpt", {**_SHORT, "num_attention_heads": 12, "hidden_size": 192, "attn_config": {"clip_qkv": 0.8}}),
     "gpt_bigcode": ("GPTBigCode", {"n_inner": 80}),
     "opt": ("OPT", {**_SHORT, "ffn_dim": 80}),
     "stablelm_12b": (
@@ -157,7 +161,7 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
 SMALL_TABLES: Final = ("olmo", "opt", "opt_350m", "biogpt", "xglm")
-DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
+DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model.", "Bloom": "transformer."}
 """Prefix of names, which some files omit."""
 MASKS: Final = {
     "GPT2": ("h.{}.attn.bias",),
@@ -170,6 +174,7 @@ MASKS: Final = {
 """Tensors of older files that no model reads."""
 WITHOUT_KV_HEADS: Final = (
     *("GPTNeoX", "Falcon", "OPT", "GPTBigCode", "GPTJ", "GPTNeo", "BioGpt", "XGLM", "Persimmon", "GPTNeoXJapanese"),
+    *("Bloom", "Mpt"),
 )
 
 _SEEN_IN_LAYOUTS: Final = (
@@ -189,7 +194,7 @@ VARIANTS: Final = (
 SIMILAR: Final = (*VARIANTS, *NESTED_IN_LAYOUTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
 """Models whose logits are tested in the layout tier too."""
 CAME_LAST: Final = (
-    *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),
+    *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm", "falcon_rw", "mpt"),
     *("stablelm_12b", "phi_norms", "opt_350m", "llava", *SIMILAR),
     *("ministral", "hyperclovax", "gptj", "gpt_neo", "biogpt", "xglm", "persimmon", "gpt_neox_japanese"),
 )

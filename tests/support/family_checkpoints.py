@@ -195,7 +195,8 @@ def family_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder."""
     folder = thinned_folder(name) if is_thinned else family_folder(name)
     if name not in WITH_IMAGES:
-        return open_reference(folder)
+        # The eager attention of Falcon's class adds slopes twice.
+        return open_reference(folder, "sdpa" if name == "falcon_rw" else "eager")
     model_class = getattr(transformers, f"{WITH_IMAGES[name][0]}ForConditionalGeneration")
     return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 

@@ -79,6 +79,8 @@ MODEL_TYPES: Final = {
     "PhiForCausalLM": "phi",
     "GPTNeoXForCausalLM": "gpt_neox",
     "FalconForCausalLM": "falcon",
+    "BloomForCausalLM": "bloom",
+    "MptForCausalLM": "mpt",
     "GPTBigCodeForCausalLM": "gpt_bigcode",
     "OPTForCausalLM": "opt",
     "GPTJForCausalLM": "gptj",

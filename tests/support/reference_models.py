@@ -209,9 +209,9 @@ def reference_model(name: str) -> PreTrainedModel:
     return open_reference(checkpoint_folder(name))
 
 
-def open_reference(folder: Path) -> PreTrainedModel:
+def open_reference(folder: Path, attention: str = "eager") -> PreTrainedModel:
     """transformers' model of a folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
 
 

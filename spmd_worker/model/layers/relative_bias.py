@@ -1,4 +1,5 @@
-"""Bias of attention scores by the distance between query and key (T5, https://arxiv.org/abs/1910.10683).
+"""Bias of attention scores by the distance between query and key: a learned table (T5,
+https://arxiv.org/abs/1910.10683), or slopes (ALiBi, https://arxiv.org/abs/2108.12409).
 
 Hq: query heads of this rank; M: `RelativeBias.max_distance`. A distance is the key's position less the query's.
 """
@@ -47,6 +48,34 @@ class RelativeBiasTable(CheckpointLayer):
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         name = f"{prefix}.weight"
         yield shard(name, (self._bias.num_buckets, self._num_heads), name, 1, *self._heads)
+
+
+class AlibiTable:
+    """`distance_bias` of `AttentionBackend.attend`: minus `factor` slopes of each head of this rank for each token of
+    distance, with an entry for every distance of a row of `max_len` tokens. A row's bits hang on distances alone.
+    """
+
+    def __init__(self, context: LayerContext, factor: float, num_heads: int, max_len: int) -> None:
+        start, stop = shard_range(num_heads, context.tensor_group.size, context.tensor_group.rank)
+        slopes = [factor * slope for slope in alibi_slopes(num_heads)[start:stop]]
+        distances = torch.arange(-max_len, max_len + 1, dtype=torch.float32, device=context.device).abs()
+        of_heads = torch.tensor(slopes, dtype=torch.float32, device=context.device)
+        # Made here: recorded steps need an address.
+        self._by_distance: Tensor = of_heads.unsqueeze(1) * -distances
+
+    def table(self) -> Tensor:
+        """Float32 [Hq, 2 * max_len + 1]."""
+        return self._by_distance
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Slope of each head: powers of 2 ** (-8 / p) for the first p heads, the largest power of 2, and for the others odd
+    powers of its root.
+    """
+    first = 1 << (num_heads.bit_length() - 1)
+    exponents = [8 * power / first for power in range(1, first + 1)]
+    exponents += [4 * power / first for power in range(1, 2 * (num_heads - first), 2)]
+    return [2.0**-each for each in exponents]
 
 
 def buckets_of(distances: Tensor, bias: RelativeBias, *, sees_later: bool) -> Tensor:

@@ -162,7 +162,8 @@ class Attention:
     and keys have no norm. `scale_key` is the scale of attention scores, `scale_root_key` the number of which it is the
     inverse root, in a family with both for files without the first; without both it is the head size. A `scale` above 0
     is the same in every file. `score_cap_key` and `qkv_clip_key` bound scores, and queries, keys and values. Layers
-    with a window have `sliding_heads_key` query heads, if a file has that key.
+    with a window have `sliding_heads_key` query heads, if a file has that key. `alibi`: scores have slopes by distance,
+    "added" to scaled scores, or "scaled" with them; "" for none.
     """
 
     qkv_bias: bool | str = "attention_bias"
@@ -180,6 +181,7 @@ class Attention:
     has_sinks: bool = False
     sliding_heads_key: str = ""
     output_gate: str = ""
+    alibi: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,15 @@ _NEW_FALCON: Final = Family(
     },
 )
 
+FALCON_RW: Final = replace(
+    _NEW_FALCON,
+    names=replace(_NEW_FALCON.names, norms=("input_layernorm", "", "post_attention_layernorm", "")),
+    attention=replace(_NEW_FALCON.attention, alibi="scaled"),
+    rope=None,
+    wiring=Wiring(),
+    file_keys={"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": ""},
+    required={"new_decoder_architecture": False},
+)
 _OPT: Final = Family(
     models="OPT: 125M to 66B",
     names=Names(
@@ -246,7 +255,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     ),
     "FalconForCausalLM": replace(
         _NEW_FALCON,
-        models="Falcon 7B, 40B, 180B, Falcon 2 11B",
+        models="Falcon 7B, 40B, 180B, RW, Falcon 2 11B",
         names=replace(_NEW_FALCON.names, norms=_ONE_NORM, by_kv_head=()),
         attention=replace(_NEW_FALCON.attention, num_kv_heads=1),
         file_keys={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
@@ -261,6 +270,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
                 ),
             ),
             Variant({"new_decoder_architecture": True}, _NEW_FALCON),
+            Variant({"alibi": True, "multi_query": False, "parallel_attn": False}, FALCON_RW),
         ),
     ),
     "GPTBigCodeForCausalLM": Family(

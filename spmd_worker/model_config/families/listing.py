@@ -59,6 +59,9 @@ def _unsupported_values(family: Family) -> str:
         for key, value in family.required.items()
         if key not in either
     ]
+    together = {key for variant in family.variants if len(variant.keys) > 1 for key in variant.keys}
+    if combined := [key for key in family.required if key in together]:
+        found.append(f"other combinations of {', '.join(combined)} than released models have")
     kinds = {} if family.text is None else family.text.families
     texts = [FAMILIES[name] for name in dict.fromkeys(kinds.values())] or [family]
     if any(each.rope is not None and not each.rope.may_be_partial for each in texts):

@@ -7,6 +7,7 @@ Each row is compared with transformers on a checkpoint of its own, which must de
 from dataclasses import replace
 from typing import Final
 
+from spmd_worker.model_config.families.alibi_rows import ALIBI_ROWS
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS
@@ -237,6 +238,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **TEXT_PART_ROWS,
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
+    **ALIBI_ROWS,
     **OLDER_ROWS,
     **EXPERT_FAMILIES,
     **LATENT_ROWS,
@@ -260,7 +262,6 @@ _STREAMS: Final = "its layers have several residual streams"
 _MASKS_KEYS: Final = "its attention leaves out keys by what they hold"
 _OF_HEADS: Final = "its attention has experts, each with queries of its own"
 _TERNARY: Final = "its weights are ternary, multiplied with activations that are quantised in each layer"
-_ALIBI: Final = "its attention encodes positions as biases (alibi)"
 _IMAGES: Final = "it accepts images; for text alone use the checkpoint of its language model"
 _SPEECH: Final = "it accepts speech; for text alone use the checkpoint of its language model"
 _PREFIX: Final = (
@@ -295,7 +296,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _MASKS_KEYS: ("DogeForCausalLM",),
     _OF_HEADS: ("JetMoeForCausalLM",),
     _TERNARY: ("BitNetForCausalLM",),
-    _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         "Ovis2ForConditionalGeneration",
         *("DeepseekVLHybridForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),

@@ -299,7 +299,7 @@ class TritonDevice(DeviceBackend):
         sizes = ((properties.major, properties.minor), max_head_size, max_group, itemsize)
         tiles = (attention.few_tile(*sizes), attention.many_tile(*sizes))
         of_heads = (max_head_size, itemsize)
-        has_biases = any(layer.relative_bias is not None or layer.distances is not None for layer in layers)
+        has_biases = any(layer.has_distance_bias or layer.distances is not None for layer in layers)
         of_attention = max(attention.shared_bytes(tile, *of_heads, has_biases=has_biases) for tile in tiles)
         needed = max(of_attention, matmul.shared_bytes(itemsize))
         available = int(properties.shared_memory_per_block_optin)

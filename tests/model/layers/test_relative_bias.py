@@ -3,10 +3,12 @@
 import pytest
 import torch
 from transformers import T5Config
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.relative_bias import RelativeBiasTable, buckets_of
+from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable, alibi_slopes, buckets_of
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model_config.layer_config import RelativeBias
 from spmd_worker.ops.attention.backend import AttentionBackend
@@ -33,6 +35,26 @@ def test_buckets_are_those_of_transformers(num_buckets: int, max_distance: int, 
     bounded = distances.clamp(-max_distance, max_distance)
     assert torch.equal(buckets_of(bounded, bias, sees_later=sees_later), expected)
     assert not torch.equal(buckets_of(distances, bias, sees_later=not sees_later), expected), "negative control"
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 12, 14, 16, 32, 71, 112])
+def test_slopes_are_those_of_transformers(num_heads: int):
+    ours = torch.tensor(alibi_slopes(num_heads))
+    bloom = build_alibi_tensor(torch.ones(1, 3, dtype=torch.int64), num_heads, torch.float32)
+    assert torch.allclose(ours, bloom[:, 0, 1], rtol=1e-5)
+    assert torch.allclose(ours, -build_mpt_alibi_tensor(num_heads, 3)[:, 0, 1], rtol=1e-5)
+    other = torch.tensor([2.0 ** (-8 * head / num_heads) for head in range(1, num_heads + 1)])
+    assert torch.allclose(ours, other) == (num_heads.bit_count() == 1), "negative control: one progression"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_slopes_of_ranks_are_those_of_their_heads(num_ranks: int):
+    whole = AlibiTable(context_of(single_group()), 0.5, 12, 40).table()
+    assert whole.shape == (12, 81)
+    assert torch.equal(whole[:, 40 - 7], -3.5 * torch.tensor(alibi_slopes(12)))
+    groups = [GroupHandle(tuple(range(num_ranks)), rank, None) for rank in range(num_ranks)]
+    parts = [AlibiTable(context_of(group), 0.5, 12, 40).table() for group in groups]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def context_of(group: GroupHandle, dtype: torch.dtype = torch.float32) -> LayerContext:

@@ -200,6 +200,9 @@ def biases_of_distances_are_right_in_any_cut() -> None:
     assert torch.equal(cut, whole[29:])
     for splits in (True, False):
         assert torch.equal(step.attend([(0, 39, 40)], splits=splits, **bias)[0], whole[-1:]), splits
+    # A table of more distances than there are, as that of slopes.
+    ends = [step.bias[:, each : each + 1].expand(-1, 50) for each in (0, 2 * NEAR)]
+    assert torch.equal(step.attend([(0, 0, 40)], distance_bias=torch.cat((ends[0], step.bias, ends[1]), 1))[0], whole)
     both_ways = step.attend([(1, 0, 13)], is_causal=False, **bias)[0]
     assert_near(both_ways, step.reference((1, 0, 13), is_causal=False, **bias), torch.float32)
     more = bias | {"score_cap": 2.0, "sinks": step.sinks}
