@@ -218,5 +218,6 @@ def normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
     """The residual stream, normed if there is a norm, after a deferred part was added to it."""
     if part is not None:
         assert isinstance(norm, RMSNorm), "layers defer only to plain norms"
-        return norm.add_and_norm(part, residual)
+        together: Tensor = norm(part, residual)
+        return together
     return residual if norm is None else norm(residual)

@@ -136,7 +136,7 @@ class GatedLinear(ColumnParallelLinear):
 
 class RowParallelLinear(AdaptableLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size], of `GroupHandle.part_dtype`, which the next
-    norm sums over the tensor-parallel group (`RMSNorm.add_and_norm`). Inputs are summed in leaves (`ranks/leaves.py`).
+    norm sums over the tensor-parallel group (`RMSNorm.forward`). Inputs are summed in leaves (`ranks/leaves.py`).
     With integer kernels it is the sum itself, with the same bits for any number of ranks: int32 sums are added before
     they are scaled, and scales follow from the maxima of full rows.
 

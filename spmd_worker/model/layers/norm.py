@@ -24,15 +24,14 @@ class RMSNorm(CheckpointLayer):
         self.eps, self._kernels, self._group = eps, context.kernels, context.parts_group
         self.weight = context.parameter(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self.weight, self.eps)
-
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the sum of all ranks' parts `x` [T, size] to the residual stream [T, size], in place, and return the norm
-        of the stream, which is valid until the next such call in the group.
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of `x`; with a residual stream [T, size] that of the stream, after the sum of all ranks' parts `x`
+        [T, size] was added to it in place, which is valid until the next such call in the group.
 
         `x` must not be used afterwards. See `Collectives.all_reduce_add_rms_norm` for the residual stream.
         """
+        if residual is None:
+            return self._kernels.rms_norm(x, self.weight, self.eps)
         fast = self._group.fast
         if fast is not None and fast.takes(residual):
             return fast.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
@@ -91,7 +90,7 @@ def new_norm(context: LayerContext, size: int, norm: NormConfig) -> Norm:
 
 
 def add_without_norm(group: GroupHandle, x: Tensor, residual: Tensor) -> Tensor:
-    """`RMSNorm.add_and_norm` without the norm: the complete residual stream [T, size] on every rank, in place."""
+    """`RMSNorm` without the norm: the complete residual stream [T, size] on every rank, in place."""
     fast = group.fast
     residual.add_(group.sum_parts(x, residual.dtype))
     return residual if fast is None or not fast.takes(residual) else fast.gather_rows(residual)
