@@ -17,6 +17,7 @@ from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_
 from our_model import prompt_logits
 from reference_models import random_prompt
 
+from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -34,6 +35,7 @@ UNFUSED = {
     "no panels, normed queries": with_layers(PLAIN, intermediate_size=90, qk_norm="head"),
 }
 
+TIED = replace(PLAIN, has_tied_embeddings=True)
 OTHER_HEADS = replace(PLAIN, layers=(PLAIN.layers[0], replace(PLAIN.layers[0], num_kv_heads=1), PLAIN.layers[0]))
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -261,6 +263,45 @@ def test_steps_follow_changes_of_held_modules():
     layer.mlp, forward = feed_forward, feed_forward.forward
     feed_forward.forward = lambda *inputs, **options: forward(*inputs, **options) * 2
     assert are_equal(prompt_logits(model, PROMPTS), doubled)
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_packed_tied_head_follows_a_replaced_embedding(has_bytes: bool):
+    """Regression: logits stayed those of the earlier weight."""
+    model = new_model(TIED, torch.bfloat16, instruction_set=WITHOUT_AMX, has_bytes=has_bytes)
+    embedding, hidden = model.model.embed_tokens, torch.randn(3, TIED.hidden_size).bfloat16()
+    assert embedding.packed is not None
+    model.hold()
+    before, owned = model.compute_logits(hidden), embedding.shard.num_owned
+
+    def flipped(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat((rows.narrow(dim, 0, owned).flip(dim), rows.narrow(dim, owned, rows.shape[dim] - owned)), dim)
+
+    for change in ("replaced", "moved"):
+        if change == "replaced":
+            embedding.weight = torch.nn.Parameter(flipped(embedding.weight.detach(), 0), requires_grad=False)
+        else:
+            embedding.weight.data = flipped(embedding.weight.detach(), 0)
+        prompt_logits(model, PROMPTS[:1])
+        logits = model.compute_logits(hidden)
+        assert torch.equal(logits, flipped(before, 1) if change == "replaced" else before), change
+        assert torch.equal(model.argmax_logits(hidden)[1], logits.max(1).indices), change
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach()[1:], requires_grad=False)
+    with pytest.raises(ValueError, match=r"^embed_tokens.weight was replaced by .*, and must be"):
+        prompt_logits(model, PROMPTS[:1])
+
+
+def test_hooks_of_norms_are_called():
+    """Regression: only those of norms that nothing is added before."""
+    model, calls = new_model(PLAIN, torch.float32, instruction_set=WITHOUT_AMX), []
+    model.hold()
+    before = prompt_logits(model, PROMPTS[:1])
+    norms = [each for each in model.modules() if isinstance(each, RMSNorm)]
+    for norm in norms:
+        norm.register_forward_hook(lambda called, _, output: calls.append(called) or output)
+    assert are_equal(prompt_logits(model, PROMPTS[:1]), before)
+    assert {*map(id, calls)} == {*map(id, norms)}
+    assert len(norms) > len(model.model.layers)
 
 
 @needs_products

@@ -7,6 +7,7 @@ T: tokens of the step; E: tokens whose rows are given; R: rows that sample; Vs: 
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -77,11 +78,14 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         super().__init__()
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self._group, self._kernels = hidden_size, context.tensor_group, context.kernels
-        self._quantised = context.quantised
+        self._quantised, self._dtype = context.quantised, context.dtype
         self.weight = context.parameter(self.shard.size, hidden_size)
         self.packed: Tensor | None
         """Packed copy for a tied head, updated with the weight; None if packing changes nothing."""
         self.register_buffer("packed", None, persistent=False)
+        # Weakly: a weight that sleeps must leave no memory.
+        self._packed_from: tuple[weakref.ref[Tensor], int] | None = None
+        """Weight that was packed, and its address."""
         self.num_changes = 0
         """Number of writes to the weight."""
 
@@ -101,6 +105,25 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         """`is_wide`: for `Kernels.linear_of_leaves`."""
         packed = self._kernels.pack_leaves(self.weight) if is_wide else self._kernels.pack(self.weight)
         self.packed = None if packed is self.weight else packed
+        self._packed_from = weakref.ref(self.weight), self.weight.data_ptr()
+
+    def follow_weight(self) -> None:
+        """Pack the weight again if a caller has replaced it or given it other memory. Raises ValueError for one of
+        another shape or dtype.
+        """
+        self.num_changes += 1
+        weight = self.weight
+        if self.packed is None or self._packed_from is None or weight.is_meta:
+            return
+        packed, address = self._packed_from
+        if packed() is weight and weight.data_ptr() == address:
+            return
+        shape, dtype = (self.shard.size, self.hidden_size), self._dtype
+        if (tuple(weight.shape), weight.dtype) != (shape, dtype):
+            found = f"{weight.dtype} of shape {list(weight.shape)}"
+            raise ValueError(f"embed_tokens.weight was replaced by {found}, and must be {dtype} of {list(shape)}")
+        self._repack(0, len(weight))
+        self._packed_from = weakref.ref(weight), weight.data_ptr()
 
     def gemm_weight(self) -> Tensor:
         """The weight as a tied head multiplies with it."""
@@ -110,12 +133,15 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         super().write_region(parameter, region, values)
         self.num_changes += 1
         if self.packed is not None:
-            start, stop = region[0]
-            rows = self.weight.detach()[start:stop]
-            if self._quantised is None:
-                self._kernels.repack_(self.packed, start, rows)
-            else:
-                self._quantised.repack_part_(self.packed, start, rows, row_maxima(rows))
+            self._repack(*region[0])
+
+    def _repack(self, start: int, stop: int) -> None:
+        assert self.packed is not None, "its caller has looked"
+        rows = self.weight.detach()[start:stop]
+        if self._quantised is None:
+            self._kernels.repack_(self.packed, start, rows)
+        else:
+            self._quantised.repack_part_(self.packed, start, rows, row_maxima(rows))
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         return self.shard.weight_slices(prefix, self.hidden_size)
@@ -272,7 +298,7 @@ class VocabularyParallelHead(PackedLayer):
         if tied_to is None:
             self._num_changes += 1
         else:
-            tied_to.num_changes += 1
+            tied_to.follow_weight()
 
     @property
     def is_tied(self) -> bool:
