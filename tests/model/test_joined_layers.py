@@ -269,7 +269,10 @@ def test_steps_follow_changes_of_held_modules():
 def test_packed_tied_head_follows_a_replaced_embedding(has_bytes: bool):
     """Regression: logits stayed those of the earlier weight."""
     model = new_model(TIED, torch.bfloat16, instruction_set=WITHOUT_AMX, has_bytes=has_bytes)
-    embedding, hidden = model.model.embed_tokens, torch.randn(3, TIED.hidden_size).bfloat16()
+    embedding, hidden = (
+        model.model.embed_tokens,
+        torch.randn(3, TIED.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16(),
+    )
     assert embedding.packed is not None
     model.hold()
     before, owned = model.compute_logits(hidden), embedding.shard.num_owned
@@ -302,6 +305,19 @@ def test_hooks_of_norms_are_called():
     assert are_equal(prompt_logits(model, PROMPTS[:1]), before)
     assert {*map(id, calls)} == {*map(id, norms)}
     assert len(norms) > len(model.model.layers)
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_hooks_of_the_head_change_greedy_tokens(has_bytes: bool):
+    """Regression: the argmax of plain heads did not call them."""
+    model = new_model(PLAIN, torch.float32, instruction_set=WITHOUT_AMX, has_bytes=has_bytes)
+    hidden = torch.randn(3, PLAIN.hidden_size, generator=torch.Generator().manual_seed(3))
+    before = model.argmax_logits(hidden)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert all(map(torch.equal, model.argmax_logits(hidden), before))
+    model.lm_head.register_forward_pre_hook(lambda _, given: (-given[0],))
+    assert torch.equal(model.argmax_logits(hidden)[1], model.compute_logits(hidden).max(1).indices)
+    assert not torch.equal(model.argmax_logits(hidden)[1], before[1])
 
 
 @needs_products

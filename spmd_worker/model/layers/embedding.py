@@ -281,7 +281,8 @@ class VocabularyParallelHead(PackedLayer):
         """[R, hidden_size] -> each row's maximum logit, float32 [R], and the first column with it, int64 [R]."""
         if self.shard.num_owned == 0:
             return self._kernels.argmax(self(hidden))
-        if not self._is_plain:
+        is_watched = self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self)
+        if is_watched or not self._is_plain:
             return self._kernels.argmax(self(hidden)[:, : self.shard.num_owned])
         if self.argmax_module is None:
             return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
