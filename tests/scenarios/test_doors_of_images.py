@@ -11,9 +11,11 @@ from jobs_of_rows import answers_of_job, openai_row
 from media_models import saved
 from PIL import Image
 from serving import ServedHere
+from waiting import wait_until
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.frontends.serve import engine_loop
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
@@ -71,8 +73,17 @@ def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def answers_of_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
-    """Text and length of the prompt; status and code of each error."""
+    """Text and length of the prompt; status and code of each error. An idle server, which steps rarely, holds no
+    pixels of the last request.
+    """
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(engine_loop, "max_step_interval_s", lambda timeout_s: 1e6)
+        return ask_server()
+
+
+def ask_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
     with ServedHere(model=image_folder("qwen3_vl")) as server:
+        media = server.engine.executor.driver_worker.model_runner.media
         status, served, _ = server.client.ask(CHAT, body(*URLS))
         assert status == 200, served
         server.exchange.reserve(0, 1)
@@ -81,6 +92,7 @@ def answers_of_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
         server.exchange.free(0, 1)
         assert server.client.ask(CHAT, body(*URLS))[0] == 200
         refused = [server.client.ask(CHAT, body(*urls))[:2] for urls in BAD.values()]
+        wait_until(lambda: media.num_held_bytes == 0)
     return answer_of(served), [(status, answer["error"]["code"]) for status, answer in refused]
 
 

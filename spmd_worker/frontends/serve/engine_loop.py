@@ -36,6 +36,8 @@ class EngineLoop:
         self._outputs: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
         self._histograms = RequestHistograms(engine.resolved.location.name, engine.limits.max_model_len)
+        self._holds_media = False
+        """Whether workers may hold images or audio of requests that have ended: the next step has them forget these."""
         self._patience_s = max_step_interval_s(engine.config.executor.timeout_s)
         # A worker process that ends is noticed by the next step.
         engine.executor.register_failure_callback(exchange.look)
@@ -61,6 +63,10 @@ class EngineLoop:
         ending_s: float | None = None
         while not exchange.ending or engine.has_unfinished_requests():
             if not engine.has_unfinished_requests():
+                if self._holds_media:
+                    self._holds_media = False
+                    self._step()
+                    stepped_s = time.monotonic()
                 exchange.wait(stepped_s + self._patience_s - time.monotonic())
             must_look = self._take()
             now_s = time.monotonic()
@@ -114,6 +120,7 @@ class EngineLoop:
                 self._partials[request_id] = PartialOutputs(
                     RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer, row.encoder_text
                 )
+        self._holds_media = self._holds_media or bool(row.media)
         self._ids[request], self._outputs[request] = ids, {}
         self._requests |= dict.fromkeys(ids, request)
         if not isinstance(row, EncodedPooledRow):
