@@ -164,6 +164,19 @@ def test_sleep_level_2_orders_end_with_loaded_weights(llm: LLM, wake: Any, old: 
     assert answers(llm) == old
 
 
+def test_wake_up_commits_complete_weights_alone(llm: LLM):
+    llm.sleep(level=2)
+    llm.wake_up(["weights"])
+    load(llm, but=NORM)
+    before = llm.weight_version
+    llm.wake_up()
+    assert llm.weight_version == before
+    load(llm)
+    llm.wake_up()
+    assert llm.weight_version != before
+    assert not llm.llm_engine.changes.weights.is_open
+
+
 @pytest.mark.control("sleep, wake_up")
 def test_control_weight_that_was_not_loaded_is_detected(llm: LLM, old: Any):
     """Negative control: without the rule of coverage the poison reaches the answers."""
