@@ -181,7 +181,11 @@ def test_segments_are_those_of_all_windows(job: tuple[Path, dict[str, Any]]) -> 
 
 
 def test_bad_audio_has_one_code_at_rows(job: tuple[Path, dict[str, Any]]) -> None:
-    assert {code: job[1][code]["error"]["code"] for code in BAD} == {code: code for code in BAD}
+    errors = {code: job[1][code]["error"] for code in BAD}
+    assert {code: each["code"] for code, each in errors.items()} == {code: code for code in BAD}
+    for code in ("audio_missing", "audio_outside_root", "audio_unsupported", "audio_unreadable"):
+        (key,) = BAD[code][1]
+        assert errors[code]["message"].startswith(f"{key}: "), "regression: it named the file alone"
 
 
 def test_manifest_and_verification_know_audio(job: tuple[Path, dict[str, Any]], root: Path) -> None:

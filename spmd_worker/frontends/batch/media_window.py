@@ -51,7 +51,9 @@ class _Waiting:
         try:
             self.ready = PreparedRow(self.row, tuple(self.pending.result()))
         except MediaError as error:
-            self.ready = PreparedRow(row_error(self.row, error.code, str(error)), ())
+            # Images are numbered.
+            key = f"{self.row.prompt.key}: " if isinstance(self.row.prompt, AudioPrompt) else ""
+            self.ready = PreparedRow(row_error(self.row, error.code, f"{key}{error}"), ())
 
 
 class MediaWindow:

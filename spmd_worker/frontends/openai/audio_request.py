@@ -59,7 +59,7 @@ def audio_row(index: int, custom_id: str | None, url: str, body: Mapping[str, An
     check_neutral(body, _UNSUPPORTED)
     response_format = _response_format(body)
     prompt = AudioPrompt(
-        _file(body),
+        *_file(body),
         language=_text(body, "language"),
         task=AUDIO_TASKS[url],
         has_timestamps=response_format in TIMED_FORMATS,
@@ -94,7 +94,8 @@ def plain_audio_row(index: int, custom_id: str | None, fields: Mapping[str, Any]
     return Row(index, custom_id, "plain", prompt, sampling, adapter=adapter_name(fields))
 
 
-def _file(body: Mapping[str, Any]) -> str | bytes:
+def _file(body: Mapping[str, Any]) -> tuple[str | bytes, str]:
+    """The audio, and the key that has it. Raises InvalidRequestError."""
     given = [key for key in FILE_KEYS if body.get(key) is not None]
     if not given:
         message = "the body has no file: upload it as file, or give a data URL or a path below job.media_root"
@@ -103,7 +104,7 @@ def _file(body: Mapping[str, Any]) -> str | bytes:
         raise InvalidRequestError("the body has file and file_url: give one of them", "conflicting_prompts")
     value = body[given[0]]
     # A server gets the file itself.
-    return value if isinstance(value, bytes) else media_source(given[0], value, "audio/wav")
+    return value if isinstance(value, bytes) else media_source(given[0], value, "audio/wav"), given[0]
 
 
 def _response_format(body: Mapping[str, Any]) -> ResponseFormat:

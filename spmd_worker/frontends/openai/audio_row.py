@@ -118,7 +118,7 @@ def _windows(
     try:
         given = prompts.need_audio().prepare(prompt.source) if media is None else media
     except MediaError as error:
-        raise InvalidRequestError(str(error), error.code) from None
+        raise InvalidRequestError(f"{prompt.key}: {error}", error.code) from None
     return [each for each in given if isinstance(each, PreparedAudio)]
 
 

@@ -100,10 +100,11 @@ class EncoderPrompt:
 class AudioPrompt:
     """Audio for an encoder: bytes of a file, a data URL or a path. It is cut into windows, and each is a request whose
     decoder's prompt is `decoder`, or is written of the other values; `language` None is detected, `text` was spoken
-    before.
+    before. `key` is that of the row that has the audio.
     """
 
     source: str | bytes = field(repr=False)
+    key: str = "audio"
     decoder: TextPrompt | TokensPrompt | None = None
     language: str | None = None
     task: Task = "transcribe"
