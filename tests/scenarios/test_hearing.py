@@ -4,6 +4,7 @@ import base64
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from speech_models import wave_file
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.compat.audio_reading import PendingRecordings
 from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
@@ -105,6 +108,21 @@ def test_batches_and_caches_give_the_same_bits(llm: LLM, kind: str, expected: li
     llm.reset_prefix_cache()
     for _ in range(2):
         assert answers(llm, prompts(kind)) == expected
+
+
+@pytest.mark.control("An answer to a recording does not depend on its batch, chunks or cache")
+def test_comparison_detects_names_without_contents(kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """Recordings of one length have one name, so the third prompt gets the first one's rows and blocks."""
+    result = PendingRecordings.result
+
+    def named_by_length(pending: PendingRecordings) -> list[PreparedAudio]:
+        return [replace(each, media_id=bytes([each.num_rows]) * 16) for each in result(pending)]
+
+    monkeypatch.setattr(PendingRecordings, "result", named_by_length)
+    with opened(kind) as made:
+        found = [answers(made, [each])[0] for each in prompts(kind)]
+    assert found[0] == expected[0] == found[2]
+    assert found[2] != expected[2]
 
 
 @pytest.mark.parametrize("chunk", [7, 16])
