@@ -428,7 +428,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     [
         *("bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"),
         *("deberta_labels", "debertav1"),
-        *("roberta_tokens", "modern_tokens", "gte_tokens"),
+        *("roberta_tokens", "modern_tokens"),
     ],
 )
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:
