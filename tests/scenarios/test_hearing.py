@@ -19,6 +19,9 @@ from speech_models import wave_file
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.compat.audio_reading import PendingRecordings
+from spmd_worker.compat.call_images import CallPrompt
+from spmd_worker.engine.calls import call_runner
+from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.resolved import resolve_run
@@ -129,6 +132,18 @@ def test_comparison_detects_names_without_contents(kind: str, expected: list[Any
 def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
     with opened(kind, max_num_batched_tokens=chunk, max_num_seqs=4) as made:
         assert answers(made, prompts(kind)) == expected
+
+
+def test_dropped_features_are_made_again(llm: LLM, kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """A call that holds the features of no prompt that waits."""
+    again, made = CallPrompt.again, []
+    for module in (call_runner, data_parallel_prompts):
+        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1.0)
+    monkeypatch.setattr(CallPrompt, "again", lambda prompt: made.append(prompt) or again(prompt))
+    llm.reset_prefix_cache()
+    assert answers(llm, prompts(kind)) == expected
+    # Four prompts hear: each is prepared before the call's first step, and before its own.
+    assert len(made) == 8
 
 
 def test_preempted_prompts_hear_again(kind: str, expected: list[Any]):
