@@ -146,7 +146,7 @@ class ResolvedRun:
         vision = self.model_config.vision
         most = getattr(self.config.limits, "max_image_tokens", _DEFAULT_MAX_IMAGE_TOKENS)
         if vision is not None and vision.audio is not None:
-            return vision.audio.num_frames // 2 // vision.merge_size
+            return vision.most_audio_tokens(self.config.limits.max_audio_s)
         return 0 if vision is None else int(most)
 
     @property

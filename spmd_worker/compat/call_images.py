@@ -53,9 +53,10 @@ def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, .
     made = prompt.again()
     changed = [index for index, (old, new) in enumerate(zip(media, made)) if old.media_id != new.media_id]
     if changed:
-        name = "image" if isinstance(media[0], PreparedImage) else "audio"
-        text = f"{name} {changed[0]} changed while the call ran: its tokens are of another"
-        raise MediaError(f"{name}_changed", text)
+        words = f"{changed[0]} changed while the call ran: its tokens are of another"
+        if isinstance(media[0], PreparedImage):
+            raise MediaError("image_changed", f"image {words}")
+        raise MediaError("audio_changed", f"audio {words}")
     return made
 
 

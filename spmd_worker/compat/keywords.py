@@ -220,8 +220,7 @@ _WITHOUT_EFFECT: Final = {
         "offload_backend=auto offload_group_size=0 offload_num_in_group=1 offload_prefetch_step=1 offload_params "
         "cpu_offload_params kv_offloading_backend speculative_disable_mqa_scorer=false "
         "speculative_disable_by_batch_size disable_logprobs_during_spec_decoding "
-        "allow_deprecated_quantization=false calculate_kv_scales=false kv_cache_dtype_skip_layers "
-        "fault_tolerance_config io_processor_plugin"
+        "allow_deprecated_quantization=false fault_tolerance_config io_processor_plugin"
     ),
     "every engine can sleep and wake up": "enable_sleep_mode=false",
     "an option of vLLM's own allocator or weight transfer": "enable_cumem_allocator enable_nccl_comm_suspend=false",
@@ -233,6 +232,9 @@ _WITHOUT_EFFECT: Final = {
 
 _REJECTED: Final = {
     "config.json defines it, and weights run dequantised: leave it out": "quantization_config",
+    "kv_cache_dtype is of all layers, and nothing is scaled: leave it out": (
+        "calculate_kv_scales=false kv_cache_dtype_skip_layers"
+    ),
     "give enable_lora and a LoRARequest, or adapters={name: folder}: leave it out": "qlora_adapter_name_or_path",
     "adapters are computed in the model's dtype: leave it out": "lora_dtype=auto",
     "an adapter changes the modules of which its files have tensors: leave it out": "lora_target_modules",

@@ -48,7 +48,7 @@ KEYS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 REJECTED_KEYS: Final[Mapping[str, str]] = {
     "tensor_parallel_size": "give draft_tensor_parallel_size, or leave it out",
     "quantization": "the draft model's config.json defines it: leave it out",
-    "kv_cache_dtype": "the draft model's cache has its dtype: leave it out",
+    "kv_cache_dtype": "the draft model's cache follows the engine's kv_cache_dtype: leave it out",
     "max_model_len": "drafts end with the model's own length: leave it out",
     "revision": "give the folder of that revision as model",
     "use_heterogeneous_vocab": "drafts are ids of the model's own tokenizer: give a draft model with the same one",

@@ -17,7 +17,12 @@ from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, check_media
-from spmd_worker.replica.sequence.pooling_params import MAX_TOKEN_NUMBERS, PoolingParams, check_task
+from spmd_worker.replica.sequence.pooling_params import (
+    MAX_STEP_NUMBERS,
+    MAX_TOKEN_NUMBERS,
+    PoolingParams,
+    check_task,
+)
 from spmd_worker.replica.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.replica.sequence.resolved_params import truncated_prompt
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -62,7 +67,7 @@ class RequestLimits:
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
     which `encoder_prompts` reads. `architecture` is the model's, for errors. `nums_chosen` are the numbers of experts
-    that sparse layers choose for a token.
+    that sparse layers choose for a token. `max_step_tokens` is `scheduler.max_num_batched_tokens`.
     """
 
     vocab_size: int
@@ -78,6 +83,7 @@ class RequestLimits:
     encoder_prompts: EncoderPrompts | None = None
     nums_chosen: tuple[int, ...] = ()
     allows_priority: bool = False
+    max_step_tokens: int = 0
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -178,6 +184,21 @@ class RequestLimits:
             message = f"priority={priority} needs scheduler.policy=priority: set it, or leave priority out"
             raise RequestError("unsupported_value", message)
 
+    def check_token_numbers(self, num_tokens: int, pooling: PoolingParams) -> None:
+        """Raise RequestError for a row whose tokens have more numbers than a message holds."""
+        if not pooling.is_for_tokens or self.pooling is None:
+            return
+        size, given = self.pooling.token_size, f"{pooling.task} with {self.pooling.token_size} numbers for each token"
+        if num_tokens * size > MAX_TOKEN_NUMBERS:
+            most = MAX_TOKEN_NUMBERS // size
+            raise RequestError("limit_exceeded", f"{given} is for rows of at most {most} tokens, not {num_tokens}")
+        if self.max_step_tokens * size > MAX_STEP_NUMBERS:
+            raise RequestError(
+                "limit_exceeded",
+                f"{given} needs scheduler.max_num_batched_tokens={self.max_step_tokens} to be at most "
+                f"{MAX_STEP_NUMBERS // size}: lower it",
+            )
+
     def check_runner(self, pooling: PoolingParams | None) -> None:
         """Raise RequestError for a row of another runner."""
         try:
@@ -211,8 +232,8 @@ class RequestLimits:
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
-        if pooling is not None and pooling.is_for_tokens and self.pooling is not None:
-            self._check_token_numbers(len(prompt_token_ids), pooling, self.pooling.token_size)
+        if pooling is not None:
+            self.check_token_numbers(len(prompt_token_ids), pooling)
         least, most = min(prompt_token_ids), max(prompt_token_ids)
         if self._is_of_images(most, prompt_token_ids, media_items):
             # Its embedding is not looked up, and in some models there is none.
@@ -227,14 +248,6 @@ class RequestLimits:
         if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
             count = str(len(prompt_token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
-
-    def _check_token_numbers(self, num_tokens: int, pooling: PoolingParams, size: int) -> None:
-        if num_tokens * size > MAX_TOKEN_NUMBERS:
-            raise RequestError(
-                "limit_exceeded",
-                f"{pooling.task} of {num_tokens} tokens with {size} numbers each is more than {MAX_TOKEN_NUMBERS} "
-                f"numbers: give at most {MAX_TOKEN_NUMBERS // size} tokens",
-            )
 
     def _is_of_images(self, token_id: int, token_ids: tuple[int, ...], media_items: Sequence[MediaItem]) -> bool:
         """Whether all tokens of an id take rows of images: one more, of a scored completion, is a token like others."""

@@ -12,6 +12,8 @@ from spmd_worker.media.audio_windows import Samples
 _NUM_BINS: Final = FRAME_SAMPLES // 2 + 1
 """Frequencies of a frame's Fourier transform."""
 _MAX_HZ: Final = SAMPLING_RATE / 2
+_FRAMES_AT_ONCE: Final = 3000
+"""Frames that are transformed at once."""
 _LEAST_POWER: Final = 1e-10
 _RANGE: Final = 8.0
 """Powers of ten below the loudest that are kept."""
@@ -24,10 +26,14 @@ _MELS_PER_LOG: Final = 27 / np.log(6.4)
 
 
 def log_mel(samples: Samples, settings: AudioSettings) -> NDArray[np.float32]:
-    """[mels, frames] of a window; samples beyond it are left out, and silence follows shorter ones."""
-    window = np.zeros(settings.num_samples, np.float32)
+    """[mels, frames] of a window; samples beyond it are left out, and silence follows shorter ones, or those that are
+    too few.
+    """
+    length = max(len(samples), settings.least_samples) if settings.least_samples else settings.num_samples
+    window = np.zeros(length, np.float32)
     window[: len(samples)] = samples[: len(window)]
-    levels = np.log10(np.maximum(_mel_powers(_powers(window), settings.num_mel_bins), _LEAST_POWER)).astype(np.float32)
+    powers = _mel_powers(_powers(window), settings.num_mel_bins)[:, : length // HOP_SAMPLES]
+    levels = np.log10(np.maximum(powers, _LEAST_POWER)).astype(np.float32)
     levels = np.maximum(levels, levels.max() - np.float32(_RANGE))
     return np.asarray((levels + np.float32(4)) / np.float32(4), np.float32)
 
@@ -36,10 +42,13 @@ def _powers(window: Samples) -> NDArray[np.float64]:
     """[frequencies, frames]. The last frame, which is half padding, is not Whisper's."""
     padded = np.pad(window, FRAME_SAMPLES // 2, mode="reflect").astype(np.float64)
     frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME_SAMPLES)[:-1:HOP_SAMPLES]
-    # transformers rounds to complex64.
-    spectrum = np.fft.rfft(frames * np.hanning(FRAME_SAMPLES + 1)[:-1]).astype(np.complex64)
-    powers = np.abs(spectrum.astype(np.complex128)) ** 2
-    return np.ascontiguousarray(powers.T)
+    powers = np.empty((_NUM_BINS, len(frames)))
+    for start in range(0, len(frames), _FRAMES_AT_ONCE):
+        part = frames[start : start + _FRAMES_AT_ONCE]
+        # transformers rounds to complex64.
+        spectrum = np.fft.rfft(part * np.hanning(FRAME_SAMPLES + 1)[:-1]).astype(np.complex64)
+        powers[:, start : start + len(part)] = (np.abs(spectrum.astype(np.complex128)) ** 2).T
+    return powers
 
 
 def _mel_powers(powers: NDArray[np.float64], num_mel_bins: int) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.processor_settings import json_object
-from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.encoder_part import AudioInput
 
 SAMPLING_RATE: Final = 16_000
@@ -21,6 +21,9 @@ FRAME_SAMPLES: Final = 400
 """Samples of a frame, and of its Fourier transform (`n_fft`)."""
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
 _CLASS: Final = "WhisperFeatureExtractor"
+_UNPADDED_CLASS: Final = "Qwen3ASRFeatureExtractor"
+CHUNK_FRAMES: Final = 100
+"""Frames that the convolutions of Qwen3-ASR see at once."""
 _FIXED: Final[Mapping[str, Any]] = {
     "sampling_rate": SAMPLING_RATE,
     "hop_length": HOP_SAMPLES,
@@ -35,12 +38,13 @@ _FIXED: Final[Mapping[str, Any]] = {
 class AudioSettings:
     """`window_s` is the length of audio that an encoder reads: shorter audio is padded with silence, longer audio is
     cut (`audio_windows.py`). `kind`: audio is in prompts of text, of a model of this kind (`audio_tokens.py`); "" for
-    an encoder's input.
+    an encoder's input. `least_samples`: shorter audio is padded to these alone, and longer audio is not.
     """
 
     num_mel_bins: int
     window_s: int = 30
     kind: str = ""
+    least_samples: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -63,6 +67,8 @@ def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> Audi
     that its class of transformers has. Raises ModelConfigError.
     """
     reader = _reader(folder)
+    if kind == "qwen3_asr":
+        return _of_any_length(reader, audio, kind)
     reader.choice("feature_extractor_type", (_CLASS,), _CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
@@ -73,6 +79,20 @@ def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> Audi
         rule = f"makes {settings.num_frames} frames and the encoder of config.json reads {audio.num_frames}"
         raise reader.error("chunk_length", rule)
     return settings
+
+
+def _of_any_length(reader: ConfigReader, audio: AudioInput, kind: str) -> AudioSettings:
+    """The settings of a model that hears as many frames as a recording has."""
+    reader.choice("feature_extractor_type", (_UNPADDED_CLASS,), _UNPADDED_CLASS)
+    for key, value in _FIXED.items():
+        reader.choice(key, (value,), value)
+    reader.choice("n_window", (CHUNK_FRAMES // 2,), CHUNK_FRAMES // 2)
+    least = reader.get("min_length", 8000)
+    least = checked_integer(least, reader.where("min_length"), FRAME_SAMPLES, audio.num_frames * HOP_SAMPLES)
+    num_mel_bins = reader.count("feature_size", 128)
+    if num_mel_bins != audio.num_mel_bins:
+        raise reader.error("feature_size", f"must be num_mel_bins of config.json, {audio.num_mel_bins}")
+    return AudioSettings(num_mel_bins, audio.num_frames * HOP_SAMPLES // SAMPLING_RATE, kind, least)
 
 
 def has_audio_processor(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from spmd_worker.media.audio_settings import HOP_SAMPLES, SAMPLING_RATE, AudioSettings
+from spmd_worker.media.audio_settings import CHUNK_FRAMES, HOP_SAMPLES, SAMPLING_RATE, AudioSettings
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import run_text
 
@@ -21,6 +21,8 @@ def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
     if num_samples > settings.num_samples:
         given = f"the audio is {num_samples / SAMPLING_RATE:g} s long and the model hears {settings.window_s} s"
         raise MediaError("audio_too_long", f"{given} of a recording: cut it into recordings of at most that")
+    if settings.kind == "qwen3_asr":
+        return _of_chunks(num_samples, settings)
     heard = -(-num_samples // HOP_SAMPLES)
     # The second convolution has stride 2; a row sees a frame behind its two.
     num_patches = (heard + 1) // 2
@@ -31,3 +33,18 @@ def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
         raise MediaError("audio_empty", f"the audio has {num_samples} samples, and {rule}: give a longer recording")
     num_frames = min(2 * num_patches + 1, settings.num_frames)
     return AudioTokens(num_frames, num_patches, num_rows, run_text(settings.kind, num_rows))
+
+
+def _of_chunks(num_samples: int, settings: AudioSettings) -> AudioTokens:
+    """Tokens of chunks of frames that are convolved alone. A recording that is too short is padded."""
+    num_frames = max(num_samples, settings.least_samples) // HOP_SAMPLES
+    lengths = chunk_lengths(num_frames)
+    return AudioTokens(num_frames, sum(lengths), sum(lengths), run_text(settings.kind, sum(lengths)))
+
+
+def chunk_lengths(num_frames: int) -> list[int]:
+    """Rows of each chunk behind three convolutions of stride 2."""
+    chunks = [min(CHUNK_FRAMES, num_frames - start) for start in range(0, num_frames, CHUNK_FRAMES)]
+    for _ in range(3):
+        chunks = [(each + 1) // 2 for each in chunks]
+    return chunks

@@ -194,6 +194,10 @@ _QWEN_AUDIO: Final = (
     *("<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>", "<|AUDIO|>"),
     ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
 )
+_QWEN3_ASR: Final = (
+    *("<|audio_start|><|audio_pad|><|audio_end|>", "<|audio_pad|>", "<|audio_pad|>"),
+    ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+)
 _GEMMA4: Final = (
     *("<|image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
@@ -240,7 +244,10 @@ PLACEHOLDERS: Final = {
             ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
         ),
     }.items()
-} | {"qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO)}
+} | {
+    "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
+    "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
+}
 """Kind of model -> its texts."""
 
 

@@ -7,17 +7,40 @@ Needs no torch.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+NUM_STRIDES: Final = 3
+"""Convolutions over pictures of frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class AudioInput:
     """An encoder that reads `num_frames` frames of `num_mel_bins` numbers: two convolutions, the second of stride 2,
-    make half as many rows of them.
+    make half as many rows of them. With `num_channels` frames are pictures, of `chunk_frames` each at most: three
+    convolutions of stride 2 in both directions with so many channels, and attention within `window_chunks` of them.
     """
 
     num_mel_bins: int
     num_frames: int
+    num_channels: int = 0
+    chunk_frames: int = 0
+    window_chunks: int = 0
+
+    @property
+    def num_bands(self) -> int:
+        """Bands that are left of the mel bins behind three convolutions."""
+        bands = self.num_mel_bins
+        for _ in range(NUM_STRIDES):
+            bands = (bands + 1) // 2
+        return bands
+
+    @property
+    def num_chunk_rows(self) -> int:
+        """Rows of a complete chunk."""
+        rows = self.chunk_frames
+        for _ in range(NUM_STRIDES):
+            rows = (rows + 1) // 2
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

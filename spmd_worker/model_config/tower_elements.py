@@ -43,9 +43,12 @@ _NUM_LINEARS, _NUM_BOUNDS = 7, 4
 
 
 def _audio_elements(audio: AudioInput, config: TowerConfig, hidden_size: int) -> int:
-    size = config.hidden_size
-    around = _frame_elements(audio, size) + _norm_elements(config, size) + hidden_size * (size + 1)
-    return around + config.num_layers * _layer_elements(config)
+    size, channels, inner = config.hidden_size, audio.num_channels, config.projector_size or hidden_size
+    frames = _frame_elements(audio, size)
+    if channels:
+        frames = channels * (9 * (1 + 2 * channels) + 3) + size * channels * audio.num_bands
+    projector = inner * (size + 1) + bool(config.projector_size) * hidden_size * (inner + 1)
+    return frames + _norm_elements(config, size) + projector + config.num_layers * _layer_elements(config)
 
 
 def _frame_elements(audio: AudioInput, size: int) -> int:
@@ -55,6 +58,9 @@ def _frame_elements(audio: AudioInput, size: int) -> int:
 
 def frame_activations(audio: AudioInput, size: int) -> int:
     """Elements for each row behind the convolutions: frames, unfolded, convolved and activated."""
+    if audio.num_channels:
+        # Chunks are convolved one after the other, and all rows are held.
+        return 8 * audio.num_mel_bins + audio.num_channels * audio.num_bands + 2 * size
     return 2 * (_NUM_TAPS + 1) * audio.num_mel_bins + (4 + _NUM_TAPS + 2) * size
 
 
@@ -118,6 +124,14 @@ def encoder_activations(part: EncoderPart, num_rows: int) -> int:
     if part.audio is not None:
         frames = frame_activations(part.audio, size)
     return num_rows * max(4 * size + max(2 * heads, columns), frames)
+
+
+def chunk_activations(audio: AudioInput) -> int:
+    """Elements of a chunk in its largest convolution, the second: its input padded and unfolded, its output twice."""
+    lines, columns, channels = -(-audio.num_mel_bins // 2), -(-audio.chunk_frames // 2), audio.num_channels
+    numbers = (-(-lines // 2)) * (-(-columns // 2))
+    first = lines * columns * (9 + 3 * channels)
+    return max(first, channels * ((lines + 2) * (columns + 2) * 2 + numbers * (2 * 9 + 3)))
 
 
 _NUM_TAPS = 3

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from spmd_worker.model_config.encoder_part import AudioInput
 
+FRAMES_PER_SECOND = 100
 Numbers = tuple[float, float, float]
 """One for each channel."""
 
@@ -143,6 +144,14 @@ class VisionConfig:
     rescale_factor: float = 1 / 255
     has_bfloat16_pixels: bool = False
     audio: AudioInput | None = None
+
+    def most_audio_tokens(self, max_audio_s: int) -> int:
+        """The most tokens of a recording, of at most `max_audio_s` where the model hears any length."""
+        assert self.audio is not None, "the model hears"
+        if not self.audio.chunk_frames:
+            return self.audio.num_frames // 2 // self.merge_size
+        num_frames = min(self.audio.num_frames, max_audio_s * FRAMES_PER_SECOND)
+        return -(-num_frames // self.audio.chunk_frames) * self.audio.num_chunk_rows
 
     @property
     def medium(self) -> str:

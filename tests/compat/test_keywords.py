@@ -165,6 +165,13 @@ def test_true_and_one_are_different_keyword_values():
             config(**given)
 
 
+def test_fp8_cache_without_scales_or_exceptions():
+    for given in ({"calculate_kv_scales": True}, {"kv_cache_dtype_skip_layers": ["0"]}):
+        with pytest.raises(ConfigError, match=r"is rejected: kv_cache_dtype is of all layers"):
+            config(kv_cache_dtype="fp8", **given)
+    assert config(kv_cache_dtype="fp8", calculate_kv_scales=False, kv_cache_dtype_skip_layers=[]).cache.dtype == "fp8"
+
+
 @pytest.mark.parametrize(
     ("given", "group", "key", "expected"),
     [

@@ -521,6 +521,7 @@ TIED_BY_DEFAULT = {
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
+    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
 }
 """A case of each architecture whose class ties by default."""
 KIMI = ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")

@@ -393,9 +393,9 @@ def test_code_check_detects_folder_code_that_runs(tmp_path: Path, monkeypatch: p
     """Negative control: a reader that has transformers look at the folder first, and trusts it."""
     ours = model_config_module.model_config_of
 
-    def run_and_read(config: dict[str, Any], path: Path, *, with_images: bool = False) -> ModelConfig:
+    def run_and_read(config: dict[str, Any], path: Path, **options: bool) -> ModelConfig:
         AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=True)
-        return ours(config, path, with_images=with_images)
+        return ours(config, path, **options)
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, error, expected, hidden_states, logits_of
+from encoder_models import (
+    ENCODERS,
+    WITH_SCORES,
+    WITH_TOKENS,
+    backbone,
+    encoder_folder,
+    error,
+    expected,
+    hidden_states,
+    logits_of,
+)
 from family_mutants import entries
 from reference_models import random_prompt
 from safetensors.torch import load_file, save_file
@@ -52,7 +62,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 PAIRS = [("hello world", "the cache"), ("naïve café", "hello " * 30), ("a text about the scheduler " * 9, "x")]
 
-every = pytest.mark.parametrize("name", [name for name in ENCODERS if name != "bert_mean"])
+# Of heads for tokens, one of each form and of each name.
+OF_STRESS = [name for name in WITH_TOKENS if name.partition("_")[0] not in ("bert", "roberta", "modern", "gte")]
+every = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.stress if name in OF_STRESS else ())
+        for name in ENCODERS
+        if name != "bert_mean"
+    ],
+)
 
 
 def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
@@ -409,7 +428,7 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     [
         *("bert", "xlm", "modern", "mpnet", "bert_labels", "roberta_labels", "distil_labels", "electra", "albert"),
         *("deberta_labels", "debertav1"),
-        *("roberta_tokens", "modern_tokens", "gte_tokens"),
+        *("roberta_tokens", "modern_tokens"),
     ],
 )
 def test_weight_update_accepts_file_names_without_prefix(name: str) -> None:

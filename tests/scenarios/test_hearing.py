@@ -4,6 +4,7 @@ import base64
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from speech_models import wave_file
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.compat.audio_reading import PendingRecordings
+from spmd_worker.compat.call_images import CallPrompt
+from spmd_worker.engine.calls import call_runner
+from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
 from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
@@ -107,10 +113,37 @@ def test_batches_and_caches_give_the_same_bits(llm: LLM, kind: str, expected: li
         assert answers(llm, prompts(kind)) == expected
 
 
+@pytest.mark.control("An answer to a recording does not depend on its batch, chunks or cache")
+def test_comparison_detects_names_without_contents(kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """Recordings of one length have one name, so the third prompt gets the first one's rows and blocks."""
+    result = PendingRecordings.result
+
+    def named_by_length(pending: PendingRecordings) -> list[PreparedAudio]:
+        return [replace(each, media_id=bytes([each.num_rows]) * 16) for each in result(pending)]
+
+    monkeypatch.setattr(PendingRecordings, "result", named_by_length)
+    with opened(kind) as made:
+        found = [answers(made, [each])[0] for each in prompts(kind)]
+    assert found[0] == expected[0] == found[2]
+    assert found[2] != expected[2]
+
+
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
     with opened(kind, max_num_batched_tokens=chunk, max_num_seqs=4) as made:
         assert answers(made, prompts(kind)) == expected
+
+
+def test_dropped_features_are_made_again(llm: LLM, kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """A call that holds the features of no prompt that waits."""
+    again, made = CallPrompt.again, []
+    for module in (call_runner, data_parallel_prompts):
+        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1.0)
+    monkeypatch.setattr(CallPrompt, "again", lambda prompt: made.append(prompt) or again(prompt))
+    llm.reset_prefix_cache()
+    assert answers(llm, prompts(kind)) == expected
+    # Four prompts hear: each is prepared before the call's first step, and before its own.
+    assert len(made) == 8
 
 
 def test_preempted_prompts_hear_again(kind: str, expected: list[Any]):

@@ -38,7 +38,9 @@ def test_preempted_world_hands_back_and_exits_143(tmp_path: Path):
         assert world.wait(LIMIT_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
         state = read_pool(PosixStore(tmp_path / "p"))
         (worker,) = state.workers
-        assert worker.end == {"how": "signalled"}
+        assert worker.end is not None
+        assert worker.end["how"] == "signalled"
+        assert worker.counts["rows"] == state.num_rows_done
         assert {each.holder for each in state.open_ranges} <= {None}
         assert 0 < state.num_rows_done < 20_000
     finally:

@@ -4,6 +4,7 @@ and clear errors.
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from pooling_models import (
 from reference_models import random_prompt
 from torch.nn import functional as F
 
-import spmd_worker.replica.sequence.pooling_params as pooling_params
 from spmd_worker import LLM, LoRARequest, PoolingOutput, PoolingParams, PoolingRequestOutput
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ranks.transport.frames import MAX_FRAME_BYTES
+from spmd_worker.replica.sequence.pooling_params import MAX_STEP_NUMBERS, MAX_TOKEN_NUMBERS, resolve_pooling
 from spmd_worker.worker.runner.pooling import RowPooling
 
 SHARED = random_prompt(40, 1)
@@ -60,7 +62,12 @@ def pooled(name: str, task: str, params: Any = None, times: int = 1, **settings:
     return [output.outputs.data for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["tokens", "steps", pytest.param("neox_tokens", marks=pytest.mark.matrix)])
+@cache
+def plainly_pooled(name: str, task: str, dtype: str = "float32") -> list[list[list[float]]]:
+    return pooled(name, task, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["tokens", "steps", pytest.param("neox_tokens", marks=pytest.mark.stress)])
 def test_token_scores_of_decoders_equal_transformers(name: str) -> None:
     raw, activated = pooled(name, "token_classify", RAW), pooled(name, "token_classify")
     for prompt, scores, probs in zip(PROMPTS, raw, activated, strict=True):
@@ -71,7 +78,7 @@ def test_token_scores_of_decoders_equal_transformers(name: str) -> None:
         assert len(prompt) == 1 or error(scores, logits.roll(1, 0)) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("last", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["dense", pytest.param("last", marks=pytest.mark.stress)])
 def test_token_vectors_of_decoders_equal_transformers(name: str) -> None:
     plain, normalised = (pooled(name, "token_embed", PoolingParams(normalize=each)) for each in (False, None))
     for prompt, ours, unit in zip(PROMPTS, plain, normalised, strict=True):
@@ -88,7 +95,7 @@ def test_activation_is_that_of_the_number_of_labels() -> None:
             assert error(output.outputs.data, expected(logits_of(name, prompt))) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["bert_mean", pytest.param("modern_dense", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["bert_mean", pytest.param("modern_dense", marks=pytest.mark.stress)])
 def test_token_vectors_equal_sentence_transformers(name: str) -> None:
     theirs = sentence_transformers.SentenceTransformer(str(encoder_folder(name)), device="cpu")
     with LLM(encoder_folder(name), device="cpu") as llm:
@@ -109,10 +116,9 @@ def test_token_vectors_equal_sentence_transformers(name: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_token_numbers_are_independent_of_scheduling(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, task in (("tokens", "token_classify"), ("last", "token_embed")):
-        plain = pooled(name, task)
-        assert pooled(name, task, times=2, **WAYS[way]) == plain, name
-        kept = pooled(name, task, dtype="bfloat16")
-        assert pooled(name, task, dtype="bfloat16", **WAYS[way]) == kept, name
+        assert pooled(name, task, times=2, **WAYS[way]) == plainly_pooled(name, task), name
+    kept = plainly_pooled("tokens", "token_classify", "bfloat16")
+    assert pooled("tokens", "token_classify", dtype="bfloat16", **WAYS[way]) == kept
     if way == "in chunks":
         # The control: a head whose numbers depend on the number of tokens of its step.
         monkeypatch.setattr(Pooler, "_of_tokens", scores_at_once)
@@ -195,17 +201,21 @@ def test_non_finite_token_fails_only_its_row(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_unsupported_token_parameter_is_rejected(name: str, task: str | None, given: dict[str, Any], words: str):
-    with LLM(pooling_folder(name), **SETTINGS) as llm, pytest.raises(ValueError, match=words):
-        llm.encode(ids(PROMPTS[:1]), PoolingParams(**given), pooling_task=task, use_tqdm=False)
+    config = read_model_files(pooling_folder(name)).model_config.pooling
+    with pytest.raises(ValueError, match=words):
+        resolve_pooling(PoolingParams(task=task, **given), config)
 
 
 def test_rows_with_too_many_numbers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_worker.engine.validation.MAX_TOKEN_NUMBERS", 200)
     with LLM(pooling_folder("tokens"), **SETTINGS) as llm:
-        with pytest.raises(ValueError, match=r"token_classify of 60 tokens with 5 numbers .*200 .*at most 40 tokens"):
+        with pytest.raises(ValueError, match=r"token_classify with 5 numbers .*at most 40 tokens, not 60\n"):
             llm.encode(ids(PROMPTS[4:5]), use_tqdm=False)
         assert len(llm.encode(ids(PROMPTS[:1]), use_tqdm=False)[0].outputs.data) == 40
-    assert pooling_params.MAX_TOKEN_NUMBERS * 4 < 1 << 30, "a step's answer fits a message"
+        monkeypatch.setattr("spmd_worker.engine.validation.MAX_STEP_NUMBERS", 200)
+        with pytest.raises(ValueError, match=r"5 numbers .*max_num_batched_tokens=\d+ to be at most 40: lower it"):
+            llm.encode(ids(PROMPTS[:1]), use_tqdm=False)
+    assert 4 * (MAX_STEP_NUMBERS + MAX_TOKEN_NUMBERS) < MAX_FRAME_BYTES
 
 
 def test_token_scorer_takes_no_pooling_type() -> None:
@@ -241,7 +251,7 @@ def read_config(folder: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", ["steps", pytest.param("tokens", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["steps", pytest.param("tokens", marks=pytest.mark.stress)])
 def test_new_weights_change_token_scores(name: str) -> None:
     with LLM(changed_folder(name), **SETTINGS) as llm:
         expected = [each.outputs for each in llm.encode(ids(PROMPTS), use_tqdm=False)]

@@ -21,10 +21,21 @@ RATE: Final = 16_000
 WINDOW_S: Final = 2
 """Seconds of audio that the small models hear at most; Whisper's are 30."""
 NUM_MEL_BINS: Final = 16
-WRITTEN: Final = {"qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
+WRITTEN: Final = {
+    "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "qwen3_asr": "<|audio_start|><|audio_pad|><|audio_end|>",
+}
 """Kind -> what a template writes for a recording."""
 KINDS: Final = tuple(WRITTEN)
-_SPECIAL: Final = ("<eos>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+_SPECIAL: Final = (
+    *("<eos>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+    *("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+)
+_TOKENS: Final = {
+    "qwen2_audio": ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+    "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+}
+"""Kind -> its token of audio, and those before and behind it."""
 _TEXT: Final = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -40,8 +51,9 @@ _WHISPER: Final = {
     "encoder_layers": 2,
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 48,
-    "max_source_positions": 50 * WINDOW_S,
 }
+_OF_PICTURES: Final = {"downsample_hidden_size": 16, "n_window_infer": 100, "output_dim": 64}
+"""Attention within one chunk: the next has a window of its own."""
 
 
 def template_of(kind: str) -> str:
@@ -78,16 +90,27 @@ def _tokenizer() -> Tokenizer:
 
 def _config(kind: str, tokenizer: Tokenizer) -> Any:
     text = {**_TEXT, "vocab_size": tokenizer.get_vocab_size()}
-    assert kind == "qwen2_audio", kind
+    token_id = tokenizer.token_to_id(_TOKENS[kind][0])
+    if kind == "qwen3_asr":
+        return transformers.Qwen3ASRConfig(
+            text_config={"model_type": "qwen3", "head_dim": 16, **text},
+            audio_config={"model_type": "qwen3_asr_encoder", **_WHISPER, **_OF_PICTURES},
+            audio_token_id=token_id,
+            tie_word_embeddings=False,
+            **dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.token_to_id("<eos>")),
+        )
     return transformers.Qwen2AudioConfig(
         text_config={"model_type": "qwen2", **text},
-        audio_config={"model_type": "qwen2_audio_encoder", **_WHISPER},
-        audio_token_index=tokenizer.token_to_id("<|AUDIO|>"),
+        audio_config={"model_type": "qwen2_audio_encoder", **_WHISPER, "max_source_positions": 50 * WINDOW_S},
+        audio_token_index=token_id,
     )
 
 
+_CLASSES: Final = {"qwen2_audio": "Qwen2Audio", "qwen3_asr": "Qwen3ASR"}
+
+
 def _model_class(kind: str) -> Any:
-    return {"qwen2_audio": transformers.Qwen2AudioForConditionalGeneration}[kind]
+    return getattr(transformers, f"{_CLASSES[kind]}ForConditionalGeneration")
 
 
 def _write(kind: str, folder: Path) -> None:
@@ -110,6 +133,8 @@ def _write(kind: str, folder: Path) -> None:
 
 
 def _extractor(kind: str) -> Any:
+    if kind == "qwen3_asr":
+        return transformers.Qwen3ASRFeatureExtractor(feature_size=NUM_MEL_BINS)
     return transformers.WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, chunk_length=WINDOW_S)
 
 
@@ -122,14 +147,37 @@ def hearing_reference(kind: str) -> "PreTrainedModel":
 @cache
 def _processor(kind: str) -> Any:
     file = str(hearing_folder(kind) / "tokenizer.json")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file, pad_token="<eos>")
-    return transformers.Qwen2AudioProcessor(_extractor(kind), tokenizer, chat_template=template_of(kind))
+    tokens = dict(zip(("audio_token", "audio_bos_token", "audio_eos_token"), _TOKENS[kind], strict=True))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, pad_token="<eos>", extra_special_tokens=tokens
+    )
+    processor_class = getattr(transformers, f"{_CLASSES[kind]}Processor")
+    return processor_class(_extractor(kind), tokenizer, chat_template=template_of(kind))
 
 
 def their_inputs(kind: str, text: str, recordings: list[Samples]) -> dict[str, Any]:
     """Ids of the expanded text, features, and which of them are not padding."""
+    if kind == "qwen3_asr" and len(recordings) > 1:
+        return _one_by_one(kind, text, recordings)
     found = _processor(kind)(text=text, audio=recordings, sampling_rate=RATE, return_tensors="pt")
     return {name: each for name, each in found.items() if name != "token_type_ids"}
+
+
+def _one_by_one(kind: str, text: str, recordings: list[Samples]) -> dict[str, Any]:
+    """Of a processor that takes one recording a text, where the model takes several."""
+    found = [their_inputs(kind, WRITTEN[kind], [each]) for each in recordings]
+    token, first, *rest = _TOKENS[kind][0], *text.split(_TOKENS[kind][0])
+    token_id = hearing_reference(kind).config.audio_token_id
+    pieces = [token * int((each["input_ids"] == token_id).sum()) + after for each, after in zip(found, rest)]
+    ids = _processor(kind).tokenizer(first + "".join(pieces), return_tensors="pt")
+    longest = max(each["input_features"].shape[2] for each in found)
+
+    def joined(name: str) -> torch.Tensor:
+        parts = [each[name] for each in found]
+        return torch.cat([torch.nn.functional.pad(each, (0, longest - each.shape[-1])) for each in parts])
+
+    masks = {name: ids[name] for name in ("input_ids", "attention_mask")}
+    return {**masks, **{name: joined(name) for name in ("input_features", "input_features_mask")}}
 
 
 def their_answer(kind: str, text: str, recordings: list[Samples], num_tokens: int) -> tuple[list[int], list[int]]:

@@ -141,6 +141,22 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
             }
         },
     ),
+    "qwen3_asr": (
+        "Qwen3ASR",
+        {**_TEXT, "model_type": "qwen3", "head_dim": 32},
+        {
+            "audio_config": {
+                "model_type": "qwen3_asr_encoder",
+                "num_mel_bins": 8,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 32,
+                "downsample_hidden_size": 16,
+                "output_dim": 64,
+            }
+        },
+    ),
     "deepseek_vl": ("DeepseekVL", {**_TEXT, "model_type": "llama"}, _OF_SIGLIP),
     "exaone4_5": (
         "Exaone4_5_",
@@ -164,6 +180,6 @@ NESTED_IN_LAYOUTS: Final = ("glm4v", "mllama")
 """Models whose logits are tested in the layout tier; the others are in the stress tier."""
 AS_IN_MEMORY: Final = (
     *("idefics2", "video_llama_3", "lighton_ocr", "janus", "deepseek_vl", "exaone4_5"),
-    *("glm4v", "glm46v", "glm_ocr"),
+    *("glm4v", "glm46v", "glm_ocr", "qwen3_asr"),
 )
 """Files whose names are those that transformers has in memory."""

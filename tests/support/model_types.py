@@ -26,6 +26,7 @@ MODEL_TYPES: Final = {
     "LlavaNextForConditionalGeneration": "llava_next",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "VipLlavaForConditionalGeneration": "vipllava",
     "InternVLForConditionalGeneration": "internvl",
     "Idefics3ForConditionalGeneration": "idefics3",

@@ -87,13 +87,16 @@ def encode_pooled_in_turns(
             # Lazily: the first pair that is too long ends it, before all are built.
             pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
-        texts, with_images, places = [], Encoded(None, ()), None
+        texts: list[tuple[tuple[int, ...], PoolingParams]] = []
+        with_images, places, num_of_row = Encoded(None, ()), None, 0
         for prompt in prompts:
             encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
             if encoded.media:
                 with_images = encoded
             engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
             num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
+            num_of_row += num_tokens
+            engine.check_token_numbers(num_of_row, params)
             if most is not None and num_tokens > most:
                 message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
                 raise InvalidRequestError(message, "prompt_too_long")

@@ -224,8 +224,8 @@ class RowError:
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
     image_too_narrow, image_changed, image_too_long, too_many_images, reserved_token, placeholder_mismatch,
     audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
-    audio_too_long, experts_unsupported, encoder_unsupported, encoder_input_missing; and non_finite_logits,
-    grammar_failed and non_finite_vector, for a row that ran and could not be completed.
+    audio_too_long, audio_changed, too_many_audios, experts_unsupported, encoder_unsupported, encoder_input_missing; and
+    non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.
     """
 
     index: int

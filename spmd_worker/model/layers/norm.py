@@ -25,8 +25,8 @@ class RMSNorm(CheckpointLayer):
         self.weight = context.parameter(size)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """With a residual stream [T, size], add the sum of all ranks' parts `x` [T, size] to it, in place, and return
-        its norm, which is valid until the next such call in the group.
+        """The norm of `x`; with a residual stream [T, size] that of the stream, after the sum of all ranks' parts `x`
+        [T, size] was added to it in place, which is valid until the next such call in the group.
 
         `x` must not be used afterwards. See `Collectives.all_reduce_add_rms_norm` for the residual stream.
         """

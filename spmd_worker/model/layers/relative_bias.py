@@ -59,7 +59,7 @@ class AlibiTable:
         start, stop = shard_range(num_heads, context.tensor_group.size, context.tensor_group.rank)
         slopes = [factor * slope for slope in alibi_slopes(num_heads)[start:stop]]
         distances = torch.arange(-max_len, max_len + 1, dtype=torch.float32, device=context.device).abs()
-        of_heads = torch.tensor(slopes, dtype=torch.float32, device=context.device)
+        of_heads = torch.tensor(slopes, dtype=torch.float32).to(context.device)
         # Made here: recorded steps need an address.
         self._by_distance: Tensor = of_heads.unsqueeze(1) * -distances
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
-from spmd_worker.model.towers.audio import Qwen2AudioTower
+from spmd_worker.model.towers.audio import Qwen2AudioTower, Qwen3AsrTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
@@ -36,6 +36,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
     "qwen2_audio": Qwen2AudioTower,
+    "qwen3_asr": Qwen3AsrTower,
 }
 
 

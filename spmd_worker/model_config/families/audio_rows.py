@@ -16,15 +16,16 @@ AUDIO_PART: Final = "audio_config"
 """The key of config.json that describes the tower."""
 _HEAD_STEP: Final = 4
 _MOST_FRAMES: Final = 1 << 16
-_OUTSIDE: Final = ("audio_tower.", "multi_modal_projector.")
+_MOST_BINS: Final = 1 << 10
+_MOST_S: Final = 1200
+"""Seconds of a recording that Qwen's own code gives to Qwen3-ASR."""
 
 
-def _whisper_names(**names: Any) -> TowerNames:
+def _whisper_names(beginning: str, **names: Any) -> TowerNames:
     return TowerNames(
-        beginnings=_OUTSIDE,
-        layers="audio_tower.layers",
+        beginnings=(beginning, beginning.replace("audio_tower", "multi_modal_projector")),
+        layers=f"{beginning}layers",
         qkv=tuple([f"self_attn.{each}" for each in SEPARATE]),
-        unbiased=("self_attn.k_proj",),
         output="self_attn.out_proj",
         norms=("self_attn_layer_norm", "final_layer_norm"),
         mlp=("fc1", "fc2"),
@@ -56,6 +57,8 @@ def _qwen2_audio(files: VisionFiles) -> VisionConfig:
     )
     tower = TowerConfig(
         names=_whisper_names(
+            beginning="audio_tower.",
+            unbiased=("self_attn.k_proj",),
             convolutions=("audio_tower.conv1", "audio_tower.conv2"),
             positions="audio_tower.embed_positions",
             last_norm="audio_tower.layer_norm",
@@ -78,5 +81,54 @@ def _qwen2_audio(files: VisionFiles) -> VisionConfig:
     )
 
 
-AUDIO_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {"qwen2_audio": _qwen2_audio}
+_CHUNK_FRAMES: Final = 100
+_QWEN3_BEGINNING: Final = "model.audio_tower."
+
+
+def _qwen3_asr(files: VisionFiles) -> VisionConfig:
+    audio = files.vision
+    audio.choice("model_type", ("qwen3_asr_encoder",), "qwen3_asr_encoder")
+    hidden_size, output_size = audio.count("d_model", 1024), audio.count("output_dim", 3584)
+    if hidden_size % 2 or hidden_size < 4:
+        raise audio.error("d_model", f"must be even, and 4 or more{AUDIO_WAY_OUT}")
+    if output_size != files.hidden_size:
+        raise audio.error("output_dim", f"is not the hidden size of the text, {files.hidden_size}{AUDIO_WAY_OUT}")
+    audio.choice("n_window", (_CHUNK_FRAMES // 2,), 50)
+    window = checked_integer(audio.get("n_window_infer", 800), audio.where("n_window_infer"), 1, _MOST_FRAMES)
+    if window % _CHUNK_FRAMES:
+        raise audio.error("n_window_infer", f"must be a multiple of {_CHUNK_FRAMES}{AUDIO_WAY_OUT}")
+    heard = AudioInput(
+        num_mel_bins=checked_integer(audio.get("num_mel_bins", 128), audio.where("num_mel_bins"), 1, _MOST_BINS),
+        num_frames=_MOST_S * _CHUNK_FRAMES,
+        num_channels=audio.count("downsample_hidden_size", 480),
+        chunk_frames=_CHUNK_FRAMES,
+        window_chunks=window // _CHUNK_FRAMES,
+    )
+    if audio.get("max_position_embeddings", heard.num_chunk_rows) != heard.num_chunk_rows:
+        raise audio.error("max_position_embeddings", f"must be the rows of a chunk, {heard.num_chunk_rows}")
+    activation = activation_of(audio, "activation_function", "gelu")
+    tower = TowerConfig(
+        names=_whisper_names(
+            beginning=_QWEN3_BEGINNING,
+            convolutions=tuple([f"{_QWEN3_BEGINNING}conv2d{number}" for number in (1, 2, 3)]),
+            last_norm=f"{_QWEN3_BEGINNING}ln_post",
+        ),
+        hidden_size=hidden_size,
+        intermediate_size=audio.count("encoder_ffn_dim", 4096),
+        num_layers=_layers(audio, 24),
+        num_heads=_heads(audio, hidden_size, 16),
+        patch_size=1,
+        activation=activation,
+        eps=1e-5,
+        projector_size=hidden_size,
+        projector_activation=activation,
+    )
+    token_id = files.whole.count("audio_token_id", 151676)
+    return VisionConfig("qwen3_asr", image_token_id=token_id, tower=tower, audio=heard)
+
+
+AUDIO_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
+    "qwen2_audio": _qwen2_audio,
+    "qwen3_asr": _qwen3_asr,
+}
 """How config.json is read, by `Family.vision`."""

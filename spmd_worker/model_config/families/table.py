@@ -313,7 +313,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _SPEECH: (
         *("VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
         *("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
-        *("FunAsrNanoForConditionalGeneration", "Qwen3ASRForConditionalGeneration"),
+        "FunAsrNanoForConditionalGeneration",
         *("VibeVoiceAsrForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration"),
         "Nemotron3_5TranscribeForConditionalGeneration",
     ),

@@ -101,6 +101,19 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     aliases={**_LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
 _TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
+_TIED_ASR: Final[dict[str, Any]] = {
+    "ties_by_default": True,
+    "defaults": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": True,
+    },
+}
 GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": GATE_UP},
@@ -149,6 +162,13 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         vision="llava_onevision",
     ),
     "Qwen2AudioForConditionalGeneration": _text_of("Qwen2-Audio", _AUDIO_NAMES, "qwen2", vision="qwen2_audio"),
+    "Qwen3ASRForConditionalGeneration": _text_of(
+        "Qwen3-ASR, in transformers' form",
+        next_to(Names(), "audio_tower", "multi_modal_projector"),
+        "qwen3",
+        vision="qwen3_asr",
+        **_TIED_ASR,
+    ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(
         "InternVL 3 and 3.5, dense, in transformers' form",

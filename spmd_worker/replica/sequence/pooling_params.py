@@ -22,9 +22,12 @@ TASKS: Final = ("embed", "classify", "score", "reward", *TOKEN_TASKS)
 """Supported values of vLLM's `pooling_task`."""
 
 MAX_TOKEN_NUMBERS: Final = 1 << 24
-"""Most numbers that all tokens of a text have together, 64 MiB: they are in one message between ranks, and in a line of
+"""Most numbers that all tokens of a row have together, 64 MiB: they are in one message between ranks, and in a line of
 JSON.
 """
+
+MAX_STEP_NUMBERS: Final = 1 << 27
+"""Most numbers of the tokens of a step, 512 MiB. Those that end in it and one row's earlier ones are in one message."""
 
 _NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
 _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")

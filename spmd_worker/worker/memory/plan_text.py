@@ -15,9 +15,9 @@ from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_reading import image_costs
-from spmd_worker.media.audio_settings import HOP_SAMPLES, SAMPLING_RATE
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
+from spmd_worker.model_config.vision_config import FRAMES_PER_SECOND
 from spmd_worker.ranks.row_sums import describe_row_sums
 from spmd_worker.ranks.stored_weights import NOTHING_STORED
 from spmd_worker.ranks.topology import RankLayout, stage_of
@@ -401,7 +401,9 @@ def _media(plan: MemoryPlan) -> list[str]:
         return [f"inputs     of the encoder, {part.kind}: {kept}"]
     vision, limits = plan.resolved.model_config.vision, plan.resolved.config.limits
     if vision is not None and vision.audio is not None:
-        seconds, num_tokens = vision.audio.num_frames * HOP_SAMPLES / SAMPLING_RATE, plan.resolved.max_image_tokens
+        seconds, num_tokens = vision.audio.num_frames / FRAMES_PER_SECOND, plan.resolved.max_image_tokens
+        if vision.audio.chunk_frames:
+            seconds = min(seconds, limits.max_audio_s)
         return [f"audio      {kept}", f"recordings of {seconds:g} s take {num_tokens:,} tokens each"]
     costs = [
         f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from spmd_worker.media.sizes import resampled_grid
-from spmd_worker.model_config.tower_elements import frame_activations
+from spmd_worker.model_config.tower_elements import chunk_activations, frame_activations
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _MOST_ROWS: Final = 16384
@@ -36,6 +36,8 @@ def tower_activations(vision: VisionConfig, num_tokens: int, hidden_size: int) -
     rotated = 4 * size if config.rope_theta else 0
     projected = num_rows * (size + 4 * hidden_size + 2 * config.projector_size) if config.pinpoints else 0
     held = max(num_rows * per_row + gates, projected, num_rows * max(config.num_patch_numbers, frames))
+    if vision.audio is not None and vision.audio.num_channels:
+        held += chunk_activations(vision.audio)
     pooled = 2 * size if vision.audio is not None else 0
     return held, num_rows * max(3 * config.num_patch_numbers, rotated, pooled)
 

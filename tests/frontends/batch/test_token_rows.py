@@ -137,6 +137,14 @@ def test_parquet_has_a_list_for_each_token(name: str, task: str, column: str, tm
     assert data == of["b"]["data"]
 
 
+def test_texts_of_a_row_share_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd_worker.engine.validation.MAX_TOKEN_NUMBERS", 30)
+    asked = [openai_row(name, "/pooling", {"input": [[40, 50, 60]] * count}) for name, count in (("a", 2), ("b", 3))]
+    first, second = answers_of_job(tmp_path, pooling_folder("tokens"), asked)
+    assert np.shape([each["data"] for each in first["response"]["body"]["data"]]) == (2, 3, 5)
+    assert second["error"]["code"] == "limit_exceeded"
+
+
 def test_columns_tell_vectors_from_those_of_tokens() -> None:
     columns = VectorColumns("embedding", 2, 3)
 

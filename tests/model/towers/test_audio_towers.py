@@ -114,6 +114,7 @@ def test_rows_equal_those_of_transformers(kind: str, is_native: bool):
 
 CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen2_audio": [{"eps": 0.1}, {"activation": "silu"}, {"num_heads": 1}],
+    "qwen3_asr": [{"eps": 0.1}, {"activation": "silu"}, {"num_heads": 1}, {"projector_activation": "silu"}],
 }
 
 
@@ -195,7 +196,8 @@ def peak_of(config: ModelConfig, features: AudioFeatures) -> tuple[int, int, int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_stay_below_the_plan(kind: str):
-    config = config_of(kind, hidden_size=512, intermediate_size=1024, num_heads=8)
+    inner = {"projector_size": 512} if kind == "qwen3_asr" else {}
+    config = config_of(kind, hidden_size=512, intermediate_size=1024, num_heads=8, **inner)
     most, num_rows, num_parameters = peak_of(config, prepared(kind, 32_000)[0])
     assert config.num_tower_parameters == num_parameters
     assert 0.3 < most / tower_bytes(config, "bfloat16", num_rows) < 1

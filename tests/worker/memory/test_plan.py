@@ -151,9 +151,9 @@ def test_check_detects_plan_that_opens_model_files(tmp_path: Path, monkeypatch: 
     with pytest.raises(TokenizerError):
         check_plan(tmp_path / "tokenizer", plan=False)
 
-    def read_weights(folder: Path, *, with_images: bool = False) -> ModelFiles:
+    def read_weights(folder: Path, **options: bool) -> ModelFiles:
         (folder / "model.safetensors").open("rb").close()
-        return read_model_files(folder, with_images=with_images)
+        return read_model_files(folder, **options)
 
     monkeypatch.setattr("spmd_worker.resolved.read_model_files", read_weights)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
