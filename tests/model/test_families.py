@@ -685,8 +685,11 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
     # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are. So are heads that
     # no file speaks of. Layers that speculate have a test of their own, below; sections differ in images alone, whose
-    # logits test_image_rows compares.
-    unseen = ("text.ties_by_default", "names.aliases", "names.ignores_later_layers", "rope.sections")
+    # logits test_image_rows compares, and names of scores of tokens in these, which test_token_pooling compares.
+    unseen = (
+        *("text.ties_by_default", "names.aliases", "names.ignores_later_layers", "rope.sections"),
+        "names.token_classifier",
+    )
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
         for table in ("defaults", "file_keys", "required")

@@ -35,10 +35,12 @@ from transformers import (
     BertModel,
     DebertaConfig,
     DebertaForSequenceClassification,
+    DebertaForTokenClassification,
     DebertaModel,
     DebertaV2Config,
     DebertaV2ForMaskedLM,
     DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
     DebertaV2Model,
     DistilBertConfig,
     DistilBertForMaskedLM,
@@ -65,6 +67,7 @@ from transformers import (
     JinaEmbeddingsV3Config,
     JinaEmbeddingsV3ForMaskedLM,
     JinaEmbeddingsV3ForSequenceClassification,
+    JinaEmbeddingsV3ForTokenClassification,
     JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForSequenceClassification,
@@ -434,6 +437,11 @@ ENCODERS: dict[str, Callable[[Path], None]] = {
     "gte_tokens": written("gte", GteForTokenClassification, GteConfig, _GTE, num_labels=5),
     "euro_tokens": written("euro", EuroBertForTokenClassification, EuroBertConfig, _EURO, num_labels=5),
     "albert_tokens": written("albert", AlbertForTokenClassification, AlbertConfig, _ALBERT, num_labels=5),
+    "jina_tokens": written(
+        *("jina", JinaEmbeddingsV3ForTokenClassification, JinaEmbeddingsV3Config, _JINA), num_labels=5
+    ),
+    "deberta_tokens": written("deberta", DebertaV2ForTokenClassification, DebertaV2Config, _DEBERTA, num_labels=5),
+    "debertav1_tokens": written(*("debertav1", DebertaForTokenClassification, DebertaConfig, _DEBERTA1), num_labels=5),
     # Folders of sentence-transformers.
     "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
     "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),

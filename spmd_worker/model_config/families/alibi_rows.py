@@ -68,6 +68,7 @@ _MPT: Final = Family(
             "mlp.down_proj": "ffn.down_proj",
         },
         fused={"attn.Wqkv": QKV},
+        token_classifier="classifier",
     ),
     attention=Attention(qkv_bias=False, output_bias=False, alibi="added", qkv_clip_key="attn_config.clip_qkv"),
     rope=None,

@@ -10,6 +10,7 @@ from native_libraries import WITH_AMX, library_for, needs_onednn_bfloat16
 from two_shapes import with_two_shapes
 
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.relative_bias import AlibiTable
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig, model_config_of
@@ -264,6 +265,19 @@ def test_the_share_of_a_rank_in_numbers():
 def test_block_bytes_count_all_layers():
     spec = cache_spec(new_shape(), RankLayout(2), 1, "bfloat16", 16)
     assert spec.block_bytes == 2 * 3 * 1 * 16 * 6 * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_table_of_distances_counts_once_a_rank(size: int):
+    model_config, layout = new_shape("MptForCausalLM", max_seq_len=500), RankLayout(size)
+    plain = with_layers(model_config, alibi=0.0)
+    context = LayerContext(
+        GroupHandle(ranks=tuple(range(size)), rank=0, group=None),
+        *(ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")),
+    )
+    table = AlibiTable(context, 1.0, model_config.layers[0].num_heads, model_config.max_position_embeddings).table()
+    counted, without = (activation_bytes(each, layout, 0, "bfloat16", 7, 2) for each in (model_config, plain))
+    assert counted - without == table.nbytes > 0
 
 
 def test_activation_bytes_follow_tokens_rows_and_ranks():
