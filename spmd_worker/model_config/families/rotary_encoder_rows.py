@@ -172,6 +172,7 @@ _JINA_V3: Final = Family(
         ignored_prefixes=("roberta.pooler.", "lm_head."),
         head_dense="classifier.dense",
         classifier="classifier.out_proj",
+        token_classifier="classifier",
     ),
     attention=Attention(qkv_bias=True, output_bias=True),
     norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
