@@ -346,7 +346,7 @@ def test_texts_reach_a_template_that_walks_over_parts(text_llm: LLM, name: str):
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "this run takes no images: the model (LlamaForCausalLM) runs with text alone",
         ),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0] has type 'input_audio': only text and"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0] needs input_audio, and nothing else"),
         ({"role": "user", "content": 3}, "messages[0].content=3 must be a string or a list of parts"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
@@ -15,6 +15,8 @@ from spmd_worker.media.audio_preparer import AudioPreparer
 from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
 from spmd_worker.media.errors import MediaError
 from spmd_worker.resolved import ResolvedRun
+
+_TOO_MANY: Final = "too_many_audios"
 
 
 class LazyAudioPreparer:
@@ -53,13 +55,14 @@ class PendingRecordings(NamedTuple):
         return all(each.done() for each in self.parts)
 
     def result(self) -> list[PreparedAudio]:
-        """Raises MediaError, whose message has the number of the recording."""
+        """Raises MediaError, whose message has the number of the recording if it is of one."""
         found = []
         for index, each in enumerate(self.parts):
             try:
                 found += each.result()
             except MediaError as error:
-                raise MediaError(error.code, f"recording {index}: {error}") from None
+                where = "" if error.code == _TOO_MANY else f"recording {index}: "
+                raise MediaError(error.code, f"{where}{error}") from None
         return found
 
 
@@ -78,7 +81,7 @@ class PromptAudio:
         failed: Future[list[PreparedAudio]] = Future()
         rule = f"limits.max_audios={self._max_audios}"
         message = f"the prompt has {len(sources)} recordings, more than {rule}"
-        failed.set_exception(MediaError("too_many_audios", message))
+        failed.set_exception(MediaError(_TOO_MANY, message))
         return PendingRecordings((failed,))
 
     def close(self) -> None:

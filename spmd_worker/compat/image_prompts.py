@@ -17,7 +17,9 @@ from spmd_worker.media.source import AUDIO, IMAGE, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.tokenizer.messages import MediumName
 
-TRUNCATED: Final = "truncate_prompt_tokens cuts tokens, and may cut an image of this prompt: leave it out"
+TRUNCATED: Final = (
+    "truncate_prompt_tokens cuts tokens, and may cut an image or a recording of this prompt: leave it out"
+)
 NUM_DIGEST_BYTES: Final = 16
 _MISMATCH: Final = "placeholder_mismatch"
 

@@ -289,7 +289,7 @@ def _encode_with_images(
         medium = medium_of_data(prompt.get("multi_modal_data"), images)
         images = check_images(images, sources, medium, is_truncated=check_text is None, architecture=architecture)
         if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
-            raise ValueError("a prompt with images is text under prompt, or prompt_token_ids")
+            raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
         tokenizer = need_tokenizer()
         if encoded.is_ids:
             token_ids = as_token_ids(prompt["prompt_token_ids"])

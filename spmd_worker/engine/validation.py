@@ -140,7 +140,9 @@ class RequestLimits:
         if media_items:
             if rows is not None or sampling.truncate_prompt_tokens is not None:
                 key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"
-                raise RequestError("conflicting_keys", f"{key} and images exclude each other: leave one of them out")
+                raise RequestError(
+                    "conflicting_keys", f"{key} and images or audio exclude each other: leave one of them out"
+                )
             self._check_media(media_items, len(prompt_token_ids))
         check_encoder_input(self.encoder, self.vocab_size, encoder)
         if encoder is not None and (rows is not None or num_virtual):

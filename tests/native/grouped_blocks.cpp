@@ -27,8 +27,8 @@ extern "C" int64_t planned_bundles(
     int64_t ahead, int64_t num_threads, int64_t* num_items, int64_t* num_tiles, int64_t* chunks) {
   const int num_heads = int(num_kv_heads * group_size);
   const Attention<Float32> attention = {
-      {nullptr, 0, tables, stride, int(num_kv_heads), 64, int(block_size)}, nullptr, 0, 0, {nullptr, nullptr}, nullptr,
-      query_starts, context_lengths, num_heads, 1.0f, 0.0f, window, ahead, nullptr, false};
+      {nullptr, 0, tables, stride, int(num_kv_heads), 64, int(block_size), false}, nullptr, 0, 0, {nullptr, nullptr},
+      nullptr, query_starts, context_lengths, num_heads, 1.0f, 0.0f, window, ahead, nullptr, false};
   const auto plan = attention.plan(int(num_sequences), int(num_threads));
   for (size_t chunk = 0; chunk + 1 < plan.chunks.size(); ++chunk)
     for (int64_t bundle = plan.chunks[chunk]; bundle < plan.chunks[chunk + 1]; ++bundle) {

@@ -257,6 +257,8 @@ def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
         *[openai_row(code, CHAT, body(*parts)) for code, parts in BAD.items()],
         {"prompt": "?", "images": ["0.png"]},
         {"prompt": "?", "images": ["0.png"], "audios": ["0.wav"]},
+        {"audio": "0.wav", **SAMPLING},
+        {"prompt": WRITTEN["qwen2_audio"], "audios": ["0.wav"], "truncate_prompt_tokens": 9},
     ]
     first, second, other, third, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
     right = answer_of(first["response"]["body"])
@@ -265,19 +267,25 @@ def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
     # Negative control: the other order.
     assert answer_of(other["response"]["body"])[0] != right[0]
     codes = [each["error"]["code"] for each in bad]
-    assert codes == [*BAD, "images_unsupported", "conflicting_keys"]
+    assert codes == [*BAD, "images_unsupported", "conflicting_keys", "audio_unsupported", "conflicting_keys"]
+    said = dict(zip([*BAD, "", "", "audio", "cut"], [each["error"]["message"] for each in bad], strict=True))
+    assert said["too_many_audios"].startswith("the prompt has 33 recordings")
+    assert "give recordings under audios" in said["audio"]
+    assert "a recording of this prompt" in said["cut"]
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["images"] == 8
     found, words = answers_of_calls(root)
     assert found == [right] * 4
-    for said, wanted in zip(words, ("2 s of a recording", "recording 1: the audio has 320 samples"), strict=False):
-        assert wanted in said
+    for word, wanted in zip(words, ("2 s of a recording", "recording 1: the audio has 320 samples"), strict=False):
+        assert wanted in word
     assert all(words)
     with ServedHere(model=folder) as server:
         status, served, _ = server.client.ask(CHAT, body(*PARTS))
         assert (status, answer_of(served)) == (200, right)
         status, served, _ = server.client.ask(CHAT, body(*BAD["audio_too_long"]))
         assert (status, served["error"]["code"]) == (400, "audio_too_long")
+        status, served, _ = server.client.ask("/tokenize", {"messages": conversation(*PARTS)})
+        assert (status, "recordings are not counted here" in str(served)) == (400, True)
 
 
 def test_plan_tells_tokens_of_recordings():

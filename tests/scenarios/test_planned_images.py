@@ -312,7 +312,7 @@ def test_prompts_that_images_do_not_fit_are_refused(llm: LLM):
     short = {**PROMPTS[0], "prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:12]}
     with pytest.raises(PromptsRefusedError, match="ends at 13, the prompt has 12 tokens"):
         answers(llm, [short], PARAMS[:1])
-    with pytest.raises(PromptsRefusedError, match="truncate_prompt_tokens and images exclude each other"):
+    with pytest.raises(PromptsRefusedError, match="truncate_prompt_tokens and images or audio exclude each other"):
         answers(llm, PROMPTS[:1], [SamplingParams(truncate_prompt_tokens=15)])
 
 

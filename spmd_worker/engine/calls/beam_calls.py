@@ -64,7 +64,7 @@ class BeamCalls:
                     if each.rows is not None:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
                     if each.media and each.encoder is None:
-                        raise ValueError("images are not supported by beam_search: its beams are token ids")
+                        raise ValueError("images and audio are not supported by beam_search: its beams are token ids")
                     engine.requests.check(
                         each.token_ids,
                         params.step_params,

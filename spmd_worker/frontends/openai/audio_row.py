@@ -19,6 +19,7 @@ from spmd_worker.frontends.openai.transcript import Segment, Transcript
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.media.source import AUDIO
 from spmd_worker.model_config.decoder_generation import DecoderGeneration
 from spmd_worker.replica.sequence.decoder_prompt import DecoderPrompt, detected_language, segments
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
@@ -86,6 +87,9 @@ def encode_audio(
     adapters = models.adapters_of(row)
     engine.check_runner(None)
     if prompts is None or prompts.audio is None:
+        if engine.images is not None and engine.images.medium == AUDIO:
+            instead = "give recordings under audios, with a prompt or messages"
+            raise InvalidRequestError(f"this model hears audio inside of prompts: {instead}", "audio_unsupported")
         raise InvalidRequestError("this model reads no audio: give text", "audio_unsupported")
     if row.sampling.truncate_prompt_tokens is not None:
         raise InvalidRequestError(NO_TRUNCATION, "conflicting_keys")

@@ -171,7 +171,7 @@ class RowHistory:
             elif isinstance(event, ResetPrefixCache):
                 text = "prefix cache reset after this step"
             elif isinstance(event, ResetMediaRows):
-                text = "rows of images dropped after this step"
+                text = "rows of images and recordings dropped after this step"
             elif isinstance(event, SetWeightVersion | CommitWeights):
                 text = f"weight version {event.version} after this step"
             elif isinstance(event, FinishTransfers):

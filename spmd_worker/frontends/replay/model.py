@@ -114,7 +114,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                 elif isinstance(event, Admit) and len(event.request.rows) > (event.request.num_virtual_tokens > 0):
                     change = f"the embeddings of request {event.request.request_id} (prompt_embeds)"
                 elif isinstance(event, Admit) and event.request.media and not _has_text(event.request):
-                    kind = "images" if event.request.encoder_input is None else "audio"
+                    kind = "images or audio" if event.request.encoder_input is None else "audio"
                     change = f"the {kind} of request {event.request.request_id}"
                 elif isinstance(event, EndWorkerEvent) and not event.problem and open_event not in _KEEP_ANSWERS:
                     change = f"the changes of worker event {open_event!r} of step {step.plan.step}"

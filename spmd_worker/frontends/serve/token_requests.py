@@ -72,7 +72,8 @@ def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
     row = parse_fields(0, fields, reader.defaults, reader.limits)
     assert isinstance(row.prompt, ChatPrompt), "of a chat body"
     if row.prompt.images:
-        message = "images are not counted here: send the request with max_tokens 1, whose usage counts their tokens"
+        what = "images" if row.prompt.medium == "image" else "recordings"
+        message = f"{what} are not counted here: send the request with max_tokens 1, whose usage counts their tokens"
         raise InvalidRequestError(message, "unsupported_value")
     return row.prompt
 

@@ -262,7 +262,7 @@ EVENT_TEXTS: dict[type[Event], Callable[[Any], str]] = {
     Admit: lambda event: f"request {event.request.request_id} is admitted",
     Abort: lambda event: f"request {event.request_id} is aborted",
     ResetPrefixCache: lambda event: "the prefix cache is reset",
-    ResetMediaRows: lambda event: "the rows of all images are dropped",
+    ResetMediaRows: lambda event: "the rows of all images and recordings are dropped",
     SetWeightVersion: lambda event: f"the weights are of version {event.version}",
     CommitWeights: lambda event: f"{event.num_tensors} new weights are committed as version {event.version}",
     FinishTransfers: lambda event: (

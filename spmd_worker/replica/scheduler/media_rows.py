@@ -36,8 +36,8 @@ class MediaRowLimits:
         most = max(item.num_rows for item in media)
         if most > self.num_rows:
             return "image_too_long", (
-                f"an image of {most} tokens is larger than the {self.num_rows} rows of images that are kept: raise "
-                f"cache.media_rows_gib, or make the image smaller"
+                f"an image or a recording of {most} tokens is larger than the {self.num_rows} rows that are kept: "
+                f"raise cache.media_rows_gib, or make it smaller"
             )
         span = max(item.end - item.start for item in media)
         if self.sees_whole_image and span > self.max_num_tokens:
@@ -48,8 +48,8 @@ class MediaRowLimits:
         num_rows = sum({item.media_id: item.num_rows for item in media}.values())
         if not self.is_chunked and num_rows > self.num_rows:
             return "image_too_long", (
-                f"the images have {num_rows} tokens, which one step computes with "
-                f"scheduler.enable_chunked_prefill=false, and {self.num_rows} rows of images are kept: raise "
+                f"the images or recordings have {num_rows} tokens, which one step computes with "
+                f"scheduler.enable_chunked_prefill=false, and {self.num_rows} of their rows are kept: raise "
                 f"cache.media_rows_gib"
             )
         return "", ""

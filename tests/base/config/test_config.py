@@ -169,8 +169,8 @@ MISSPELLED = [
     ),
     (
         "cach.x=1",
-        "cach.x=1: there is no key cach.x; cache has block_size, num_blocks, gpu_memory_utilization, swap_space_gib, "
-        "enable_prefix_caching",
+        "cach.x=1: there is no key cach.x; cache has dtype, block_size, num_blocks, gpu_memory_utilization, "
+        "swap_space_gib, enable_prefix_caching",
     ),
     (
         "temperature=0.5",

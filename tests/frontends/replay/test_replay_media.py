@@ -84,7 +84,9 @@ def test_recomputing_says_that_it_lacks_the_images(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.setattr(model, "_start", lambda header, folder: executor)
     steps = Replay(log.header, None).steps(log.messages())
-    with pytest.raises(ReplayError, match=r"step 2 computes with the images of request 2, which the log does not have"):
+    with pytest.raises(
+        ReplayError, match=r"step 2 computes with the images or audio of request 2, which the log does not have"
+    ):
         list(model.recompute(log.header, tmp_path, steps))
 
 

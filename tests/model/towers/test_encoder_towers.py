@@ -135,6 +135,8 @@ def test_threads_give_encoders_the_same_bits(name: str, dtype: torch.dtype):
 UNSEEN = (
     *("models", "defaults", "required", "newer", "encoder", "file_keys", "head", "norms.eps", "norms.eps_key"),
     *("names.head", "names.embedding_copies", "names.ignored", "names.optional_prefix", "names.parts"),
+    # Of classifiers: tests/scenarios/test_decoder_classifiers.py.
+    *("names.aliases", "names.classifier", "names.head_dense"),
 )
 """Entries that have tests of their own, or are of all files alike."""
 UNSEEN_IN = {
