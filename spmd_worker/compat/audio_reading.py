@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
@@ -15,8 +15,6 @@ from spmd_worker.media.audio_preparer import AudioPreparer
 from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
 from spmd_worker.media.errors import MediaError
 from spmd_worker.resolved import ResolvedRun
-
-_TOO_MANY: Final = "too_many_audios"
 
 
 class LazyAudioPreparer:
@@ -61,7 +59,7 @@ class PendingRecordings(NamedTuple):
             try:
                 found += each.result()
             except MediaError as error:
-                where = "" if error.code == _TOO_MANY else f"recording {index}: "
+                where = "" if error.code == "too_many_audios" else f"recording {index}: "
                 raise MediaError(error.code, f"{where}{error}") from None
         return found
 
@@ -81,7 +79,7 @@ class PromptAudio:
         failed: Future[list[PreparedAudio]] = Future()
         rule = f"limits.max_audios={self._max_audios}"
         message = f"the prompt has {len(sources)} recordings, more than {rule}"
-        failed.set_exception(MediaError(_TOO_MANY, message))
+        failed.set_exception(MediaError("too_many_audios", message))
         return PendingRecordings((failed,))
 
     def close(self) -> None:
