@@ -64,7 +64,7 @@ UNSEEN = (
     *("names.embedding_copies", "names.ignored", "names.optional_prefix", "names.parts", "names.head_bias"),
     *("head.has_bias", "head.ties_by_files", "names.aliases", "names.classifier", "names.head_dense"),
 )
-"""With those of models that classify, which have tests of their own (test_decoder_classifiers.py)."""
+"""Entries of models that classify, too, which have tests of their own (test_decoder_classifiers.py)."""
 UNSEEN_IN = {
     "t5": ("attention.qkv_bias", "attention.output_bias", "feed_forward.bias", "feed_forward.activation_words"),
     "whisper": ("embedding.root_key", "names.head"),

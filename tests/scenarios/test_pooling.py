@@ -13,7 +13,10 @@ import ranks
 import tokenizers
 import torch
 from pooling_models import (
+    PROMPTS,
+    SETTINGS,
     SIZES,
+    WAYS,
     change_of,
     changed_folder,
     changed_tensors,
@@ -22,7 +25,7 @@ from pooling_models import (
     reference_logits_of_labels,
     reference_vector,
 )
-from reference_models import checkpoint_folder, random_prompt
+from reference_models import checkpoint_folder
 
 import spmd_worker.worker.runner.pooling as pooling_module
 from spmd_worker import (
@@ -45,19 +48,7 @@ from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling, resolve_pooling
 from spmd_worker.worker.runner.pooling import RowPooling
 
-SHARED = random_prompt(40, 1)
-PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], [12], random_prompt(60, 2), [*SHARED, *SHARED[:21]]]
 RAW = PoolingParams(use_activation=False)
-# The longest row takes 16 blocks of 4, all of them four times as many.
-SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 80, "block_size": 4, "max_model_len": 64}
-SMALL_STEPS = {"max_num_batched_tokens": 16, "max_num_seqs": 6}
-WAYS: dict[str, dict[str, Any]] = {
-    "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
-    "one by one": {"max_num_seqs": 1},
-    "recomputed": {"num_blocks": 24, "preemption_mode": "recompute", **SMALL_STEPS},
-    "swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.01, **SMALL_STEPS},
-    "without a cache of prefixes": {"enable_prefix_caching": False},
-}
 
 
 def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
@@ -206,7 +197,7 @@ def test_rows_that_are_aborted_leave_nothing_behind() -> None:
         engine = llm.llm_engine
         plain = llm.embed(ids(PROMPTS[:1]), use_tqdm=False)[0].outputs
         # `driver_worker` is of executors in this process, which this one is.
-        pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]
+        pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]  # in process
         request = _add(llm, PROMPTS[4])
         assert engine.step() + engine.step() == []
         assert list(pooling._begun) == [request]

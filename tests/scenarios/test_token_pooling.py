@@ -17,7 +17,11 @@ from encoder_models import encoder_folder, error, logits_of
 from family_checkpoints import CASES, family_folder, stir
 from peft import LoraConfig, PeftModel, get_peft_model
 from pooling_models import (
+    PROMPTS,
+    SETTINGS,
     SIZES,
+    SMALL_STEPS,
+    WAYS,
     changed_folder,
     changed_tensors,
     hidden_states,
@@ -36,17 +40,7 @@ from spmd_worker.ranks.transport.frames import MAX_FRAME_BYTES
 from spmd_worker.replica.sequence.pooling_params import MAX_STEP_NUMBERS, MAX_TOKEN_NUMBERS, resolve_pooling
 from spmd_worker.worker.runner.pooling import RowPooling
 
-SHARED = random_prompt(40, 1)
-PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], [12], random_prompt(60, 2), [*SHARED, *SHARED[:21]]]
 RAW = PoolingParams(use_activation=False)
-SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 80, "block_size": 4, "max_model_len": 64}
-SMALL_STEPS = {"max_num_batched_tokens": 16, "max_num_seqs": 6}
-WAYS: dict[str, dict[str, Any]] = {
-    "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
-    "one by one": {"max_num_seqs": 1},
-    "recomputed": {"num_blocks": 24, "preemption_mode": "recompute", **SMALL_STEPS},
-    "swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.01, **SMALL_STEPS},
-}
 TEXTS = ["hello world", "naïve café 你好", "the cache " * 9]
 
 
@@ -155,7 +149,7 @@ def test_aborted_rows_leave_no_tokens_behind() -> None:
     with LLM(pooling_folder("tokens"), **{**SETTINGS, "max_num_batched_tokens": 16}) as llm:
         engine = llm.llm_engine
         # `driver_worker` is of executors in this process, which this one is.
-        pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]
+        pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]  # in process
         engine.add_request("a", ids(PROMPTS[4:5])[0], PoolingParams(task="token_classify"))
         assert engine.step() + engine.step() == []
         ((chunk, *_),) = pooling._begun_tokens.values()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference_models import fill
+from reference_models import fill, random_prompt
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from tokenizer_folders import write_byte_level
@@ -48,6 +48,18 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 DENSE_SIZE = 24
+_SHARED = random_prompt(40, 1)
+PROMPTS = [_SHARED, [17, 40, 5], [*_SHARED[:35], 9, 33], [12], random_prompt(60, 2), [*_SHARED, *_SHARED[:21]]]
+# The longest row takes 16 blocks of 4, all of them four times as many.
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 80, "block_size": 4, "max_model_len": 64}
+SMALL_STEPS = {"max_num_batched_tokens": 16, "max_num_seqs": 6}
+WAYS: dict[str, dict[str, Any]] = {
+    "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "one by one": {"max_num_seqs": 1},
+    "recomputed": {"num_blocks": 24, "preemption_mode": "recompute", **SMALL_STEPS},
+    "swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.01, **SMALL_STEPS},
+    "without a cache of prefixes": {"enable_prefix_caching": False},
+}
 
 
 def _write(folder: Path, model_class: Any, config_class: Any, **settings: Any) -> None:

@@ -145,7 +145,8 @@ _GTE_OF_AUTHORS: Final = replace(
     required={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "position_embedding_type": "rope"},
     defaults={**_GTE.defaults, "vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 10000.0},
 )
-_JINA_V3: Final = Family(
+_JINA_V3: Final = replace(
+    _GTE,
     models="Jina v3: jina-embeddings-v3-hf",
     names=Names(
         embedding="roberta.embeddings.word_embeddings",
@@ -174,12 +175,7 @@ _JINA_V3: Final = Family(
         classifier="classifier.out_proj",
         token_classifier="classifier",
     ),
-    attention=Attention(qkv_bias=True, output_bias=True),
-    norms=Norms(kind="layer", has_bias=True, eps_key="layer_norm_eps", are_of_sums=True),
     feed_forward=FeedForward(bias=True, is_gated=False),
-    embedding=Embedding(has_norm=True),
-    encoder=Encoder(token_types_key="type_vocab_size", classifier=ClassifierFamily()),
-    file_keys={"num_key_value_heads": ""},
     defaults={
         "vocab_size": 250002,
         "hidden_size": 1024,

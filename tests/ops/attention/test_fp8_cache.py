@@ -47,7 +47,7 @@ def rounded(one: Sequence) -> Sequence:
 
 
 def expected_bytes(numbers: Tensor) -> Tensor:
-    """By the nearest of all numbers, of two equally near ones that with an even last bit."""
+    """Bytes of the nearest of all numbers, of two equally near ones that with an even last bit."""
     all_bytes = torch.arange(127, dtype=torch.uint8)
     values = all_bytes.view(torch.float8_e4m3fn).double()
     distances = (numbers.double().abs().clamp(max=448).unsqueeze(-1) - values).abs() + 1e-12 * (all_bytes % 2)

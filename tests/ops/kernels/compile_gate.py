@@ -328,7 +328,7 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
 
 
 def fp8_cache_variants(element: str) -> Iterator[Variant]:
-    """What reads and writes a cache in FP8."""
+    """Kernels that read and write a cache in FP8."""
     shape = heads, kv_heads, size = MODELS["llama-8b"]
     for way in ("few", "few joined", "many"):
         variant = attend_variant(f"attend fp8 cache {way}", *shape, element)
