@@ -13,7 +13,6 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root" || exit 1
-bash scripts/setup_env.sh --dev || exit 1
 bin=$root/.venv/bin
 # Tests start many interpreters, which would compile the packages each time.
 unset PYTHONDONTWRITEBYTECODE
@@ -41,14 +40,13 @@ check() {
   printf '$ %s\n' "$*"
   "$bin/$1" "${@:2}" || failed+=("$*;")
 }
-# Test modules and libraries are compiled beside mypy and at the same time: it ends early, and the collection of the tests
-# would wait for either.
-case $markers in
-  "not stress and not gpu")
-    "$bin/python" tests/support/compile_tests.py &
-    OMP_NUM_THREADS=1 "$bin/python" tests/support/compile_libraries.py &
-    ;;
-esac
+# pip takes one core, and so does mypy: beside them are compiled the libraries and the test modules, for which the
+# collection of the tests would wait.
+is_matrix=
+[ "$markers" != "not stress and not gpu" ] || is_matrix=yes
+[ -z "$is_matrix" ] || PYTHONPATH=$root "${PYTHON:-python3}" tests/support/compile_libraries.py 2>/dev/null &
+bash scripts/setup_env.sh --dev || exit 1
+[ -z "$is_matrix" ] || "$bin/python" tests/support/compile_tests.py &
 check ruff check --output-format concise
 check ruff format --check
 check mypy

@@ -11,7 +11,8 @@ import pytest
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, library_for, needs_products
+from native_builds import ONEDNN, WITH_AMX, library_for
+from native_libraries import needs_products
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
 from torch import Tensor, nn

@@ -13,7 +13,8 @@ import ranks
 import torch
 from joined_models import DTYPES, ONE_RANK_SHAPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512, needs_products
+from native_builds import ONEDNN, WITH_AMX, WITHOUT_AMX
+from native_libraries import each_library, needs_avx512, needs_products
 from our_model import prompt_logits
 from reference_models import random_prompt
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from native_libraries import EMULATE
+from native_builds import EMULATE
 from numpy.typing import NDArray
 from probe_library import probe_library
 

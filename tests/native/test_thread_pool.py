@@ -15,7 +15,7 @@ import pytest
 import ranks
 import torch
 from forked_child import in_child
-from native_libraries import DELAY, HAS_AMX, NATIVE, WITHOUT_AMX, built_with, compiled_with, library_for, native
+from native_builds import DELAY, HAS_AMX, NATIVE, WITHOUT_AMX, built_with, compiled_with, library_for, native
 from paged_steps import Sizes, run, sequence, together
 from torch import Tensor
 from waiting import wait_until

@@ -5,10 +5,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import native_libraries
 import pytest
 import ranks
 from changed_weights import KINDS, answers, change_of, changed_pair
+from native_builds import NATIVE, WITH_AMX, WITHOUT_AMX
+from native_libraries import needs_avx512, use
 from safetensors.torch import load_file
 
 from spmd_worker import LLM
@@ -22,9 +23,9 @@ LAYOUTS: dict[str, tuple[str, list[str]]] = {
 }
 """Model, and how it is divided."""
 KERNELS: dict[str, tuple[str, str]] = {
-    "float32": ("float32", native_libraries.NATIVE),
-    "bfloat16": ("bfloat16", native_libraries.WITHOUT_AMX),
-    "AMX": ("bfloat16", native_libraries.WITH_AMX),
+    "float32": ("float32", NATIVE),
+    "bfloat16": ("bfloat16", WITHOUT_AMX),
+    "AMX": ("bfloat16", WITH_AMX),
 }
 QUICK = {("tied", "float32"), ("shards", "float32")}
 IN_LAYOUTS = {("stages", "float32"), ("tied", "bfloat16"), ("shards", "AMX")}
@@ -35,7 +36,7 @@ def each_case() -> list[Any]:
     cases = []
     for case in product(LAYOUTS, KERNELS):
         marks = [] if case in QUICK else [pytest.mark.matrix if case in IN_LAYOUTS else pytest.mark.stress]
-        marks += [native_libraries.needs_avx512] if case[1] == "AMX" else []
+        marks += [needs_avx512] if case[1] == "AMX" else []
         cases.append(pytest.param(*case, marks=marks))
     return cases
 
@@ -85,5 +86,5 @@ def test_comparison_detects_weights_not_prepacked_again(monkeypatch: pytest.Monk
 
 
 if __name__ == "__main__":
-    native_libraries.use(sys.argv[3])
+    use(sys.argv[3])
     compare(Path(sys.argv[1]), sys.argv[2], **{f"{cut}_parallel_size": 2 for cut in sys.argv[4:]})

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from native_libraries import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for, needs_avx512
+from native_builds import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for
+from native_libraries import needs_avx512
 from non_finite_rows import FIRST_OF_SECOND_SHARD, GREEDY, SMALL, check, is_told, prompts_around, random_prompts
 from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from run_folder import made_once

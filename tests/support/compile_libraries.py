@@ -1,11 +1,12 @@
 """Compiles the kernels of each instruction set that the gate runs, one after the other, where they are not on disk yet.
 
-    python tests/support/compile_libraries.py
+    PYTHONPATH=. python tests/support/compile_libraries.py
 
-Each takes a core for most of a minute, and collecting the tests waits for the first two.
+Each takes a core for most of a minute, and collecting the tests waits for the first two. Needs nothing but Python:
+scripts/test.sh compiles while pip, which takes one core, installs the rest.
 """
 
-from native_libraries import INSTRUCTION_SETS, is_of_stress_tier, library_for
+from native_builds import INSTRUCTION_SETS, is_of_stress_tier, library_for
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from model_configs import with_layers, with_windows
-from native_libraries import WITH_AMX, library_for
+from native_builds import WITH_AMX, library_for
 from our_model import BLOCK_SIZE, prompt_logits
 
 from spmd_worker.model.decoder import DecoderForCausalLM

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import native
+from native_builds import native
 from torch import Tensor
 
 from spmd_worker.model.layers.context import LayerContext

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from native_libraries import HAS_AMX
+from native_builds import HAS_AMX
 from reference_models import CheckpointSpec, LlamaConfig, made_once, write_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor

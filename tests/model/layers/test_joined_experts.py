@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from joined_models import DTYPES, PLAIN
-from native_libraries import ONEDNN, WITHOUT_AMX, each_library, library_for, needs_products
+from native_builds import ONEDNN, WITHOUT_AMX, library_for
+from native_libraries import each_library, needs_products
 from thread_groups import on_ranks
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from native_libraries import native
+from native_builds import native
 from torch import Tensor
 
 from kv_cache.cache_spec import CacheSpec

@@ -9,7 +9,7 @@ import torch
 from expert_models import changed, new_model
 from family_checkpoints import family_folder
 from joined_models import PLAIN
-from native_libraries import WITH_AMX, library_for
+from native_builds import WITH_AMX, library_for
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from looped import looped
-from native_libraries import NATIVE, each_library, library_for
+from native_builds import NATIVE, library_for
+from native_libraries import each_library
 from paged_steps import Sizes, columns_of, error, formula, pieces, run, sequence, together
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

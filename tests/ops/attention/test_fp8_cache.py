@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_builds import library_for
+from native_libraries import each_library
 from paged_steps import Sequence, Sizes, run, sequence, together
 from torch import Tensor
 

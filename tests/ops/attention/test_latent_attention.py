@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from native_libraries import WITHOUT_AMX, each_library, library_for, needs_products
+from native_builds import WITHOUT_AMX, library_for
+from native_libraries import each_library, needs_products
 from torch import Tensor
 
 from spmd_worker.ops.attention import cpu

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from native_libraries import each_library, library_for
+from native_builds import library_for
+from native_libraries import each_library
 from paged_steps import Sequence, Sizes, error, formula, run, sequence, together
 from torch import Tensor
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from native_libraries import each_vector_library, library_for
+from native_builds import library_for
+from native_libraries import each_vector_library
 from torch import Tensor
 
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterSizes, AdapterStack, ReferenceAdapterKernels

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_libraries import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, library_for, needs_avx512
+from native_builds import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, library_for
+from native_libraries import needs_avx512
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu import argmax_prefilter

@@ -10,19 +10,18 @@ import ranks
 import torch
 import torch.nn.functional as F
 from looped import looped
-from native_libraries import (
+from native_builds import (
     EMULATED,
     HAS_AMX,
     LEAVE_OUT,
     NATIVE,
     ONEDNN,
-    ONEDNN_PACKS_BFLOAT16,
     WITHOUT_AMX,
     compiled_with,
     emulated,
     library_for,
-    needs_avx512,
 )
+from native_libraries import ONEDNN_PACKS_BFLOAT16, needs_avx512
 
 from spmd_worker.base.numerical_policy import HEAD
 from spmd_worker.native import build

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from native_libraries import each_vector_library, library_for
+from native_builds import library_for
+from native_libraries import each_vector_library
 from state_segments import CHUNKS, segments_of, steps_of
 
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from looped import looped
-from native_libraries import NATIVE, each_vector_library, library_for
+from native_builds import NATIVE, library_for
+from native_libraries import each_vector_library
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels

@@ -11,7 +11,8 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from native_libraries import DOTS, EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
+from native_builds import DOTS, EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, library_for
+from native_libraries import each_library
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels

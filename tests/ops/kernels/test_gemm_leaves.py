@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from native_libraries import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, each_library, library_for
+from native_builds import EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, library_for
+from native_libraries import each_library
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.linear import PackedKernels

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from native_libraries import each_library, library_for, native
+from native_builds import library_for, native
+from native_libraries import each_library
 from torch import Tensor
 
 from spmd_worker.model_config.int8_format import fits_panels, inputs_of, int8_bytes, panel_bytes

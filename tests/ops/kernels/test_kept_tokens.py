@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kept_tokens import NUM_TAPS, cases_of, check_control, check_kept
-from native_libraries import each_vector_library, library_for
+from native_builds import library_for
+from native_libraries import each_vector_library
 from state_segments import segments_of
 
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_libraries import ONEDNN, WITH_AMX, library_for, needs_onednn_bfloat16
+from native_builds import ONEDNN, WITH_AMX, library_for
+from native_libraries import needs_onednn_bfloat16
 from property_examples import examples
 from torch import Tensor
 

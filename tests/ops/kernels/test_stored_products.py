@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from native_libraries import NATIVE, each_library, library_for
+from native_builds import NATIVE, library_for
+from native_libraries import each_library
 from torch import Tensor
 
 from spmd_worker.model_config.stored_format import MXFP4, NF4_LEVELS, StoredFormat

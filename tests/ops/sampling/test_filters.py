@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from native_libraries import native
+from native_builds import native
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from native_libraries import native
+from native_builds import native
 from transformers.generation import logits_process as theirs
 
 from spmd_worker.ops.kernels.cpu.native import CpuKernels

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from native_libraries import native
+from native_builds import native
 from thread_groups import on_ranks
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs

@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from native_libraries import native
+from native_builds import native
 from thread_groups import on_ranks
 
 import spmd_worker.ops.sampling.sampler as sampler_module

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from native_libraries import each_vector_library, library_for
+from native_builds import library_for
+from native_libraries import each_vector_library
 from thread_groups import on_ranks
 
 from spmd_worker.model.layers.embedding import VocabularyShard

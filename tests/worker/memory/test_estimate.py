@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from model_configs import families, spelled, with_layers
-from native_libraries import WITH_AMX, library_for, needs_onednn_bfloat16
+from native_builds import WITH_AMX, library_for
+from native_libraries import needs_onednn_bfloat16
 from two_shapes import with_two_shapes
 
 from spmd_worker.model.layers.context import LayerContext
