@@ -210,7 +210,7 @@ SPMD_INLINE void multiply_in_place(const Block<Element>& block, int64_t num_step
 struct AmxBf16 : OfTiles<AmxBf16, uint16_t, float> {
   static constexpr int kStep = 32;
   static constexpr bool kPacks = false;
-  static constexpr int64_t kKeptBlocks = 4, kKeptPairs = 8;  // the levels of leaves fit into the second-level cache
+  static constexpr int64_t kKeptBlocks = 8, kKeptPairs = 8;  // the levels of leaves fit into the second-level cache
   static constexpr int64_t kRowsBytes = 1 << 20, kFewProducts = 1 << 20;
   static constexpr int64_t num_parts(int64_t num_rows, int64_t num_steps) {
     constexpr int64_t kFewRows = 4 * kAmxRows, kMaxSteps = 20;
