@@ -16,18 +16,18 @@ from spmd_worker import LLM, SamplingParams
 
 NAME = "llama3"
 HEAD = [11 + index % 60 for index in range(48)]
-PROMPTS = [[*HEAD, *prompt] for prompt in mixed_prompts(12, 40, seed=3)] + mixed_prompts(6, 60, seed=4)
+PROMPTS = [[*HEAD, *prompt] for prompt in mixed_prompts(5, 30, seed=3)] + mixed_prompts(3, 50, seed=4)
 PARAMS = [
-    SamplingParams(n=1 + index % 3, temperature=0.9, max_tokens=14 + index, ignore_eos=True, seed=index)
+    SamplingParams(n=1 + index % 3, temperature=0.9, max_tokens=10 + index, ignore_eos=True, seed=index)
     for index in range(len(PROMPTS))
 ]
-SETTINGS = {"max_model_len": 190, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+SETTINGS = {"max_model_len": 140, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 CROWDED = {
-    "swap": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01},
-    "recompute": {"num_blocks": 30, "preemption_mode": "recompute"},
-    "verified": {"num_blocks": 40, "preemption_mode": "recompute", "verify_hits": 3, "verify_steps": 9},
-    "fp8": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01, "kv_cache_dtype": "fp8"},
-    "tier": {"num_blocks": 30, "preemption_mode": "auto", "swap_space": 0.0001, "host_tier_gib": 0.01},
+    "swap": {"num_blocks": 18, "preemption_mode": "swap", "swap_space": 0.01},
+    "recompute": {"num_blocks": 18, "preemption_mode": "recompute"},
+    "verified": {"num_blocks": 22, "preemption_mode": "recompute", "verify_hits": 3, "verify_steps": 9},
+    "fp8": {"num_blocks": 18, "preemption_mode": "swap", "swap_space": 0.01, "kv_cache_dtype": "fp8"},
+    "tier": {"num_blocks": 18, "preemption_mode": "auto", "swap_space": 0.0001, "host_tier_gib": 0.01},
 }
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from reference_models import VOCAB_SIZE, checkpoint_folder, mixed_prompts, rando
 
 from spmd_worker import LLM, SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 DRAWN = replace(GREEDY, temperature=0.9, prompt_logprobs=None)
 KINDS = [
     GREEDY,
@@ -23,7 +23,7 @@ KINDS = [
     replace(DRAWN, seed=7, logprobs=None),
     replace(DRAWN, n=3, top_k=20),
     replace(DRAWN, n=1, best_of=3),
-    replace(DRAWN, max_tokens=40),
+    replace(DRAWN, max_tokens=20),
 ]
 NUM_GOOD = 12
 PROMPTS = [*mixed_prompts(NUM_GOOD, 60, seed=5), random_prompt(300, 0), [VOCAB_SIZE], []]

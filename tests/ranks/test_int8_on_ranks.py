@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from spmd_worker import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo" / "model"
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 KINDS = [
     GREEDY,
     replace(GREEDY, logprobs=None, prompt_logprobs=None),
@@ -27,7 +27,6 @@ KINDS = [
     replace(GREEDY, temperature=1.3, seed=3, prompt_logprobs=None),
 ]
 SETTINGS = {"num_blocks": 60, "max_model_len": 100, "max_num_batched_tokens": 48, "max_num_seqs": 8}
-# With layers that fit no panels, and with ones that do.
 BIASED_LAYOUTS = ("one", "four")
 LAYOUTS = {
     "one": {},
@@ -37,8 +36,13 @@ LAYOUTS = {
     "experts of two": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "experts of four": {"tensor_parallel_size": 4, "enable_expert_parallel": True, "expert_placement": "round_robin"},
 }
-DENSE_LAYOUTS = ("one", "two", "four", "stages")
-EXPERT_LAYOUTS = ("one", "stages", "experts of two", "experts of four")
+FEW = (BIASED_LAYOUTS, ("one", "two", "stages"), ("one", "experts of four"))
+ALL = (
+    BIASED_LAYOUTS,
+    ("one", "two", "four", "stages"),
+    ("one", "stages", "experts of two", "experts of four"),
+)
+"""Layouts of a model with layers that fit no panels, one with layers that do, and one with experts."""
 
 SCRIPT = """
 import json, os, sys
@@ -116,19 +120,16 @@ def broken_for_the_last_rank(folder: Path) -> Path:
     return folder
 
 
-def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def run_all(tmp_path: Path, layouts: tuple[tuple[str, ...], ...]) -> tuple[list[dict[str, Any]], list[str]]:
     first = checkpoint_folder("llama_biased")
+    kinds = (first, "float32"), (DEMO, "bfloat16"), (expert_folder("qwen2_moe"), "bfloat16")
     job = {
-        "folders": [
-            (str(first), "float32", BIASED_LAYOUTS),
-            (str(DEMO), "bfloat16", DENSE_LAYOUTS),
-            (str(expert_folder("qwen2_moe")), "bfloat16", EXPERT_LAYOUTS),
-        ],
+        "folders": [(str(folder), dtype, of) for (folder, dtype), of in zip(kinds, layouts, strict=True)],
         "other": str(write_checkpoint(tmp_path / "other", CHECKPOINTS["llama_biased"], seed=1)),
         "broken": str(broken_for_the_last_rank(tmp_path / "broken")),
         "layouts": LAYOUTS,
         # Every model has the first 96 ids.
-        "prompts": [[3 + token_id % 93 for token_id in each] for each in mixed_prompts(5, 40, seed=9)],
+        "prompts": [[3 + token_id % 93 for token_id in each] for each in mixed_prompts(5, 30, seed=9)],
         "params": [asdict(each) for each in KINDS],
         "settings": SETTINGS,
     }
@@ -141,10 +142,11 @@ def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 @pytest.mark.guarantee("int8: the same bits on any number of ranks", is_control_inside=True)
 @pytest.mark.matrix
-def test_int8_layouts_match_one_rank_bit_for_bit(tmp_path: Path):
+@pytest.mark.parametrize("chosen", [FEW, pytest.param(ALL, marks=pytest.mark.stress)], ids=["few", "all"])
+def test_int8_layouts_match_one_rank_bit_for_bit(tmp_path: Path, chosen: tuple[tuple[str, ...], ...]):
     """Layouts are every tensor-parallel size, and stages; experts are complete on a rank."""
-    by_rank, names = run_all(tmp_path)
-    for name, layouts in zip(names, (BIASED_LAYOUTS, DENSE_LAYOUTS, EXPERT_LAYOUTS), strict=True):
+    by_rank, names = run_all(tmp_path, chosen)
+    for name, layouts in zip(names, chosen, strict=True):
         expected = by_rank[0][f"{name} one"]
         for found in by_rank:
             for layout in layouts:

@@ -13,20 +13,21 @@ from reference_models import checkpoint_folder, mixed_prompts
 
 from spmd_worker import LLM, SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 KINDS = [
     GREEDY,
     replace(GREEDY, logprobs=None, prompt_logprobs=None, temperature=1.0, n=3),
     replace(GREEDY, temperature=0.8, top_p=0.9, seed=7, n=2, best_of=3, prompt_logprobs=None),
 ]
-PROMPTS = mixed_prompts(9, 60, seed=9)
+PROMPTS = mixed_prompts(6, 60, seed=9)
 PARAMS = [KINDS[index % len(KINDS)] for index in range(len(PROMPTS))]
 SETTINGS = {
-    "num_blocks": 22,
+    "num_blocks": 14,
     "max_model_len": 190,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 16,
     "swap_space": 0.01,
+    "preemption_mode": "swap",
 }
 
 SCRIPT = """

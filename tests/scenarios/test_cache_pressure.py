@@ -130,7 +130,7 @@ def test_tokens_equal_the_uninterrupted_runs_bit_for_bit(
     assert (sum(result.cached) > 0) == enable_prefix_caching
 
 
-@pytest.mark.gate("auto-1", "swap-12", "swap-0")
+@pytest.mark.gate("auto-1", "swap-0")
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.matrix)])
 def test_job_ends_with_small_or_missing_host_pool(uninterrupted: dict[str, Ran], mode: str, count: int):

@@ -132,15 +132,8 @@ def test_nothing_is_kept_of_rows_that_ended(llm: LLM):
     assert len(worker.model_runner._grammars) == 0
 
 
-@pytest.mark.gate("tensor_parallel_size", "pipeline_parallel_size")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor_parallel_size",
-        pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix),
-        pytest.param("data_parallel_size", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.gate("tensor_parallel_size")
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_every_layout_gives_forms(plain: list[Any], layout: str, tmp_path: Path):
     source = f"""
         import json, sys

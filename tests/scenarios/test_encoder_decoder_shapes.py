@@ -55,11 +55,11 @@ def opened(folder: Path, name: str, **options: Any) -> LLM:
     )
 
 
-def answers(llm: LLM, prompts: list[dict[str, Any]], num_tokens: int = NUM_TOKENS) -> list[Any]:
+def answers(llm: LLM, prompts: list[dict[str, Any]]) -> list[Any]:
     """Ids and log-probabilities of each."""
     penalty = 1.0 if "multi_modal_data" in prompts[0] else PENALTY
     params = SamplingParams(
-        temperature=0, max_tokens=num_tokens, logprobs=0, detokenize=False, repetition_penalty=penalty
+        temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, repetition_penalty=penalty
     )
     found = []
     for each in llm.generate(prompts, params, use_tqdm=False):
@@ -111,17 +111,6 @@ def test_full_sizes_give_transformers_ids_everywhere(
         assert first == alone
     lengths = sorted({len(each) for each in wanted})
     print(f"\nSHAPE {name}: {len(wanted)} inputs, answers of {lengths} tokens, transformers' in every layout", end="")
-
-
-@pytest.mark.matrix
-def test_few_texts_of_t5_give_transformers_ids():
-    shape = full_size("t5-small")
-    with opened(shape.folder, "t5-small") as llm:
-        alone = [answers(llm, [each], 12)[0] for each in shape.prompts[:3]]
-        llm.reset_prefix_cache()
-        assert answers(llm, shape.prompts[:3], 12) == alone
-    assert ids_of(alone) == [greedy_ids(shape, each, 12) for each in shape.inputs[:3]]
-    assert len({str(each) for each in ids_of(alone)}) == 3
 
 
 SPEECH: dict[str, dict[str, Any]] = {

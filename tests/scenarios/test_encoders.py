@@ -155,7 +155,7 @@ def test_longest_row_has_buckets_of_released_models() -> None:
     assert [output.outputs.embedding for output in outputs] == alone
 
 
-@pytest.mark.gate("one by one", "in other blocks")
+@pytest.mark.gate("one by one")
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 def test_encoder_row_bits_are_independent_of_batching(way: str) -> None:

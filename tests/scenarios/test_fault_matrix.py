@@ -53,9 +53,9 @@ WORDS = {
 SILENT = ("SIGSTOP", HANG, LOOP)
 """Faults that are none until the timeout."""
 
-ONLY_STRESS = ("SIGKILL", "SIGTERM", "exit in the sampler", HANG, LOOP)
-"""Faults that the gate leaves out here: a stopped rank is waited for as one that hangs, and one killed under torchrun
-ends as one that is asked to, or exits.
+ONLY_STRESS = ("SIGKILL", "SIGTERM", "exception while loading", "exit in the sampler", HANG, LOOP)
+"""Faults that the gate leaves out here: a stopped rank is waited for as one that hangs, one that fails while loading is
+in test_tensor_parallel.py, and one killed under torchrun ends as one that is asked to, or exits.
 """
 ALL = [
     pytest.param(fault, int(fault != "full disk"), marks=getattr(pytest.mark, tier))

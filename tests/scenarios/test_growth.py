@@ -113,7 +113,7 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
 @pytest.mark.matrix
 @pytest.mark.parametrize(("what", "size"), [("calls", 2), ("cycles", 2), ("engines", 2), ("jobs", 1)])
 def test_few_jobs_leave_no_resources_behind(what: str, size: int, tmp_path):
-    returncode, lines, output = run(what, 8, size, 1 << 40, tmp_path)
+    returncode, lines, output = run(what, 4, size, 1 << 40, tmp_path)
     assert returncode == 0, output
     assert len(lines) == size
 

@@ -212,7 +212,7 @@ def without_cache(kind: str) -> dict[str, list[list[int]]]:
 SWAP = {"preemption_mode": "swap", "swap_space": 0.01}
 
 
-@pytest.mark.gate("blocks-settings1", "convolutions-*", "delta nets-*")
+@pytest.mark.gate("blocks-settings1", "convolutions-*")
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

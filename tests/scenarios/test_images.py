@@ -364,7 +364,7 @@ CUT = {
 """Modes of preemption, perhaps with a dtype, and tokens of a step."""
 
 
-@pytest.mark.gate("gemma3 swap", "qwen3_5 recompute")
+@pytest.mark.gate("gemma3 swap")
 @pytest.mark.guarantee("answers about images are the same in every batch, chunk and cache")
 @pytest.mark.parametrize(
     ("kind", "manner", "num_tokens"),

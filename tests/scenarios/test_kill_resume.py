@@ -9,20 +9,22 @@ import random
 from pathlib import Path
 
 import pytest
-from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, NUM_ROWS, Attempt, slow_after, write_rows
+from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, Attempt, slow_after, write_rows
 from stress_seed import SEED
 
 from spmd_worker.frontends.tools import replay
 
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "40"))
 NUM_PARTS = 4
+NUM_FEW_ROWS, NUM_TOKENS = 70, 16
+"""Rows of a job that is killed twice, and the fewest tokens of one."""
 LIFE_S = 9.0
 """About how long the job lives; moments are drawn from it, start and merge included."""
 
 
-def whole_output(folder: Path, num_rows: int) -> bytes:
+def whole_output(folder: Path, num_rows: int, num_tokens: int = 40) -> bytes:
     folder.mkdir()
-    write_rows(folder, num_rows)
+    write_rows(folder, num_rows, num_tokens)
     attempt = Attempt(folder, "one rank")
     assert attempt.ends_within(LIMIT_S), (folder / "log").read_text()
     assert attempt.close() == 0, (folder / "log").read_text()
@@ -65,24 +67,24 @@ def test_killed_job_resumes_to_equal_bytes(tmp_path: Path, whole: bytes, layouts
     """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout, and what
     the last killed one computed is recomputed from its log on one rank.
     """
-    write_rows(tmp_path)
+    write_rows(tmp_path, NUM_FEW_ROWS, NUM_TOKENS)
     for number, (layout, victim) in enumerate(zip(layouts, victims)):
-        attempt = Attempt(tmp_path, layout, "job.step_log=true", script=slow_after(60 * (number + 1), tmp_path))
-        attempt.wait_for_steps(60 * (number + 1))
+        attempt = Attempt(tmp_path, layout, "job.step_log=true", script=slow_after(30 * (number + 1), tmp_path))
+        attempt.wait_for_steps(30 * (number + 1))
         attempt.kill(victim)
     assert replay.main([str(tmp_path / "out.jsonl.run" / "steps.log"), "--with-model"]) == 0
     attempt = Attempt(tmp_path, layouts[-1])
     assert attempt.close() == 0, (tmp_path / "log").read_text()
     output = (tmp_path / "out.jsonl").read_bytes()
-    check_lines(output, NUM_ROWS)
+    check_lines(output, NUM_FEW_ROWS)
     assert output == whole
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
-    assert 0 < metrics["resumed_rows"] < NUM_ROWS
+    assert 0 < metrics["resumed_rows"] < NUM_FEW_ROWS
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return whole_output(tmp_path_factory.mktemp("whole") / "job", NUM_ROWS)
+    return whole_output(tmp_path_factory.mktemp("whole") / "job", NUM_FEW_ROWS, NUM_TOKENS)
 
 
 @pytest.mark.stress

@@ -292,11 +292,16 @@ def sampling_values(params: SamplingParams) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "methods"),
     [
-        pytest.param({"tensor_parallel_size": 2}, ["draft_model", "eagle3"], id="tensor"),
-        pytest.param({"pipeline_parallel_size": 2}, ["mtp", "eagle3"], id="pipeline"),
-        pytest.param({"tensor_parallel_size": 2}, ["mtp", "qwen mtp"], id="tensor-heads", marks=pytest.mark.stress),
+        pytest.param({"tensor_parallel_size": 2}, ["draft_model"], id="tensor"),
+        pytest.param({"pipeline_parallel_size": 2}, ["eagle3"], id="pipeline"),
         pytest.param(
-            {"pipeline_parallel_size": 2}, ["draft_model", "qwen mtp"], id="pipeline-others", marks=pytest.mark.stress
+            {"tensor_parallel_size": 2}, ["mtp", "qwen mtp", "eagle3"], id="tensor-heads", marks=pytest.mark.stress
+        ),
+        pytest.param(
+            {"pipeline_parallel_size": 2},
+            ["draft_model", "mtp", "qwen mtp"],
+            id="pipeline-others",
+            marks=pytest.mark.stress,
         ),
         pytest.param({"data_parallel_size": 2}, list(METHODS), id="data", marks=pytest.mark.stress),
     ],

@@ -140,7 +140,7 @@ def tier(rope_type: str, way: str) -> list[pytest.MarkDecorator]:
     return [] if (rope_type, way) in QUICK else [pytest.mark.matrix]
 
 
-@pytest.mark.gate("dynamic-*", "longrope-recomputed", "yarn-from the host tier")
+@pytest.mark.gate("dynamic-warm", "dynamic-in chunks", "longrope-recomputed", "yarn-from the host tier")
 @pytest.mark.guarantee("Rows whose rotary angles depend on length, too")
 @pytest.mark.parametrize(
     ("rope_type", "way"),

@@ -21,7 +21,7 @@ def two_nodes(*arguments: str, **variables: str) -> ranks.CompletedRanks:
 
 
 @pytest.mark.guarantee("Two nodes answer as one rank")
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_nodes_equal_one_rank_with_one_copy():
     done = two_nodes()
     assert done.returncode == 0, done.output

@@ -285,6 +285,7 @@ def prepare_ranks() -> None:
     check_that_forks_are_safe()
     try_products_once()
     leave_libraries()
+    let_waiting_ranks_sleep()
 
 
 def import_everything() -> None:
@@ -338,6 +339,15 @@ def leave_libraries() -> None:
 
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False
+
+
+def let_waiting_ranks_sleep() -> None:
+    """Have ranks that share memory sleep at once, as where they have no cores of their own: tests run more processes
+    than there are cores, and a rank that spins keeps the one that it waits for from its core.
+    """
+    from spmd_worker.ranks import shared_memory
+
+    shared_memory._num_cores = lambda: 0
 
 
 def become(order: dict[str, Any], streams: list[int]) -> None:

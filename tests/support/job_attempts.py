@@ -35,10 +35,13 @@ WIDE_LAYOUTS = {
 ALL_LAYOUTS = LAYOUTS | WIDE_LAYOUTS
 
 
-def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
-    """Greedy rows and sampled ones. Log-probabilities of some show a layout with other bits."""
+def write_rows(folder: Path, num_rows: int = NUM_ROWS, num_tokens: int = 40) -> None:
+    """Greedy rows and sampled ones, of `num_tokens` to 49 more. Log-probabilities of some show a layout with other
+    bits.
+    """
     rows: list[dict[str, object]] = [
-        {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True} for index in range(num_rows)
+        {"prompt": f"add {index} 7 =", "max_tokens": num_tokens + index % 50, "ignore_eos": True}
+        for index in range(num_rows)
     ]
     for index, row in enumerate(rows):
         row |= {"temperature": 0.9} if index % 2 else {}

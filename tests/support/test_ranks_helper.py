@@ -70,7 +70,7 @@ def test_failing_rank_ends_run_and_keeps_its_output(way: str):
     assert "rank 1 gives up" in done.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
     """Parent, session, group, arguments, streams, path and variables; the parent is torchrun, which can end them."""
     source = """
