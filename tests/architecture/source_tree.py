@@ -101,12 +101,18 @@ def _modules_of_repository(packages: tuple[str, ...], entry_points: tuple[str, .
 
 
 def _read(root: Path, packages: tuple[str, ...], entry_points: tuple[str, ...]) -> dict[str, Module]:
+    with no_garbage():
+        modules = [_read_module(root, path) for path in module_paths(root, packages, entry_points)]
+    return {module.name: module for module in modules}
+
+
+def module_paths(
+    root: Path, packages: tuple[str, ...] = PACKAGES, entry_points: tuple[str, ...] = COMMANDS
+) -> list[Path]:
+    """The files that `read_modules` reads."""
     folders = [root / package.replace(".", "/") for package in packages]
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    paths += [path for name in entry_points if (path := root / f"{name}.py").is_file()]
-    with no_garbage():
-        modules = [_read_module(root, path) for path in paths]
-    return {module.name: module for module in modules}
+    return paths + [path for name in entry_points if (path := root / f"{name}.py").is_file()]
 
 
 def dotted_name(node: ast.AST, aliases: dict[str, str]) -> str | None:
@@ -153,9 +159,14 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
         yield node, runs_on_import
         children = list(ast.iter_child_nodes(node))
         runs = [runs_on_import and not isinstance(node, _FUNCTIONS)] * len(children)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and _names_type_checking(node.test):
             runs = [each and child not in node.body for each, child in zip(runs, children, strict=True)]
         left += reversed(list(zip(children, runs, strict=True)))
+
+
+def _names_type_checking(test: ast.expr) -> bool:
+    names = (each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", None) for each in ast.walk(test))
+    return "TYPE_CHECKING" in names
 
 
 def _aliases_at(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ from spmd_worker.base.files import (
     write_json,
 )
 from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.tokenizer import tokenizer_files
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
@@ -163,10 +164,12 @@ def test_endless_model_file_is_rejected_by_name(tmp_path: Path, name: str):
         read_model_files(tmp_path)
 
 
-def test_oversized_tokenizer_is_rejected(tmp_path: Path):
+def test_oversized_tokenizer_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert tokenizer_files._MAX_BYTES == 256 << 20
+    monkeypatch.setattr(tokenizer_files, "_MAX_BYTES", 20 << 20)
     with open(tmp_path / "tokenizer.json", "wb") as file:
-        file.truncate((256 << 20) + 1)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot .*more than 268,435,456 "):
+        file.truncate((20 << 20) + 1)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot .*more than 20,971,520 "):
         Tokenizer.open(tmp_path)
 
 

@@ -56,6 +56,7 @@ def check(llm: LLM, expected: list[list[int]]) -> None:
     assert tokens(llm) == expected
 
 
+@pytest.mark.gate("*-3", "encode-1", "output-1")
 @pytest.mark.guarantee("Ctrl-C in a call: the next one works")
 @pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize("point", POINTS)

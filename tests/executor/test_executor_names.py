@@ -141,6 +141,7 @@ def test_names_without_effect_answer(executor: Any):
     assert (executor.uses_ray, executor.supports_pp) == (False, True)
 
 
+@pytest.mark.gate("pipeline_parallel_size")
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_names_answer_on_two_ranks(layout: str):

@@ -241,6 +241,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.stress
 def test_job_names_its_killed_worker(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "copy q =", "max_tokens": 200, "ignore_eos": True}] * 600)
     script = tmp_path / "killed.py"

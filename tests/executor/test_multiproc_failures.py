@@ -295,7 +295,7 @@ def test_workers_end_when_driver_is_killed(tmp_path: Path, is_one_stopped: bool)
         kill_all(token)
 
 
-@pytest.mark.gate("at work", "exception")
+@pytest.mark.gate("at work")
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

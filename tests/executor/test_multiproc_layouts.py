@@ -49,7 +49,7 @@ def alone() -> list[RequestOutput]:
     return answers()
 
 
-@pytest.mark.gate("three", "uneven")
+@pytest.mark.gate("three")
 @pytest.mark.guarantee("executor.backend=multiproc answers as one rank")
 @pytest.mark.matrix
 @pytest.mark.parametrize(

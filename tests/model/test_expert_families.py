@@ -75,9 +75,9 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str, in_all_wa
     assert worst_error(name, whole) < TOLERANCE
     for chunk in (1, 7, 16) if in_all_ways else (7,):
         assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
-    assert all(torch.equal(prompt_logits(model, [prompt])[0], logits) for prompt, logits in zip(PROMPTS, whole)), (
-        "alone"
-    )
+    # In all ways, or the one that is the shortest step of decoding.
+    for prompt, logits in list(zip(PROMPTS, whole, strict=True))[: None if in_all_ways else 1]:
+        assert torch.equal(prompt_logits(model, [prompt])[0], logits), "alone"
     prompt = PROMPTS[-1]
     assert (
         read_model_files(thinned_expert_folder(name)).model_config == read_model_files(expert_folder(name)).model_config

@@ -76,7 +76,7 @@ def tier(case: tuple[str, str]) -> list[pytest.MarkDecorator]:
     return [] if case in QUICK else [pytest.mark.stress if case in LONG else pytest.mark.matrix]
 
 
-@pytest.mark.gate("llama3-preempted in chunks", "llama3-without chunks", "qwen2-whole")
+@pytest.mark.gate("llama3-preempted in chunks", "qwen2-whole")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -106,7 +106,7 @@ ONE_OF_EACH = ["dynamic", "qwen2_window"]
 OTHERS = [*WINDOWED_OR_STATEFUL, "yarn", "llama_tied", "llama_biased", "llama_nine_heads", "qwen3_biased_window"]
 
 
-@pytest.mark.gate("qwen2_window-preempted in chunks", "dynamic-preempted in chunks", "qwen3-preempted in chunks")
+@pytest.mark.gate("qwen2_window-preempted in chunks", "dynamic-preempted in chunks")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

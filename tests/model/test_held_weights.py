@@ -116,11 +116,9 @@ def group_of(size: int, rank: int) -> GroupHandle:
 
 
 @pytest.mark.gate(
-    "plain-*-native",
-    "plain-bfloat16-onednn",
+    "plain-bfloat16-native",
     "wide heads-bfloat16-panels",
     "no panels-float32-reference",
-    "windows-bfloat16-reference",
     "biased-bfloat16-native",
 )
 @pytest.mark.matrix

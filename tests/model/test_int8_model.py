@@ -4,6 +4,8 @@ On more ranks: `tests/ranks/test_int8_on_ranks.py`.
 """
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,19 +151,19 @@ def test_int8_experts_follow_updates_and_sleep(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "folder",
+    "make",
     [
-        checkpoint_folder("llama_tied"),
-        pytest.param(expert_folder("qwen3_vl_moe"), marks=pytest.mark.matrix),
-        pytest.param(family_folder("gpt2"), marks=pytest.mark.matrix),
-        pytest.param(latent_folder("deepseek_v3"), marks=pytest.mark.matrix),
+        partial(checkpoint_folder, "llama_tied"),
+        pytest.param(partial(expert_folder, "qwen3_vl_moe"), marks=pytest.mark.matrix),
+        pytest.param(partial(family_folder, "gpt2"), marks=pytest.mark.matrix),
+        pytest.param(partial(latent_folder, "deepseek_v3"), marks=pytest.mark.matrix),
     ],
     ids=["llama", "stacked experts", "transposed", "latent"],
 )
-def test_weights_quantised_while_they_are_read_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_quantised_while_they_are_read_are_the_same(make: Callable[[], Path], monkeypatch: pytest.MonkeyPatch):
     """Without a copy in the model's dtype."""
     plain: list[int] = []
-    pack = WeightStore.pack
+    folder, pack = make(), WeightStore.pack
 
     def counted(weights: WeightStore) -> None:
         plain.append(sum(_is_plain(each) for each in weights._layers.values()))
@@ -184,22 +186,24 @@ def test_rows_that_files_have_in_pieces_are_read_whole(monkeypatch: pytest.Monke
     assert have_equal_bytes(load_model(folder, quantization="int8"), expected)
 
 
+@pytest.mark.gate("flat", "stacks")
 @pytest.mark.parametrize(
-    "folder",
+    "make",
     [
-        expert_folder("dbrx"),
-        pytest.param(expert_folder("gpt_oss"), marks=pytest.mark.matrix),
-        pytest.param(expert_folder("granite_moe"), marks=pytest.mark.matrix),
-        pytest.param(expert_folder("qwen3_vl_moe"), marks=pytest.mark.stress),
-        pytest.param(expert_folder("step3p7"), marks=pytest.mark.stress),
-        pytest.param(recent_folder("gemma4"), marks=pytest.mark.stress),
-        pytest.param(recent_folder("llama4"), marks=pytest.mark.stress),
+        partial(expert_folder, "dbrx"),
+        pytest.param(partial(expert_folder, "gpt_oss"), marks=pytest.mark.matrix),
+        pytest.param(partial(expert_folder, "granite_moe"), marks=pytest.mark.matrix),
+        pytest.param(partial(expert_folder, "qwen3_vl_moe"), marks=pytest.mark.stress),
+        pytest.param(partial(expert_folder, "step3p7"), marks=pytest.mark.stress),
+        pytest.param(partial(recent_folder, "gemma4"), marks=pytest.mark.stress),
+        pytest.param(partial(recent_folder, "llama4"), marks=pytest.mark.stress),
     ],
     ids=["flat", "transposed stacks", "stacks", "images", "biased stacks", "beside dense", "few stacks"],
 )
 @torch.no_grad()
-def test_stacked_experts_are_updated_and_compared(folder: Path):
+def test_stacked_experts_are_updated_and_compared(make: Callable[[], Path]):
     """Their full rows were taken from a matrix, and from all experts of a flat one."""
+    folder = make()
     model = load_model(folder, quantization="int8")
     fresh = {name: each.read().clone() for name, each in model.weights.held.items()}
 

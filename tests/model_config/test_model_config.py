@@ -4,6 +4,7 @@ The reference is transformers' own configuration classes; whatever the file hold
 ModelConfigError, never another exception.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from model_configs import families, spelled, windows_of
+from property_examples import part_of
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from spmd_worker.base.errors import ModelConfigError
@@ -475,7 +477,8 @@ def test_config_values_raise_only_config_errors(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback. Keys that
     are not of positions: beside the first kind of positions and one of the others, which are taken in turn.
     """
-    beside = (0, 1 + list(FAMILIES).index(architecture) % (len(ROPES) - 1))
+    place = list(FAMILIES).index(architecture)
+    beside, turns = (0, 1 + place % (len(ROPES) - 1)), itertools.count(place)
     for number, rope in enumerate(ROPES):
         config = {
             **SIZES,
@@ -500,10 +503,10 @@ def test_config_values_raise_only_config_errors(architecture: str):
         }
         config = spelled(architecture, {**config, **FAMILIES[architecture].defaults})
         for key in config if number in beside else ():
-            for value in WEIRD:
+            for value in part_of(WEIRD, next(turns)):
                 _shape_or_refusal({**config, key: value})
         for key in [*rope, "rope_theta", "truncate"]:
-            for value in WEIRD:
+            for value in part_of(WEIRD, next(turns)):
                 _shape_or_refusal({**config, "rope_parameters": {**rope, key: value}})
 
 

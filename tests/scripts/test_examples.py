@@ -80,7 +80,6 @@ def test_lines_of_ranks_may_run_together():
 
 @pytest.mark.gate(
     "scores.py",
-    "server_client.py",
     "datasets_pipeline.py",
     "chat.py",
     "structured_outputs.py",

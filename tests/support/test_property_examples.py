@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import ranks
-from property_examples import VARIABLE, num_examples
+from property_examples import VARIABLE, num_examples, part_of
 
 TESTS = ranks.REPOSITORY / "tests"
 USES = re.compile(r"^from property_examples import", re.MULTILINE)
@@ -19,8 +19,10 @@ FILES = sorted(
 def test_gate_draws_a_fifth_of_examples(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert [num_examples(count) for count in (600, 40, 15, 4)] == [120, 10, 10, 4]
+    assert [part_of("abcdefg", turn) for turn in range(4)] == ["adg", "be", "cf", "adg"]
     monkeypatch.setenv(VARIABLE, "1")
     assert [num_examples(count) for count in (600, 40, 15, 4)] == [600, 40, 15, 4]
+    assert part_of("abcdefg", 1) == "abcdefg"
     assert len(FILES) > 5
 
 

@@ -57,7 +57,7 @@ def does(tmp_path: Path, doing: str) -> bool:
     return path.exists() and doing in path.read_text()
 
 
-@pytest.mark.gate("joining", "imports")
+@pytest.mark.gate("imports")
 @pytest.mark.parametrize(
     ("num_ranks", "doing"),
     [(2, ""), (2, "joins the other ranks"), pytest.param(1, "answers rows", marks=pytest.mark.matrix)],

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fresh_files import write_new
 from step_runs import QUIET, pressed_steps, quiet_steps
 
 from spmd_worker.base.errors import StepStatsError
@@ -74,7 +75,7 @@ def test_truncated_step_stats_keep_complete_lines(path: Path):
     whole = write(path, quiet_steps(2)).read_bytes()
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for length in range(len(whole) + 1):
-        path.write_bytes(whole[:length])
+        write_new(path, whole[:length])
         num_whole = sum(1 for end in ends if end <= length)
         assert read_step_stats(path) == quiet_steps(2)[: max(0, num_whole - 1)], length
 

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from fresh_files import write_new
 
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
@@ -59,7 +60,7 @@ def test_file_cut_anywhere_is_error_never_fewer_rows(tmp_path, suffix):
     pack = gzip.compress if suffix == "gz" else zstandard.compress
     whole, path = pack(CONTENT), tmp_path / f"a.{suffix}"
     for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+        write_new(path, whole[:length])
         with pytest.raises(OSError, match="truncated"):
             rows_of(path)
     path.write_bytes(pack(b""))

@@ -121,7 +121,7 @@ def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     assert run(config)["resumed_rows"] == 0
 
 
-@pytest.mark.gate("7", "40")
+@pytest.mark.gate("7")
 @pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
 def test_interrupted_job_resumes_without_repeating_a_row(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +204,7 @@ def test_failed_job_leaves_the_former_provenance(
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
 
 
+@pytest.mark.gate("seed", "sampling.temperature", "model.dtype")
 @pytest.mark.guarantee("A changed job is refused, with the key")
 @pytest.mark.parametrize(
     "change",

@@ -12,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from fresh_files import write_new
 from ranks import REPOSITORY
 from stress_seed import SEED
 
@@ -265,7 +266,7 @@ def test_damaged_manifest_is_rejected_with_reason(folder: Path, left: Path):
     content = (left / "run" / "manifest.json").read_bytes()
     num_refused = 0
     for damaged in damages(content, path.name, 300):
-        path.write_bytes(damaged)
+        write_new(path, damaged)
         if json_or_none(damaged) == json.loads(content):
             continue
         with pytest.raises(ConfigError, match=r"manifest\.json .*: give .*job\.run_dir, .*remove"):
@@ -314,7 +315,7 @@ def check_damage(folder: Path, capsys: pytest.CaptureFixture[str], name: str, nu
     path = folder / "run" / name
     content = path.read_bytes() if path.exists() else b"replica,stage,step,start_us,end_us\n0,0,1,5,9\n0,1,1,9,12\n"
     for damaged in damages(content, name, number):
-        path.write_bytes(damaged)
+        write_new(path, damaged)
         tell_all(folder, capsys)
 
 

@@ -94,6 +94,7 @@ def test_truncated_log_gives_complete_messages_before_cut(tmp_path: Path):
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for end in range(starts[0], len(whole) + 1):
         path = tmp_path / "cut"
+        path.unlink(missing_ok=True)
         path.write_bytes(whole[:end])
         log = read_step_log(path)
         num_whole = max(count for count, start in enumerate(starts) if start <= end)
@@ -110,6 +111,7 @@ def test_damaged_header_is_rejected_at_its_byte(tmp_path: Path):
     first_message = starts_of_frames(tmp_path)[0]
     path = tmp_path / "log"
     for end in range(1, first_message):
+        path.unlink(missing_ok=True)
         path.write_bytes(whole[:end])
         with pytest.raises(StepLogError, match="not a step log" if end < 8 else r"header .*byte 8 .*damaged"):
             read_step_log(path)
@@ -135,6 +137,7 @@ def test_damaged_byte_of_last_frame_is_torn_tail(tmp_path: Path):
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for place in range(starts[-2], len(whole)):
         path = tmp_path / "damaged"
+        path.unlink(missing_ok=True)
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
         log = read_step_log(path)
         assert list(log.messages()) == PAYLOADS[:-1], place
@@ -146,6 +149,7 @@ def test_damaged_byte_before_good_frame_names_both_offsets(tmp_path: Path):
     whole = write(tmp_path / "whole", PAYLOADS).read_bytes()
     for place in range(starts[0], starts[-2]):
         path = tmp_path / "damaged"
+        path.unlink(missing_ok=True)
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
         number = max(count for count, start in enumerate(starts) if start <= place)
         words = rf"damaged at byte {starts[number]}, after {number} messages: .* at byte {starts[number + 1]},"

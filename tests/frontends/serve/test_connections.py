@@ -181,6 +181,7 @@ IDLE = {
 }
 
 
+@pytest.mark.gate("half a header", "a whole request")
 @pytest.mark.finding(number="B7")
 @pytest.mark.parametrize("name", IDLE)
 def test_idle_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch, name: str):

@@ -61,6 +61,7 @@ BODIES: dict[str, JSON] = {
 }
 
 
+@pytest.mark.gate("*-texts", "greedy-ids")
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize("kind", ["texts", "ids"])
 @pytest.mark.parametrize("name", BODIES)
@@ -142,6 +143,7 @@ def test_prompt_logprobs_of_several_prompts_are_complete(client: Client, more: J
 # Echo.
 
 
+@pytest.mark.gate("False-3-*", "True-0-*")
 @pytest.mark.finding(number="D3")
 @pytest.mark.parametrize("way", ["whole", "stream", "row"])
 @pytest.mark.parametrize("max_tokens", [3, 0])
@@ -364,7 +366,7 @@ def test_scores_answer_under_all_their_names(tmp_path: Any):
 # D15: the form of a completion.
 
 
-@pytest.mark.gate("text-*")
+@pytest.mark.gate("text-schema-*", "text-object-row", "text-choice-*")
 @pytest.mark.finding(number="D15")
 @pytest.mark.parametrize("way", ["whole", "stream", "row"])
 @pytest.mark.parametrize(

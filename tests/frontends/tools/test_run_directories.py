@@ -291,7 +291,7 @@ def test_fixture_metrics_match_their_jobs(runs: Path):
     assert replace(config_of(runs)).job.step_log
 
 
-@pytest.mark.gate("False-report", "True-replay", "False-doctor", "True-collect", "False-verify")
+@pytest.mark.gate("False-doctor", "True-replay", "True-collect")
 @pytest.mark.parametrize("name", [*TOOLS, "verify"])
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_tool_ends_quietly_with_its_reader(runs: Path, tmp_path: Path, name: str, is_buffered: bool):

@@ -14,7 +14,7 @@ WAITING = "while kill -0 $PPID; do sleep 0.05; done"
 LAUNCHER = "spmd_worker.tools.torchrun"
 
 
-@pytest.mark.gate("exit 143-*", "*-exit 70-70", "exit 1-*", "*-137")
+@pytest.mark.gate("exit 143-*", "*-exit 70-70", "*-137")
 @pytest.mark.parametrize(
     ("rank_0", "rank_1", "code"),
     [

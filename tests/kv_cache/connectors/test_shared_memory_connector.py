@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_child import in_child
+from fresh_files import write_new
 from test_file_connector import IDENTITY, NAMES, SIZE, Memory, loaded, saved
 
 from kv_cache.connectors import segment, shared_memory
@@ -210,11 +211,11 @@ def test_damaged_headers_are_named_or_harmless(folder: Path, tmp_path_factory: p
     for words in (b"", b"null", b"[]", b'{"weights":1}', b'{"weights":["x"]}', b'{"weights":[1,2]}', b"[" * 9000):
         damaged.append(bytes(_with_words(other_key, words)))
     for data in damaged:
-        path.write_bytes(data)
+        write_new(path, data)
         with pytest.raises(ConnectorError, match=re.escape(str(path))):
             Segment(path, context)
     for index in range(start + length):
-        path.write_bytes(_flipped(content, index))
+        write_new(path, _flipped(content, index))
         with suppress(ConnectorError):
             read = Segment(path, context)
             assert read.read(NAMES[1]) == bytes([1]) * SIZE, "only the counter and unread words may differ"
@@ -224,7 +225,7 @@ def test_damaged_headers_are_named_or_harmless(folder: Path, tmp_path_factory: p
     files.write(NAMES[1], memoryview(bytes([1]) * SIZE))
     whole = files.path(NAMES[1]).read_bytes()
     for data in (*[_flipped(whole, index) for index in range(48)], *[whole[:size] for size in range(48)]):
-        files.path(NAMES[1]).write_bytes(data)
+        write_new(files.path(NAMES[1]), data)
         assert (files.read(NAMES[1], SIZE), files.path(NAMES[1]).exists()) == (None, False)
 
 

@@ -71,6 +71,7 @@ def is_equal(found: list[Tensor], expected: list[Tensor]) -> list[bool]:
 CASES = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "int8": (torch.float32, True)}
 
 
+@pytest.mark.gate("bfloat16", "int8")
 @pytest.mark.parametrize(("dtype", "is_quantised"), CASES.values(), ids=CASES)
 def test_any_number_of_ranks_has_equal_logits(dtype: torch.dtype, is_quantised: bool):
     one = logits_on_ranks(1, dtype, is_quantised=is_quantised)

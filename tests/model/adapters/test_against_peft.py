@@ -75,15 +75,7 @@ def worst_error(family: str, settings: Settings) -> float:
     return max(relative_error(ours, peft_logits(reference, prompt)) for ours, prompt in pairs)
 
 
-@pytest.mark.gate(
-    "gemma3_images",
-    "gpt_neox_all",
-    "gpt2_all",
-    "smollm3_all",
-    "opt_projected",
-    "smollm3_patterns",
-    "smollm3_rank_stabilised",
-)
+@pytest.mark.gate("gemma3_images", "smollm3_all", "opt_projected", "gpt2_all", "gpt_neox_all")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_ids_are_those_of_peft(case: str):
     family, settings = CASES[case]

@@ -27,6 +27,7 @@ def their_rows(length: int, config: DistanceConfig) -> torch.Tensor:
     return (build_relative_position(states, states, *buckets)[0] + config.span).clamp(0, 2 * config.span - 1)
 
 
+@pytest.mark.gate("64-2048", "2-40", "3-40", "16-10", "48-0")
 @pytest.mark.parametrize(("span", "max_distance"), SIZES)
 def test_rows_of_all_distances_are_those_of_transformers(span: int, max_distance: int):
     config, length = config_of(span, max_distance), 1060

@@ -102,6 +102,13 @@ def are_equal(pair: tuple[list[Tensor], list[Tensor]]) -> bool:
     return all(map(torch.equal, *pair)) and not any(bool(each.isnan().any()) for each in pair[0])
 
 
+@pytest.mark.gate(
+    "*-native-*",
+    "*-native without AMX-*",
+    "*-x86-64-v3-*",
+    "bfloat16-native with emulated AMX-*",
+    "float32-native with emulated AMX-clamped",
+)
 @each_kind
 @each_library
 @each_dtype
@@ -119,6 +126,13 @@ def test_joined_experts_have_equal_bits(
     assert not all(map(torch.equal, outputs(layer, dtype), together))
 
 
+@pytest.mark.gate(
+    "native-*",
+    "native without AMX-*",
+    "x86-64-v3-*",
+    "native with emulated AMX-clamped",
+    "native with emulated AMX-gelu",
+)
 @each_kind
 @each_library
 def test_joined_int8_experts_have_equal_bits(instruction_set: str, kind: str, monkeypatch: pytest.MonkeyPatch):

@@ -193,6 +193,7 @@ def differs(name: str, kernels: str, dtype: torch.dtype) -> str:
     return ""
 
 
+@pytest.mark.gate("*-reference-float32", "*-native-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", LAYERS)

@@ -63,7 +63,15 @@ def each_group_and_window():
     ]
 
 
-@pytest.mark.gate("*-native", "1-7-64-*", "2-8-50-*", "3-3-0-*")
+@pytest.mark.gate(
+    "1-7-*-native",
+    "2-1-50-*-native",
+    "2-4-*-native",
+    "1-20-0-*-native",
+    "3-3-*-native",
+    "1-7-64-*",
+    "3-3-0-*",
+)
 @each_library
 @each_dtype
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "window"), each_group_and_window())
@@ -76,7 +84,7 @@ def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, 
     assert torch.equal(run(backend, one, 1), whole)
 
 
-@pytest.mark.gate("*-native", "0-0.5-*")
+@pytest.mark.gate("*-bfloat16-native", "50-3.0-float32-native", "0-0.5-*")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def assert_sharing_changes_no_bit(instruction_set: str, branches: list[Branch], 
     return shared
 
 
-@pytest.mark.gate("16-1-*", "16-3-*", "16-4-float32-*", "16-7-bfloat16-native", "64-3-float32-*")
+@pytest.mark.gate("16-1-*-native", "16-3-*", "16-4-float32-*", "16-7-bfloat16-native", "64-3-float32-native")
 @pytest.mark.guarantee("A common beginning is read together, no bit changes")
 @each_library
 @each_dtype
@@ -117,6 +117,7 @@ def test_distance_bias_is_of_each_sequences_own_position(instruction_set, dtype)
     assert_sharing_changes_no_bit(instruction_set, NESTED, sizes)
 
 
+@pytest.mark.gate("8-*", "2-*-native", "128-bfloat16-native")
 @each_library
 @each_dtype
 @pytest.mark.parametrize("block_size", [2, 8, pytest.param(128, marks=pytest.mark.matrix)])
@@ -140,7 +141,7 @@ def test_nor_do_windows_sinks_bounds_and_heads(instruction_set, dtype, changes):
     assert_sharing_changes_no_bit(instruction_set, samples(*lengths, num_shared=128), sizes)
 
 
-@pytest.mark.gate("*-native", "float32-*")
+@pytest.mark.gate("*-native", "float32-x86-64-v3")
 @each_library
 @each_dtype
 def test_more_samples_than_one_thread_takes_at_once(instruction_set, dtype):

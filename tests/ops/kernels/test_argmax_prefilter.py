@@ -93,6 +93,7 @@ def test_prefilter_finds_first_of_equal_or_rounded_outputs():
     assert (ties == ties.max()).sum() > 1, "nothing rounds to one"
 
 
+@pytest.mark.gate("1.2089*", "7.888*", "8.6736*")
 @needs_prefilter
 @pytest.mark.parametrize("scale", [2.0**-120, 2.0**-100, 2.0**-60, 2.0**60, 2.0**80, 2.0**100, 2.0**120])
 def test_prefilter_handles_extreme_magnitudes(scale: float):

@@ -68,6 +68,7 @@ def kernels(request):
     return made
 
 
+@pytest.mark.gate("*-896-1152-*", "*-576-960-*", "*-72-48-*", "*-64-*", "*-128-*")
 @pytest.mark.skipif(not HAS_AMX, reason="the processor has no AMX to compare with")
 @each_dtype
 @each_shape
@@ -109,7 +110,13 @@ def error_of(kernels, x, weight, expected):
 
 
 @pytest.mark.gate(
-    "native-*", "*oneDNN*", "*AMX-64-*", "*AMX-72-*", "*AMX-128-*", "*AMX-576-*", "*AMX-896-1152-bfloat16"
+    "native-*",
+    "*oneDNN*-576-*",
+    "*oneDNN*-64-*",
+    "*AMX-64-*",
+    "*AMX-72-*",
+    "*AMX-128-*",
+    "*AMX-576-*-bfloat16",
 )
 @each_dtype
 @each_shape
@@ -159,11 +166,12 @@ def threads(number: int):
 
 
 @pytest.mark.gate(
-    "native-*",
-    "*-576-960-True-*",
-    "*oneDNN*-4864-544-False-bfloat16",
+    "native-64-16400-False-bfloat16",
+    "native-4*",
+    "native-576-*",
+    "*-576-960-True-bfloat16",
+    "native without AMX-576-960-True-float32",
     "*AMX-4864-544-False-bfloat16",
-    "*AMX-64-16400-False-bfloat16",
 )
 @pytest.mark.matrix
 @each_dtype
@@ -200,9 +208,7 @@ def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, 
     return x.to(dtype), weight.to(dtype)
 
 
-@pytest.mark.gate(
-    "native-*", "*-64-50-*", "*-64-64-*", "*-576-960-bfloat16", "*AMX-64-16400-bfloat16", "*oneDNN*-576-960-float32"
-)
+@pytest.mark.gate("native-*", "*-64-50-*", "*-64-64-*", "native w* AMX-576-960-bfloat16")
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
 def test_linear_argmax_equals_argmax_of_linear(kernels, dtype, num_inputs, num_outputs):
@@ -426,7 +432,7 @@ def converting(packs_only) -> PackedKernels:
     return PackedKernels()
 
 
-@pytest.mark.gate("576-960-*", "64-*", "33-*")
+@pytest.mark.gate("64-*", "33-*")
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs", "has_bias"),

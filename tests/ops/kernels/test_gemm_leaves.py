@@ -91,7 +91,7 @@ def check_bits(operands: Product, rows: Sequence[int], dtype: torch.dtype) -> No
             assert torch.equal(operands.whole(num_rows, bias, dtype), expected[:num_rows].to(dtype)), num_rows
 
 
-@pytest.mark.gate("*-bfloat16-*", "*-native", "*-x86-64-v3", *(f"{size}-*" for size in (64, 128, 352, 1408, 512, 2048)))
+@pytest.mark.gate("4096-8-*-native", "64-*", "128-*", "352-*", "512-*", "2048-*", "1408-*-native", "1408-8-*AMX")
 @each_library
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "count"), SHAPES)

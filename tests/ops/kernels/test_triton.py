@@ -25,7 +25,6 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_adapter_cases.py": (("gate",), 7),
     "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 4),
-    "triton_tower_cases.py": ((), 3),
     "triton_cross_cases.py": (("gate",), 1),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
@@ -39,6 +38,7 @@ ALL_CASES = {
     "triton_recurrent_cases.py": ((), 8),
     "triton_latent_cases.py": ((), 4),
     "triton_cross_cases.py": ((), 3),
+    "triton_tower_cases.py": ((), 3),
 }
 ENGINES = {
     "triton_engine.py": 12,

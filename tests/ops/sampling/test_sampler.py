@@ -213,7 +213,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
     return logits.to(dtype), [row(stream=i, **REPORTING[i % len(REPORTING)]) for i in range(len(logits))]
 
 
-@pytest.mark.gate("2-*", "8-dtype1-processed_logprobs")
+@pytest.mark.gate("2-*")
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
@@ -453,7 +453,7 @@ def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | No
         assert [each.token_ids for each in sharded(logits, rows, size, mode)] == [sampled.token_ids] * size
 
 
-@pytest.mark.gate("*-nan-8", "part2-*", "*-inf-1")
+@pytest.mark.gate("part0-nan-8", "part1-nan-8", "part2--inf-8", "part2-inf-2", "*-inf-1")
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", [slice(0, 1), slice(50, 53), slice(VOCAB_SIZE - 1, VOCAB_SIZE), slice(0, VOCAB_SIZE)])

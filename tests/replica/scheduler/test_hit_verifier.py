@@ -212,6 +212,7 @@ CROWDED = {
 STATES = {"snapshot_slots": 4, "host_slots": 2, "grid": 4}
 
 
+@pytest.mark.gate("{'ahead': 1}-states", "{'virtual_engines': 2}-blocks")
 @pytest.mark.parametrize("states", [{}, STATES], ids=["blocks", "states"])
 @pytest.mark.parametrize("flow", [{}, {"ahead": 1}, {"virtual_engines": 2}], ids=str)
 def test_crowded_histories_verify_many_hits(states: dict[str, int], flow: dict[str, int]):

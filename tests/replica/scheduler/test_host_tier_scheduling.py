@@ -313,6 +313,7 @@ def test_fully_reserved_tier_stores_nothing_and_never_hangs():
     assert run.ended[2].num_cached_tokens == 12
 
 
+@pytest.mark.gate("5-*", "1-1", "30-0")
 @pytest.mark.parametrize("transfer_steps", [0, 1, 7])
 @pytest.mark.parametrize("num_tier_blocks", [1, 2, 5, 30])
 def test_run_with_any_tier_equals_uninterrupted_run(num_tier_blocks: int, transfer_steps: int):

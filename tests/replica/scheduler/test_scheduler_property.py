@@ -140,6 +140,7 @@ def test_random_histories_reach_critical_states():
     assert max(each.number for each in adapted.adapters.entries.values()) > 5
 
 
+@pytest.mark.gate("0", "1")
 @pytest.mark.parametrize("seed", range(5))
 def test_decisions_ignore_token_values_without_cache(seed: int):
     """Requests ignore the end of sequence, so the values differ and the counts do not."""
@@ -149,6 +150,7 @@ def test_decisions_ignore_token_values_without_cache(seed: int):
     assert [first.tokens(index) for index in range(25)] != [second.tokens(index) for index in range(25)]
 
 
+@pytest.mark.gate("0-*", "1-*")
 @pytest.mark.parametrize("settings", [CACHED, TIERED])
 @pytest.mark.parametrize("seed", range(5))
 def test_decisions_depend_only_on_token_equality_with_cache(seed: int, settings: dict[str, Any]):

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 }
 
 
+@pytest.mark.gate("mxfp4", "gptq*", "awq*", "Qwen*")
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", CASES)
 def test_plan_of_4_bits_equals_tensors(name: str, tmp_path: Path):

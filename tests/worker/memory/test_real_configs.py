@@ -151,7 +151,7 @@ def number_of_parameters(folder: Path) -> int:
     return sum(each.numel() for each in (*model.parameters(), *named))
 
 
-@pytest.mark.gate("Nemotron-3-Super-120B-A12B", "Qwen3.6-35B-A3B", "Gemma-4-31B", "Qwen3.6-27B")
+@pytest.mark.gate("Nemotron*", "Gemma*")
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_of_real_config_equals_tensors(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

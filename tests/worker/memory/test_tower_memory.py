@@ -79,6 +79,18 @@ def peak_of(config: ModelConfig, image: ImagePixels, dtype: torch.dtype) -> tupl
     return most, num_rows
 
 
+@pytest.mark.gate(
+    "llava-1024-*",
+    "llava_next-1024-*",
+    "smolvlm-*",
+    "llama4-*",
+    "qwen2_5_vl-*",
+    "qwen3_vl-*",
+    "gemma4-*",
+    "gemma3-*",
+    "pixtral-*",
+    "llava_onevision-4096-*",
+)
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.stress)])
 @pytest.mark.parametrize(("name", "text_size"), CASES_AND_SIZES)
