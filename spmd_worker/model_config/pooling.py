@@ -251,7 +251,7 @@ def read_pooling(
     elif sentence is not None:
         pooling = _sentence_model(reader, hidden_size, sentence)
     elif encoder is not None:
-        message = "%s has no pooling settings: a row's vector is the mean of its tokens'"
+        message = "%s has no pooling settings: a row's vector is the mean of its tokens' states"
         logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
         pooling = PoolingConfig("embed", "mean", hidden_size)
     elif generates:

@@ -141,14 +141,18 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    if any(fields.get(task) is not None for task in PLAIN_TASKS) and not any(key in fields for key in _PROMPT_KEYS):
-        return plain_pooling_row(index, custom_id, fields, defaults)
-    if fields.get("audio") is not None:
-        if prompts := _prompts(fields):
-            message = f"the row has audio and {' and '.join(prompts)}: give one of them"
+    prompts = _prompts(fields)
+    for key in (*PLAIN_TASKS, "audio"):
+        if fields.get(key) is not None and prompts:
+            message = f"the row has {key} and {' and '.join(prompts)}: give one of them"
             raise InvalidRequestError(message, "conflicting_prompts")
+    if any(fields.get(task) is not None for task in PLAIN_TASKS):
+        # A table's rows may have null in the columns of other rows.
+        of_task = {key: value for key, value in fields.items() if value is not None or key not in _PROMPT_KEYS}
+        return plain_pooling_row(index, custom_id, of_task, defaults)
+    if fields.get("audio") is not None:
         return plain_audio_row(index, custom_id, fields, defaults)
-    fields = {key: value for key, value in fields.items() if key != "audio"}
+    fields = {key: value for key, value in fields.items() if key not in (*PLAIN_TASKS, "audio")}
     for key in fields:
         if key in BODY_KEYS and key not in _PLAIN_KEYS:
             own = f"; a plain row takes {_PLAIN_NAMES[key]}" if key in _PLAIN_NAMES else ""
@@ -160,7 +164,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
             raise InvalidRequestError(
                 f"{key!r} is a key of prompts in Python: a row takes images or audio", "unknown_key"
             )
-    check_keys(fields, _PLAIN_KEYS)
+    check_keys(fields, (*_PLAIN_KEYS, "audio", *PLAIN_TASKS))
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
     check_spaces(fields, sampling)
@@ -175,7 +179,7 @@ def _prompts(fields: Mapping[str, Any]) -> list[str]:
 def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
     given = _prompts(fields)
     if not given:
-        every = ", ".join((*_PROMPT_KEYS, "audio"))
+        every = ", ".join((*_PROMPT_KEYS, "audio", *PLAIN_TASKS))
         raise InvalidRequestError(f"the row has no prompt: give one of {every}", "missing_prompt")
     if len(given) > 1:
         raise InvalidRequestError(f"the row has {' and '.join(given)}: give one of them", "conflicting_prompts")

@@ -208,6 +208,8 @@ def test_parquet_file_has_vectors_in_fixed_size_lists(tmp_path: Path) -> None:
 def test_invalid_pooled_row_is_error_row_by_name() -> None:
     cases = {
         '{"embed": "a", "reward": "b"}': "conflicting_prompts",
+        '{"embed": "a", "prompt": "b"}': "conflicting_prompts",
+        '{"embed": null}': "missing_prompt",
         '{"embed": "a", "temperature": 1}': "unknown_key",
         '{"embed": ""}': "empty_prompt",
         '{"embed": "a", "dimensions": 0}': "invalid_value",
@@ -230,4 +232,8 @@ def test_invalid_pooled_row_is_error_row_by_name() -> None:
         row = parse_row(0, line.encode(), SamplingParams())
         assert isinstance(row, RowError), line
         assert row.code == code, line
-    assert isinstance(parse_row(0, b'{"embed": "a"}', SamplingParams()), Row)
+    for line in (b'{"embed": "a"}', b'{"embed": "a", "prompt": null}', b'{"embed": null, "prompt": "a"}'):
+        assert isinstance(parse_row(0, line, SamplingParams()), Row), line
+    typo = parse_row(0, b'{"clasify": "a"}', SamplingParams())
+    assert isinstance(typo, RowError)
+    assert "did you mean 'classify'?" in typo.message
