@@ -224,7 +224,11 @@ def _download_once(wanted: _Wanted) -> ModelLocation:
         note.unlink(missing_ok=True)
         found = wanted.find()
         if found is None:
-            raise ModelConfigError(_not_found(wanted, "the hub has no such file: weights must be safetensors"))
+            raise ModelConfigError(
+                _not_found(
+                    wanted, "the hub has no such file: weights must be safetensors, or a GGUF that is given as a file"
+                )
+            )
         return found
 
 

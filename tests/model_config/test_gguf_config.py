@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from family_checkpoints import family_folder
 from gguf_files import write_gguf
+from ranks import REPOSITORY
 from reference_models import checkpoint_folder
 
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.model_config.gguf import tokenizer_json
+from spmd_worker.model_config.gguf.architectures import ARCHITECTURES
 from spmd_worker.model_config.hub import cached_folder, locate_model
 from spmd_worker.model_config.model_config import read_model_files
 
@@ -97,6 +100,11 @@ def test_unusable_metadata_is_named(architecture: str, changes: dict, words: str
 def test_metadata_become_keys_of_config(architecture: str, changes: dict, expected: dict, tmp_path: Path):
     found = config(bare(tmp_path / "files", architecture, **changes))
     assert found | expected == found
+
+
+def test_page_lists_architectures_and_splits():
+    page = (REPOSITORY / "docs" / "guides" / "gguf.md").read_text()
+    assert [each for each in (*ARCHITECTURES, *tokenizer_json._SPLITS) if f"`{each}`" not in page] == []
 
 
 def test_other_factors_of_frequencies_are_kept(tmp_path: Path):

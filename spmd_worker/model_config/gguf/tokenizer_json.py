@@ -210,7 +210,7 @@ def _merges(model: GgufModel, tokens: Tokens, vocabulary: dict[str, int]) -> lis
     return [[left, right] for *_, left, right in sorted(found)]
 
 
-_MAX_PIECE: Final = 256
+_MAX_PIECE: Final = 64
 """Characters of a token that merges make: pieces of SentencePiece have 16, runs of spaces 31."""
 
 
