@@ -93,7 +93,8 @@ Weights quantised by {", ".join(f"`{name}`" for name in READ_METHODS)}
 (`quantization_config` of `config.json`) give the bits of their dequantised weights in the run's dtype (`model.dtype`).
 Some stay in memory [as the file has them](#weights-as-files-store-them), the others are dequantised at load and take
 that dtype's memory. Scales of activations and of the KV cache are not used. Modules that the checkpoint excludes are
-read as they are. Other methods (GGUF, torchao and others) are rejected with the way out.
+read as they are. Other methods (torchao and others) are rejected with the way out. [GGUF](../guides/gguf.md) has files
+of its own.
 
 * `bitsandbytes`: NF4 and FP4, with and without double quantisation, and 8 bits. Files say themselves which weights
   are quantised; `llm_int8_skip_modules` and `llm_int8_threshold` change none. Values are rounded once, from float32,

@@ -13,6 +13,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.base.files import read_regular_file
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.gguf.files import linked_files
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.model_config import (
@@ -100,7 +101,8 @@ def read_draft(method: str, model: str | None, num_drafts: int, target: Target) 
         # The target's key is `model.path`.
         raise ModelConfigError(str(error).replace("model.path", "speculative_config.model")) from None
     # Faults of a file are the loader's to name.
-    if target.needs_weights and not any((location.folder / each).is_file() for each in (SINGLE_FILE, INDEX_FILE)):
+    has_files = any((location.folder / each).is_file() for each in (SINGLE_FILE, INDEX_FILE))
+    if target.needs_weights and not (has_files or linked_files(location.folder)):
         raise ConfigError(f"speculative_config.model={model} has no weights: copy its *.safetensors there too")
     return draft
 

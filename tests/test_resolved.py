@@ -90,10 +90,10 @@ def test_float16_as_stored_is_bfloat16_on_cpus(
 
 
 def test_model_file_is_rejected_as_no_folder(tmp_path: Path):
-    """A GGUF file was: cannot read model.gguf/processor_config.json, not a directory."""
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelConfigError, match=r"^model.path=.*/model.gguf is not a folder: give a Hugging Face model"):
-        resolve_run(run_config({"model": tmp_path / "model.gguf", "device": "cpu"}), "cpu")
+    """A file of weights was: cannot read model.bin/processor_config.json, not a directory."""
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ModelConfigError, match=r"^model.path=.*/model.bin is not a folder: give a Hugging Face model"):
+        resolve_run(run_config({"model": tmp_path / "model.bin", "device": "cpu"}), "cpu")
 
 
 NO_EFFECT = {

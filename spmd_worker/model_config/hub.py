@@ -21,6 +21,7 @@ from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.base.files import JsonError, describe_os_error, parse_json_object, read_regular_file, write_json
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.base.remote_names import is_remote
+from spmd_worker.model_config.gguf.folder import locate_gguf
 from spmd_worker.model_config.hub_cache import (
     ModelLocation,
     absence_note,
@@ -100,7 +101,7 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
 
 def _unreadable_file(folder: Path, *, needs_weights: bool) -> str | None:
     # Beside the one file of weights no other counts; of others, those with the names that shards have.
-    weights: tuple[str, ...] = ("*.safetensors.index.json", _SHARDS, STATE_FILE)
+    weights: tuple[str, ...] = ("*.safetensors.index.json", _SHARDS, STATE_FILE, "*.gguf")
     if os.path.lexists(folder / SINGLE_FILE):
         weights = (SINGLE_FILE,)
     weights = weights if needs_weights else ()
@@ -113,12 +114,15 @@ def _unreadable_file(folder: Path, *, needs_weights: bool) -> str | None:
 
 
 def _locate_model(path: str, revision: str | None, *, needs_weights: bool) -> ModelLocation:
-    """The folder `path`, a copy of it if it is remote, or the snapshot of the hub's model of that name at `revision`
-    (main). Missing files are downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but possible
-    pooling files is used if the hub cannot be reached. Raises ModelConfigError and OSError.
+    """The folder `path`, a copy of it if it is remote, one made of GGUF, or the snapshot of the hub's model of that
+    name at `revision` (main). Missing files are downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing
+    but possible pooling files is used if the hub cannot be reached. Raises ModelConfigError and OSError.
     """
     if is_remote(path):
         return locate_remote_model(path, _FILES if needs_weights else _SETTINGS, _NOT_FETCHED)
+    of_gguf = locate_gguf(path, TOKENIZER_FILES)
+    if of_gguf is not None:
+        return of_gguf
     folder = Path(path)
     if folder.is_dir() or not is_hub_name(path):
         if revision is not None:
@@ -143,10 +147,16 @@ def _locate_model(path: str, revision: str | None, *, needs_weights: bool) -> Mo
 
 
 def cached_folder(path: str | Path) -> Path:
-    """The folder `path`, or the snapshot of main of the hub's model of that name in the local cache; nothing is
-    downloaded. Raises CheckpointError for a name of which the cache has no complete snapshot.
+    """The folder `path`, one made of GGUF, or the snapshot of main of the hub's model of that name in the local cache;
+    nothing is downloaded. Raises CheckpointError for a name of which the cache has no complete snapshot.
     """
     folder, name = Path(path), str(path)
+    try:
+        of_gguf = locate_gguf(name, TOKENIZER_FILES)
+    except ModelConfigError as error:
+        raise CheckpointError(str(error)) from None
+    if of_gguf is not None:
+        return of_gguf.folder
     if folder.is_dir() or not is_hub_name(name):
         return folder
     found = _Wanted(cache_folder(), name, "main", needs_weights=True).find()
@@ -214,7 +224,11 @@ def _download_once(wanted: _Wanted) -> ModelLocation:
         note.unlink(missing_ok=True)
         found = wanted.find()
         if found is None:
-            raise ModelConfigError(_not_found(wanted, "the hub has no such file: weights must be safetensors"))
+            raise ModelConfigError(
+                _not_found(
+                    wanted, "the hub has no such file: weights must be safetensors, or a GGUF that is given as a file"
+                )
+            )
         return found
 
 

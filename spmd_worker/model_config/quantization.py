@@ -34,7 +34,7 @@ _UNSUPPORTED: Final = {
     **dict.fromkeys(("metal", "mxfp8", "quanto", "quark", "quip", "sinq", "spqr", "torchao", "vptq"), _WAY_OUT),
     "higgs": _DEQUANTISE,
     "auto-round": "export it as auto_gptq or auto_awq, or " + _WAY_OUT,
-    "gguf": "give the safetensors checkpoint that it was made from",
+    "gguf": "give model.path its GGUF file, or the safetensors checkpoint that it was made from",
     "marlin": "give the GPTQ checkpoint that it was made from",
     "nvfp4": "give the bfloat16 checkpoint, or one in NVFP4 by compressed-tensors or modelopt",
 }

@@ -7,14 +7,10 @@ CACHE is that of the hub. VERSION is a digest of the files' names, sizes and ver
 downloaded again. One rank of a node downloads; the others wait for the kernel's lock, and find its files.
 """
 
-import contextlib
-import fcntl
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +21,7 @@ from spmd_worker.base.remote_files import RemoteState, read_range, states_below
 from spmd_worker.base.remote_names import RemotePath, shown_name
 from spmd_worker.base.remote_store import open_store
 from spmd_worker.model_config.hub_cache import ModelLocation, cache_folder
+from spmd_worker.model_config.locked_folder import locked, short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +61,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def copy_once(name: str, key: str, wanted: Mapping[str, RemoteState]) -> Path:
     """The local copy of these files of a remote folder; `key` names it in the log. Raises OSError and ConfigError."""
-    base = cache_folder() / f"remote--{_short(name)}--{_digest([shown_name(name)])}"
-    folder = base / _digest([[each, state.num_bytes, state.version] for each, state in wanted.items()])
+    base = cache_folder() / f"remote--{_short(name)}--{short_digest([shown_name(name)])}"
+    folder = base / short_digest([[each, state.num_bytes, state.version] for each, state in wanted.items()])
     if not folder.is_dir():
         base.mkdir(parents=True, exist_ok=True)
-        with _locked(base / "lock"):
+        with locked(base / "lock"):
             if not folder.is_dir():
                 logger.info("%s: downloading into %s", key, base, extra=SAME_ON_EVERY_RANK)
                 _copy(name, wanted, folder)
@@ -101,14 +98,3 @@ def _copy_file(name: str, state: RemoteState, path: Path) -> None:
             file.write(read_range(store, state, start, min(start + _BLOCK_BYTES, state.num_bytes)))
         sync_stream(file)
     os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _digest(value: object) -> str:
-    return blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

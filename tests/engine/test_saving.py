@@ -423,8 +423,8 @@ def test_formats_are_told_apart_in_words(llm: LLM, tmp_path: Path):
         open_llm(MODEL, load_format="runai_streamer_sharded")
     with open_llm(folder, load_format="sharded_state") as loaded:
         loaded.collective_rpc("reload_weights", args=(str(MODEL),))
-    with pytest.raises(ConfigError, match="load_format=gguf: GGUF is not read"):
-        open_llm(load_format="gguf")
+    with pytest.raises(ConfigError, match=r"model\.load_format=gguf: GGUF is found by model.path"):
+        ModelOptions(path=str(MODEL), load_format="gguf")
 
 
 def changed_state() -> Path:

@@ -36,13 +36,13 @@ _OTHER_LOAD_FORMATS: Final = {
     "runai_streamer_sharded": "set sharded_state, which reads what save_sharded_state wrote",
     **dict.fromkeys(("pt", "npcache"), "pickles are never read: convert them to safetensors, and leave it out"),
     "mistral": "consolidated files are not read: download the files in the hub's names, and leave it out",
-    "gguf": "GGUF is not read: use the safetensors that it was converted from",
+    "gguf": "GGUF is found by model.path, a file or a folder with one: leave it out",
     "bitsandbytes": "files that it quantised are read without it, and others are not quantised so: leave it out",
 }
 """Values of vLLM's on a command line, and what to do instead. `LLM` takes those that have one here."""
 _METHODS_OF_FILES: Final = (
     *("bitsandbytes", "compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "mxfp4", "fbgemm_fp8"),
-    *("awq", "awq_marlin", "gptq", "gptq_marlin"),
+    *("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf"),
 )
 """Values of vLLM's `quantization` that say how a checkpoint is stored."""
 _MAX_MEMORY_GIB: Final = 2**20
@@ -64,9 +64,9 @@ class ModelOptions:
 
     path: str | None = command_option(
         None,
-        "Hugging Face folder, or a name on the hub (`org/name`): found in its local cache (`HF_HOME`, `HF_HUB_CACHE`), "
-        "else downloaded (`pip install 'spmd-worker[hub]'`) unless `HF_HUB_OFFLINE=1`; the hub is asked once for the "
-        "files about pooling where the cache lacks them; a folder of that name comes first",
+        "Hugging Face folder, GGUF, or a name on the hub (`org/name`): found in its cache (`HF_HOME`, "
+        "`HF_HUB_CACHE`), else downloaded (`pip install 'spmd-worker[hub]'`) unless `HF_HUB_OFFLINE=1`; the hub is "
+        "asked once for the files about pooling where the cache lacks them; a folder of that name comes first",
         is_path=True,
         is_common=True,
     )
@@ -89,10 +89,12 @@ class ModelOptions:
     )
     load_format: str = vllm_option(
         "auto",
-        "`auto` reads safetensors, streamed ones in parallel; `sharded_state` reads what `save_sharded_state` wrote, "
-        "`streamed` only what `save_streamed` did, `dummy` makes deterministic random weights",
+        "`auto` reads safetensors, streamed ones in parallel, or GGUF; `sharded_state` reads what `save_sharded_state` "
+        "wrote, `streamed` only what `save_streamed` did, `dummy` makes deterministic random weights",
         vllm_values={
-            **dict.fromkeys(("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor"), "auto"),
+            **dict.fromkeys(
+                ("safetensors", "hf", "fastsafetensors", "runai_streamer", "instanttensor", "gguf"), "auto"
+            ),
             "tensorizer": "streamed",
             "runai_streamer_sharded": "sharded_state",
         },

@@ -10,6 +10,7 @@ import torch
 from spmd_worker.base.process import boot_id
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.checkpoint_files import open_checkpoint
 from spmd_worker.model.weights.region import split_region
 from spmd_worker.model.weights.weight_files import all_weight_files
 
@@ -33,7 +34,7 @@ def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
     """A digest of the contents of every tensor, by name, of the folder and of those `inside` it: reads all files."""
     digests: dict[str, str] = {}
     for each in ("", *inside):
-        with Checkpoint.open(folder / each) as checkpoint:
+        with open_checkpoint(folder / each) as checkpoint:
             names = checkpoint.names()
             digests |= {f"{each}/{name}" if each else name: _digest(checkpoint, name) for name in names}
     return digests

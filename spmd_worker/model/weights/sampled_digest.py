@@ -14,8 +14,9 @@ from typing import Final
 
 from spmd_worker.base.files import read_regular_file
 from spmd_worker.model.weights.content_digest import file_status, is_settled
-from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader
 from spmd_worker.model.weights.weight_files import all_weight_files
+from spmd_worker.model.weights.weight_headers import read_weight_header
 from spmd_worker.model_config.tensor_names import STATE_FILE
 from spmd_worker.resolved import ResolvedRun
 
@@ -65,7 +66,7 @@ def file_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
 @lru_cache(maxsize=4)
 def _digests(paths: tuple[Path, ...], statuses: tuple[tuple[int, ...], ...]) -> list[str]:
     """Digests of files of these `statuses`."""
-    headers = [read_header(path) for path in paths]
+    headers = [read_weight_header(path) for path in paths]
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="spmd-digest") as readers:
         offsets = sample_offsets(headers)
         return [_digest(readers, *each) for each in zip(paths, headers, offsets, strict=True)]

@@ -13,6 +13,7 @@ from spmd_worker.base.errors import CheckpointError, SaveError
 from spmd_worker.base.staged_folder import write_durably
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import STORED_DTYPES, Checkpoint
+from spmd_worker.model.weights.checkpoint_files import open_checkpoint
 from spmd_worker.model.weights.safetensors_header import read_header
 from spmd_worker.model.weights.safetensors_writer import TensorToWrite, divided
 from spmd_worker.model.weights.store import WeightStore
@@ -41,7 +42,7 @@ class SourceTensors:
         if not is_read:
             return
         try:
-            self._files = files = Checkpoint.open(folder)
+            self._files = files = open_checkpoint(folder)
         except CheckpointError as error:
             logger.info("tensors that the model does not use are not saved: %s", error)
             return

@@ -54,7 +54,7 @@ from spmd_worker.model.layers.weight_slice import (
     full_rectangle,
     volume,
 )
-from spmd_worker.model.weights.checkpoint import Checkpoint
+from spmd_worker.model.weights.checkpoint_files import open_checkpoint
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.coverage import checkpoint_problems, parameter_problems, raise_problems
@@ -193,7 +193,7 @@ class WeightStore:
         self, folder: Path, quantization: Quantization | None = None, staging: HostStaging = HOST
     ) -> Iterator[WeightSource]:
         """The files of a folder with the names of the family's table, dequantised on the device of `staging`."""
-        with Checkpoint.open(folder, staging) as files:
+        with open_checkpoint(folder, staging) as files:
             files.rename(self.names.parts)
             if (copied := self.names.embedding_in(files.shapes())) is not None:
                 files.add_copy(*copied)

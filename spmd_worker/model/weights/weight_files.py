@@ -1,4 +1,5 @@
-"""Files that a checkpoint is read from: `model.safetensors`, or those that the index names. Others count for nothing.
+"""Files that a checkpoint is read from: `model.safetensors`, those that the index names, or GGUF. Others count for
+nothing.
 
 Needs no torch, so that a job is identified before it is imported.
 """
@@ -10,6 +11,8 @@ from typing import Final
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
 from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES
+from spmd_worker.model_config.gguf.files import linked_files
+from spmd_worker.model_config.gguf.header import SUFFIX
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
@@ -17,6 +20,8 @@ _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
 
 def all_weight_files(folder: Path, inside: Sequence[str] = ()) -> list[Path]:
     """Files of `folder` and of the folders `inside` it. Raises CheckpointError."""
+    if linked := linked_files(folder):
+        return linked
     folders = [folder / each for each in ("", *inside)]
     return [path for each in folders for path in weight_files(each, read_weight_map(each))]
 
@@ -79,8 +84,8 @@ def _nothing_found(folder: Path) -> str:
             "code: convert them to safetensors (save_pretrained of a recent transformers does), or take those of a "
             "pull request on the hub (model.revision=refs/pr/N), which many models have"
         )
-    if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
-        return f"{folder}: has weights only as GGUF, which is unsupported: use the safetensors it was converted from"
+    if any(entry.suffix == SUFFIX for entry in folder.iterdir()):
+        return f"{folder}: has weights only as GGUF, which is read as a model: give model.path its file"
     found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
     others = f"; it has {', '.join(found[:3])} without an index" if found else ""
     return f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}{others}"
