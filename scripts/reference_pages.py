@@ -75,6 +75,7 @@ in the local cache and downloaded if it is not there (`pip install 'spmd-worker[
 | `hf_quant_config.json` | optional: how ModelOpt quantised the weights, if config.json does not say it |
 | `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/` | optional: the chat template, for chat rows |
 | `modules.json`, `config_sentence_transformers.json` | optional: pooling as in sentence-transformers, see [Pooling](../guides/pooling.md) |
+| `artifact.metadata` | optional: settings of ColBERT's authors, see [Late interaction](../guides/late_interaction.md) |
 
 Nothing in the folder is executed. Pickled weights (`.bin`, `.pt`, `.pth`) are rejected. `auto_map` is ignored where
 the architecture is supported; where it is not, the model is rejected, whatever `trust_remote_code` says.

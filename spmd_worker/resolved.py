@@ -32,7 +32,13 @@ from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MAX_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
+from spmd_worker.model_config.pooling import (
+    TOKEN_TASKS,
+    VECTORS,
+    PoolingConfig,
+    check_sees_earlier,
+    last_token_pooling,
+)
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.expert_layout import expert_layout_of
 from spmd_worker.ranks.gpu_leaves import PLAIN_TORCH, check_gpu_leaves
@@ -476,10 +482,10 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
             )
         pooling = replace(pooling, text=replace(pooling.text, default_prompt=name))
     if options.pooling_type is not None:
-        if pooling.task == "token_classify":
+        if pooling.task in TOKEN_TASKS:
             raise ConfigError(
-                f"model.pooling_type={options.pooling_type}: the model of config.json scores each token, and pools "
-                f"none: leave it out"
+                f"model.pooling_type={options.pooling_type}: the model of config.json has numbers for each token, and "
+                f"pools none: leave it out"
             )
         pooling = replace(pooling, pooling_type=options.pooling_type)
     return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling
@@ -691,7 +697,7 @@ def _settings_without_effect(config: RunConfig, model_config: ModelConfig, devic
     formats = ("tool_call_format", "reasoning_format")
     given += [f"model.{key}" for key in formats if getattr(config.model, key) != "auto"]
     found += [f"{key} has no effect: this run pools, and rows get no tokens; leave it out" for key in given]
-    if config.model.allow_any_dimensions and model_config.pooling.task != "embed":
+    if config.model.allow_any_dimensions and model_config.pooling.task not in VECTORS:
         found.append("model.allow_any_dimensions=true has no effect: this model gives scores, no vectors; leave it out")
     return found
 
@@ -773,6 +779,12 @@ def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     own = model_config.pooling.max_tokens if model_config.pooling is not None else 0
     most = model_config.max_model_len if model_config.bounds_rows else own or model_config.max_model_len
     max_model_len = wanted or min(own or most, most)
+    late = model_config.pooling.late if model_config.pooling is not None else None
+    if late is not None and late.expansion is not None and late.expansion.length > max_model_len:
+        raise ConfigError(
+            f"model.max_model_len={max_model_len} is less than the {late.expansion.length} tokens to which the folder "
+            f"expands queries (query_length or query_maxlen): raise it, or set model.max_model_len to null"
+        )
     tokens = config.scheduler.max_num_batched_tokens
     if model_config.is_encoder:
         return max_model_len

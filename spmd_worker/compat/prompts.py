@@ -16,6 +16,7 @@ from spmd_worker.compat.image_prompts import (
     medium_of_data,
 )
 from spmd_worker.compat.keywords import is_empty
+from spmd_worker.compat.late_texts import encode_late_text
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
@@ -198,6 +199,13 @@ def apply_pooling(
     """
     encoded.pooling = pooling = resolve_pooling(params, config)
     assert config is not None, "checked by resolve_pooling"
+    if config.late is not None and params.input_type is not None and encoded.text is not None and not encoded.is_ids:
+        if encoded.error is None:
+            length = max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            given = (config.late, need_tokenizer(), encoded.text, params.input_type, length, max_model_len)
+            encoded.token_ids, _, num_attended = encode_late_text(*given)
+            encoded.pooling = replace(pooling, num_attended_tokens=num_attended)
+        return
     length, pair = params.truncate_prompt_tokens, encoded.pair
     most = max_model_len if length == -1 else length
     is_text = (encoded.text is not None and not encoded.is_ids) or pair is not None

@@ -8,6 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_worker.compat.late_texts import kept_tokens
+from spmd_worker.model_config.late_interaction import LateInteraction
 from spmd_worker.replica.sequence.encoder_input import is_text
 from spmd_worker.replica.sequence.outputs import (
     GRAMMAR_FAILED,
@@ -37,8 +39,10 @@ def request_output(
     tokenizer: Tokenizer | None,
     metrics: RequestMetrics | None = None,
     encoder_prompt: str | None = None,
+    late: LateInteraction | None = None,
 ) -> RequestOutput:
-    """Output of a finished request. `prompt` and `encoder_prompt` are the texts that were encoded, if any.
+    """Output of a finished request. `prompt` and `encoder_prompt` are the texts that were encoded, if any. `late` says
+    of which tokens vectors are left out.
 
     The best `n` of `best_of` samples are returned, best first, with new indices and with the `cumulative_logprob` that
     ranked them, even if the row did not ask for log-probabilities. A request whose logits, of a sample or of the
@@ -86,6 +90,8 @@ def request_output(
         if request.pooling.is_for_tokens:
             numbers = np.frombuffer(group.vector, dtype="<f4")
             output.token_vectors = numbers.reshape(len(output.prompt_token_ids), -1)
+            kept = kept_tokens(late, tokenizer, output.prompt_token_ids, request.pooling.input_type)
+            output.token_vectors = output.token_vectors if kept is None else output.token_vectors[kept]
         else:
             output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
         output.prompt_weight_versions = list(group.prompt_spans)

@@ -308,7 +308,8 @@ class Requests:
                     if not self._adapter_uses[digest]:
                         del self._adapter_uses[digest]
         prompt, encoder_prompt = self._prompts.pop(request_id, (None, None))
-        return request_output(group, prompt, self._tokenizer, metrics, encoder_prompt)
+        late = None if self.limits.pooling is None else self.limits.pooling.late
+        return request_output(group, prompt, self._tokenizer, metrics, encoder_prompt, late)
 
     def _check_adapter(self, digest: int) -> None:
         if digest and (not self.adapters.has(digest) or digest in self.leaving_adapters):

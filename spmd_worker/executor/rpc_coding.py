@@ -17,6 +17,7 @@ from spmd_worker.base import config
 from spmd_worker.base.config import schema
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
+from spmd_worker.model_config.late_interaction import LateInteraction, QueryExpansion, TextRole
 from spmd_worker.model_config.layer_config import (
     ConvConfig,
     DeltaConfig,
@@ -73,6 +74,9 @@ _RECORDS: Final[dict[str, type]] = {
         DraftTokenIds,
         EncoderPart,
         HeadConfig,
+        LateInteraction,
+        QueryExpansion,
+        TextRole,
         ExpertLayout,
         ExpertsConfig,
         FormatGroup,

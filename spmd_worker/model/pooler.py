@@ -7,10 +7,10 @@ Every rank of the last stage has the full pooler.
 H: hidden size; D: elements of the vector; L: labels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,12 @@ class Pooler(CheckpointLayer):
             self.norm = context.parameter(size) if head.norm is not None else None
             self.norm_bias = context.parameter(size) if head.norm is not None and head.norm.has_bias else None
         # No parameters: those are loaded, dropped and updated from the checkpoint.
-        self._denses: list[tuple[Tensor, Tensor | None, str]] = []
+        self._denses: list[dict[str, Tensor]] = []
 
-    def set_denses(self, weights: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Weight [out, in] and bias [out] of each of `config.denses`, float32."""
-        for dense, (weight, bias) in zip(self.config.denses, weights, strict=True):
-            moved = None if bias is None else bias.to(self._device)
-            self._denses.append((weight.to(self._device), moved, dense.activation))
+    def set_denses(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
+        """Tensors of each of `config.denses`, by the names in its file, float32."""
+        for _, tensors in zip(self.config.denses, weights, strict=True):
+            self._denses.append({name: each.to(self._device) for name, each in tensors.items()})
 
     def forward(
         self,
@@ -79,14 +78,12 @@ class Pooler(CheckpointLayer):
     ) -> Tensor:
         """Float32 [H], or with late pooling [T, H] -> float32 [D], or scores [L] of a model that classifies.
 
-        `is_for_tokens`: states [T, H] -> a vector of each token [T, H], or its scores [T, L]. Dense layers of
-        sentence-transformers take vectors of rows alone.
+        `is_for_tokens`: states [T, H] -> a vector of each token [T, D], or its scores [T, L]. Dense layers take states
+        of tokens if the model has no vectors of rows (late interaction), else a token's vector is its state.
         """
         if is_for_tokens:
-            return self._of_tokens(pooled, normalizes=normalizes, activates=activates)
-        x = pooled
-        for weight, bias, activation in self._denses:
-            x = _activate(_linear(x, weight, bias), activation)
+            return self._of_tokens(pooled, dimensions=dimensions, normalizes=normalizes, activates=activates)
+        x = self._projected(pooled)
         if self.config.task == "classify":
             scores = self._scores(x)
             return _activate(scores, self.config.activation) if activates else scores
@@ -94,12 +91,29 @@ class Pooler(CheckpointLayer):
         x = F.normalize(x, dim=0) if normalizes else x
         return x[: self.config.max_dimensions or None] if dimensions is None else x
 
-    def _of_tokens(self, states: Tensor, *, normalizes: bool, activates: bool) -> Tensor:
+    def _of_tokens(self, states: Tensor, **options: Any) -> Tensor:
         """One token after another, so that neither chunks nor other rows change a bit."""
-        if self.config.task == "embed":
-            return torch.stack([F.normalize(each, dim=0) for each in states.unbind(0)]) if normalizes else states
-        scores = [self._scores(each) for each in states.unbind(0)]
-        return torch.stack([_activate(each, self.config.activation) for each in scores] if activates else scores)
+        return torch.stack([self._of_token(each, **options) for each in states.unbind(0)])
+
+    def _of_token(self, state: Tensor, *, dimensions: int | None, normalizes: bool, activates: bool) -> Tensor:
+        """[H] -> [D] or [L]."""
+        if self.config.task == "token_classify":
+            scores = self._scores(state)
+            return _activate(scores, self.config.activation) if activates else scores
+        if self.config.task == "token_embed":
+            state = self._projected(state)
+            state = self._scores(state) if self.config.has_score_weight else state
+        state = state[:dimensions]
+        return F.normalize(state, dim=0) if normalizes else state
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """[H] -> [D], by the dense layers."""
+        for dense, tensors in zip(self.config.denses, self._denses, strict=True):
+            y = _activate(_linear(x, tensors["linear.weight"], tensors.get("linear.bias")), dense.activation)
+            if dense.has_residual:
+                y = y + (_linear(x, tensors["residual.weight"], None) if dense.has_residual_matrix else x)
+            x = y
+        return x
 
     def _scores(self, x: Tensor) -> Tensor:
         """[H] or [T, H] -> [L]. Without a score weight the outputs of the dense layers are the scores."""

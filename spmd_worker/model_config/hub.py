@@ -33,6 +33,7 @@ from spmd_worker.model_config.hub_cache import (
     repository_folder,
     unknown_files,
 )
+from spmd_worker.model_config.late_interaction import ARTIFACT_FILE
 from spmd_worker.model_config.quantization import MODELOPT_FILE
 from spmd_worker.model_config.remote_model import locate_remote_model
 from spmd_worker.model_config.sentence_folder import POOLING_FILES, module_folders
@@ -41,7 +42,7 @@ from spmd_worker.model_config.unreadable_files import unreadable_file
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS: Final = ("config.json", "generation_config.json", MODELOPT_FILE, *POOLING_FILES)
+_SETTINGS: Final = ("config.json", "generation_config.json", MODELOPT_FILE, *POOLING_FILES, ARTIFACT_FILE)
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
 _SHARDS: Final = "model-*-of-*.safetensors"
 TOKENIZER_FILES: Final = (

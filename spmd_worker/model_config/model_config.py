@@ -41,6 +41,8 @@ from spmd_worker.model_config.families.vision_rows import read_vision
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.layer_elements import layer_elements
 from spmd_worker.model_config.pooling import (
+    COLBERT,
+    COLBERT_ENCODERS,
     EncoderPooling,
     HeadConfig,
     PoolingConfig,
@@ -158,6 +160,11 @@ class ModelConfig:
     @property
     def names(self) -> Names:
         names = self._family.names
+        if self.pooling is not None and self.pooling.late is not None:
+            # Folders of ColBERT's authors have the matrix, also beside a Dense that is the same.
+            is_own = self.pooling.has_score_weight
+            ignored = names.ignored_prefixes if is_own else (*names.ignored_prefixes, f"{_MATRIX}.")
+            return replace(names, classifier=_MATRIX if is_own else "", ignored_prefixes=ignored)
         if self.pooling is None or self.pooling.task != "token_classify":
             return names
         if self.pooling.head is not None and not self.is_encoder:
@@ -824,6 +831,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     """The row for `architectures`: a name of its own, else the base of an encoder's or of a decoder's name."""
     given = config.get("architectures")
     names = given if isinstance(given, list) else []
+    if COLBERT in names:
+        names = [COLBERT_ENCODERS.get(str(config.get("model_type")), COLBERT)]
     kinds = (
         *((FAMILIES, lambda name: name), (ENCODERS, encoder_of)),
         *((FAMILIES, generating_of), (FAMILIES, classifying_of), (FAMILIES, decoder_of)),
@@ -850,6 +859,8 @@ def _near(names: Sequence[Any]) -> str:
     return f"{near}: `spmd-worker families` lists the {len(known)} that run"
 
 
+_MATRIX: Final = "linear"
+"""Name of the matrix from states of tokens to their vectors, in files of ColBERT's authors."""
 _MAX_NAMES: Final = 4
 _MOST_DISTANCES: Final = 1 << 17
 _OF_GENERATION: Final = ("eos_token_id", "decoder_start_token_id")

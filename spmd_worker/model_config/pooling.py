@@ -13,6 +13,7 @@ from typing import Any, Final
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.late_interaction import ARTIFACT_FILE, LateInteraction, read_artifact
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.sentence_folder import (
     MAX_SIZE,
@@ -23,6 +24,7 @@ from spmd_worker.model_config.sentence_folder import (
     TextTransform,
     is_sentence_folder,
     module_folders,
+    open_settings,
     outputs_token_types,
     pooling_files,
     read_activation,
@@ -39,8 +41,14 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 
 CLASSIFIER: Final = "ForSequenceClassification"
 TOKEN_CLASSIFIER: Final = "ForTokenClassification"
+COLBERT: Final = "HF_ColBERT"
+"""The architecture that ColBERT's authors write for all their encoders."""
+COLBERT_ENCODERS: Final = {"bert": "BertModel", "xlm-roberta": "XLMRobertaModel"}
+"""These encoders, by model type."""
 TOKEN_TASKS: Final = ("token_embed", "token_classify")
 """Tasks with a result for each token of a row."""
+VECTORS: Final = ("embed", "token_embed")
+"""Tasks of models that give vectors, not scores."""
 _HEADS: Final = (CLASSIFIER, TOKEN_CLASSIFIER)
 PROCESS_REWARD: Final = "ForProcessRewardModel"
 """Decoders that score the steps of a solution (Qwen2.5-Math-PRM): each token gets two scores, behind a dense layer."""
@@ -112,7 +120,9 @@ class EncoderPooling:
 class PoolingConfig:
     """Result of a row with the pooling runner.
 
-    `task` is "embed", a vector, "classify", `num_labels` scores, or "token_classify", these scores of each token.
+    `task` is "embed", a vector, "classify", `num_labels` scores, "token_classify", these scores of each token, or
+    "token_embed", a vector of each token, of texts that are encoded as `late` says: its `num_labels` numbers are those
+    of a matrix of the checkpoint, unless there are `denses`.
     `pooling_type` is one of `POOLING_TYPES`, "late": the head takes each token, and the scores the mean of its outputs,
     or "all": nothing is pooled.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
@@ -149,6 +159,7 @@ class PoolingConfig:
     max_dimensions: int = 0
     labels: tuple[str | None, ...] = ()
     shifted: ShiftedRow | None = None
+    late: LateInteraction | None = None
 
     @property
     def encodes_inside(self) -> bool:
@@ -170,7 +181,7 @@ class PoolingConfig:
 
     @property
     def size(self) -> int:
-        if self.task != "embed":
+        if self.num_labels:
             return self.num_labels
         size = self.denses[-1].num_outputs if self.denses else self.hidden_size
         return min(size, self.max_dimensions or size)
@@ -178,7 +189,7 @@ class PoolingConfig:
     @property
     def token_size(self) -> int:
         """Numbers of each token, of rows that get some."""
-        return {"embed": self.hidden_size, "token_classify": self.num_labels}.get(self.task, 0)
+        return {"embed": self.hidden_size, "classify": 0}.get(self.task, self.size)
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -196,6 +207,8 @@ class PoolingConfig:
             return ("embed", "score", "token_embed")
         if self.task == "token_classify":
             return ("token_classify",)
+        if self.task == "token_embed":
+            return ("token_embed", "score")
         return ("classify", "score", "reward") if self.num_labels == 1 else ("classify",)
 
 
@@ -250,6 +263,8 @@ def read_pooling(
         pooling = _classifier(reader, hidden_size, sentence, encoder)
     elif sentence is not None:
         pooling = _sentence_model(reader, hidden_size, sentence)
+    elif COLBERT in names:
+        pooling = _with_dimensions(_colbert(folder, hidden_size), reader)
     elif encoder is not None:
         message = "%s has no pooling settings: a row's vector is the mean of its tokens' states"
         logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
@@ -264,6 +279,10 @@ def read_pooling(
         has_types = encoder.has_token_types
         outputs_types = has_types and outputs_token_types(folder, config)
         pooling = replace(pooling, is_encoder=True, has_token_types=has_types, outputs_token_types=outputs_types)
+    elif pooling.late is not None and pooling.late.expansion is not None:
+        raise reader.error(
+            "architectures", "is a decoder, for which queries cannot be expanded: do_query_expansion false"
+        )
     return pooling if pooling.max_tokens else replace(pooling, max_tokens=tokenizer_length(folder))
 
 
@@ -348,9 +367,18 @@ def _score_activation(reader: ConfigReader, num_labels: int, sentence: SentenceF
     return "softmax" if sentence is None else "none"
 
 
+def _colbert(folder: Path, hidden_size: int) -> PoolingConfig:
+    """A folder of ColBERT's authors: the matrix is in the checkpoint."""
+    late, size = read_artifact(open_settings(folder / ARTIFACT_FILE, is_optional=True))
+    pooling = PoolingConfig("token_embed", "all", hidden_size, is_normalized=True, num_labels=size, late=late)
+    return replace(pooling, max_tokens=late.max_tokens)
+
+
 def _sentence_model(reader: ConfigReader, hidden_size: int, sentence: SentenceFolder) -> PoolingConfig:
     pooling = PoolingConfig("embed", sentence.pooling_type or "last", hidden_size, sentence.denses)
-    if sentence.kind != "Pooling":
+    if sentence.late is not None:
+        pooling = replace(pooling, task="token_embed", pooling_type="all", late=sentence.late)
+    elif sentence.kind != "Pooling":
         num_labels = 1 if sentence.kind == "LogitScore" else sentence.denses[-1].num_outputs
         return replace(
             pooling,
@@ -359,15 +387,22 @@ def _sentence_model(reader: ConfigReader, hidden_size: int, sentence: SentenceFo
             activation=_score_activation(reader, num_labels, sentence),
             label_token_ids=sentence.label_token_ids,
         )
+    return replace(
+        _with_dimensions(pooling, reader),
+        is_normalized=sentence.is_normalized,
+        similarity=sentence.similarity,
+        max_dimensions=sentence.max_dimensions,
+    )
+
+
+def _with_dimensions(pooling: PoolingConfig, reader: ConfigReader) -> PoolingConfig:
+    """The pooling with the lengths to which config.json allows its vectors to be cut."""
     key = "matryoshka_dimensions"
     sizes = reader.get(key) or []
     if not isinstance(sizes, list):
         raise reader.error(key, "must be a list")
     return replace(
         pooling,
-        is_normalized=sentence.is_normalized,
         matryoshka_dimensions=tuple(checked_integer(each, reader.where(key), 1, MAX_SIZE) for each in sizes),
         is_matryoshka=reader.get("is_matryoshka") is True,
-        similarity=sentence.similarity,
-        max_dimensions=sentence.max_dimensions,
     )

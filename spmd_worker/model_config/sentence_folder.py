@@ -14,6 +14,7 @@ from spmd_worker.base import files
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.late_interaction import ARTIFACT_FILE, LateInteraction, read_settings
 
 MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
@@ -30,11 +31,16 @@ _TOKENIZER_BYTES: Final = 256 * 1024 * 1024
 MAX_SIZE: Final = 2**20
 
 _OWN_TYPES: Final = "sentence_transformers."
+_PYLATE_DENSE: Final = "pylate.models.Dense.Dense"
+"""A module of another package that is sentence-transformers' own, for vectors of tokens."""
+_LATE_TYPES: Final = ("MultiVectorEncoder", "ColBERT")
+"""`model_type` of models whose tokens' vectors are compared, of sentence-transformers and PyLate."""
 _MODEL_TYPES: Final = ("SentenceTransformer", "CrossEncoder")
 SIMILARITIES: Final = ("cosine", "dot", "euclidean", "manhattan")
 MESSAGE_FORMATS: Final = ("structured", "flat", "auto")
 
 _VECTOR: Final = "sentence_embedding"
+_TOKENS: Final = "token_embeddings"
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLD_MODES: Final = {
     "pooling_mode_cls_token": "cls",
@@ -104,7 +110,8 @@ _TYPED_MODELS: Final = ("bert", "deberta", "deberta-v2", "electra", "nomic_bert"
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
     """One linear layer after the pooled vector, whose weights are in `folder` of the model folder. `activation` is
-    "none" or a function of `model/pooler.py`.
+    "none" or a function of `model/pooler.py`. With `has_residual` the input is added to the output, behind a matrix of
+    its own if their lengths differ.
     """
 
     folder: str
@@ -112,6 +119,11 @@ class DenseConfig:
     num_outputs: int
     has_bias: bool
     activation: str
+    has_residual: bool = False
+
+    @property
+    def has_residual_matrix(self) -> bool:
+        return self.has_residual and self.num_inputs != self.num_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +160,10 @@ class SentenceFolder:
     """Settings of a folder with `modules.json`.
 
     `kind` is the last module that decides a row's result: "Pooling", a vector; "Dense", scores of a cross-encoder from
-    a pooled vector; "Transformer", scores of a classifier; "LogitScore", the difference of two tokens' logits.
-    `activation` of scores is None if not given. `similarity` of two vectors is one of `SIMILARITIES`. `max_tokens` of a
-    row, `max_dimensions` of a vector: 0 for no limit.
+    a pooled vector; "Transformer", scores of a classifier; "LogitScore", the difference of two tokens' logits;
+    "Tokens", a vector of each token, with the settings `late`. `activation` of scores is None if not given.
+    `similarity` of two vectors is one of `SIMILARITIES`. `max_tokens` of a row, `max_dimensions` of a vector: 0 for no
+    limit.
     """
 
     kind: str
@@ -163,6 +176,7 @@ class SentenceFolder:
     similarity: str = "cosine"
     max_tokens: int = 0
     max_dimensions: int = 0
+    late: LateInteraction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +184,7 @@ class _Transformer:
     task: str
     max_tokens: int
     text: TextTransform
+    settings: ConfigReader
 
 
 def is_sentence_folder(folder: Path) -> bool:
@@ -185,7 +200,7 @@ def read_sentence_folder(folder: Path, hidden_size: int) -> SentenceFolder:
     listed = _listed(path)
     read = _read_modules(folder, [each for each in listed if _word(each.get("type")) != "Dropout"], hidden_size)
     for each in listed:
-        if not str(each.get("type")).startswith(_OWN_TYPES):
+        if not str(each.get("type")).startswith(_OWN_TYPES) and each.get("type") != _PYLATE_DENSE:
             raise ModelConfigError(
                 f"{path}: module {shown(each.get('type'))} is code of the folder or of another package, which is never "
                 f"run: use a folder whose modules are sentence-transformers' own"
@@ -200,7 +215,13 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
         raise ModelConfigError(
             f'{path}: the Transformer is in {shown(names[0])}: its files must be in {folder} itself, with path ""'
         )
-    settings = _open(folder / SETTINGS_FILE, is_optional=True)
+    settings = open_settings(folder / SETTINGS_FILE, is_optional=True)
+    is_late = settings.get("model_type") in _LATE_TYPES or (
+        settings.get("model_type") is None
+        and ("query_prefix" in settings.config or any(each.get("type") == _PYLATE_DENSE for each in listed))
+    )
+    if is_late:
+        return _late_folder(folder, kinds, names, settings, hidden_size)
     with_way_out = replace(settings, way_out=": load the folder as one of these and save it again")
     is_scorer = with_way_out.choice("model_type", _MODEL_TYPES, _MODEL_TYPES[0]) == "CrossEncoder"
     transformer = _read_transformer(folder)
@@ -223,10 +244,9 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
             f"Normalize; for a CrossEncoder: Transformer, alone or with LogitScore, or with Pooling and Dense. Save "
             f"the folder with one of these lists of modules"
         )
-    denses = _denses(folder, dense_names, hidden_size, scores=is_scorer)
-    if tail and _is_folder_name(names[-1]):
-        # Old releases make an empty folder.
-        _check_vector_names(_open(folder / names[-1] / "config.json", is_optional=True))
+    denses = _denses(folder, dense_names, hidden_size, "scores" if is_scorer else _VECTOR)
+    if tail:
+        _check_normalize(folder, names[-1], _VECTOR)
     if tail and is_scorer:
         raise ModelConfigError(f"{path}: Normalize after the scores of a CrossEncoder is not supported: remove it")
     return SentenceFolder(
@@ -237,6 +257,37 @@ def _read_modules(folder: Path, listed: Sequence[Mapping[str, Any]], hidden_size
         similarity=settings.choice("similarity_fn_name", (*SIMILARITIES, None)) or "cosine",
         max_dimensions=_size(settings, "truncate_dim"),
         **common,
+    )
+
+
+def _late_folder(
+    folder: Path, kinds: Sequence[str], names: Sequence[Any], settings: ConfigReader, hidden_size: int
+) -> SentenceFolder:
+    """A folder of PyLate, whose modules are a Transformer and Dense layers, or of a MultiVectorEncoder."""
+    transformer = _read_transformer(folder)
+    dense_names = [name for kind, name in zip(kinds, names) if kind == "Dense"]
+    head = ["Transformer", *["Dense"] * len(dense_names)]
+    masked = "MultiVectorMask" in kinds
+    tail = [each for each in ("MultiVectorMask", "Normalize") if each in kinds]
+    if [*kinds] != [*head, *tail] or transformer.task != "feature-extraction" or transformer.text.message_format:
+        raise ModelConfigError(
+            f"{folder / MODULES_FILE}: modules {', '.join(kinds) or 'none'} are not supported for "
+            f"transformer_task={transformer.task} of a model whose tokens' vectors are compared. Supported: "
+            f"Transformer of plain texts, any number of Dense, MultiVectorMask, Normalize. Save the folder with such a "
+            f"list of modules"
+        )
+    if "Normalize" in kinds:
+        _check_normalize(folder, names[-1], _TOKENS)
+    mask = _open_module(folder, names[kinds.index("MultiVectorMask")]) if masked else None
+    late = read_settings(settings, transformer.settings, mask, dict(_with_prompts(PLAIN_TEXT, settings).prompts))
+    return SentenceFolder(
+        "Tokens",
+        denses=_denses(folder, dense_names, hidden_size, _TOKENS),
+        # PyLate's always are.
+        is_normalized="Normalize" in kinds or not masked,
+        text=_with_prompts(transformer.text, settings),
+        max_tokens=late.max_tokens or transformer.max_tokens,
+        late=late,
     )
 
 
@@ -253,7 +304,7 @@ def read_evaluation_settings(folder: Path) -> EvaluationSettings:
     """Read config_sentence_transformers.json, which may be missing, also of a folder without `modules.json`. Raises
     ModelConfigError naming file and key.
     """
-    settings = _open(folder / SETTINGS_FILE, is_optional=True)
+    settings = open_settings(folder / SETTINGS_FILE, is_optional=True)
     known = dict(_with_prompts(PLAIN_TEXT, settings).prompts)
     prompts = {name: known[name] for name in settings.get("prompts") or {}}
     similarity = settings.choice("similarity_fn_name", (*SIMILARITIES, None)) or SIMILARITIES[0]
@@ -263,7 +314,7 @@ def read_evaluation_settings(folder: Path) -> EvaluationSettings:
 def pooling_files(folder: Path) -> list[Path]:
     """Files that configure pooling, next to config.json, in an order that is the same everywhere."""
     if not is_sentence_folder(folder):
-        return []
+        return [path for path in (folder / ARTIFACT_FILE,) if path.exists()]
     inside = [f"{name}/config.json" for name in module_folders(folder)]
     names = dict.fromkeys((*POOLING_FILES, *_TRANSFORMER_FILES, *inside))
     return [path for name in names if (path := folder / name).exists()]
@@ -319,7 +370,7 @@ def _size(reader: ConfigReader, key: str) -> int:
 
 def _read_transformer(folder: Path) -> _Transformer:
     """Settings of the Transformer, from the first file that exists and is not empty."""
-    readers = (_open(folder / name, is_optional=True) for name in _TRANSFORMER_FILES)
+    readers = (open_settings(folder / name, is_optional=True) for name in _TRANSFORMER_FILES)
     settings = next((each for each in readers if each.config), ConfigReader({}, folder / _TRANSFORMER_FILES[0]))
     for key in settings.config:
         if key not in _TRANSFORMER_KEYS:
@@ -333,7 +384,7 @@ def _read_transformer(folder: Path) -> _Transformer:
     task = settings.choice("transformer_task", (*_TASKS,), "feature-extraction")
     text, max_length = _read_processing(settings, _message_format(settings, task))
     max_tokens = max_length or _size(tokenizer, "model_max_length") or _size(settings, "max_seq_length")
-    return _Transformer(task, max_tokens or tokenizer_length(folder), text)
+    return _Transformer(task, max_tokens or tokenizer_length(folder), text, settings)
 
 
 def _makes_lowercase(folder: Path) -> bool:
@@ -440,12 +491,14 @@ def _pooling_type(settings: ConfigReader) -> str:
     return _MODES[modes[0]]
 
 
-def _denses(folder: Path, names: Sequence[Any], hidden_size: int, *, scores: bool) -> tuple[DenseConfig, ...]:
+def _denses(folder: Path, names: Sequence[Any], hidden_size: int, last_output: str) -> tuple[DenseConfig, ...]:
+    """Layers of vectors of rows, or of tokens; the last one's output has the name `last_output`."""
     denses, size = [], hidden_size
     for number, name in enumerate(names, 1):
         settings = _open_module(folder, name)
-        _check_vector_names(settings, "scores" if scores and number == len(names) else _VECTOR)
-        settings.choice("use_residual", (False,), False)
+        source = _TOKENS if last_output == _TOKENS else _VECTOR
+        _check_vector_names(settings, source, last_output if number == len(names) else source)
+        has_residual = settings.flag("use_residual", False)
         has_bias = settings.flag("bias", True)
         num_inputs, num_outputs = (
             checked_integer(settings.get(key), settings.where(key), 1, MAX_SIZE)
@@ -455,14 +508,22 @@ def _denses(folder: Path, names: Sequence[Any], hidden_size: int, *, scores: boo
             raise settings.error("in_features", f"must be {size}, the size of the vector before it")
         activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
         activation = read_activation(activation, settings.where("activation_function"))
-        denses.append(DenseConfig(name, num_inputs, num_outputs, has_bias, activation))
+        denses.append(DenseConfig(name, num_inputs, num_outputs, has_bias, activation, has_residual))
         size = num_outputs
     return tuple(denses)
 
 
-def _check_vector_names(settings: ConfigReader, output: str = _VECTOR) -> None:
-    """Check that a module reads the row's vector and replaces it, or outputs what a later one reads as `output`."""
-    source = settings.choice("module_input_name", (_VECTOR,), _VECTOR)
+def _check_normalize(folder: Path, name: Any, vector: str) -> None:
+    if _is_folder_name(name):
+        # Old releases make an empty folder.
+        _check_vector_names(open_settings(folder / name / "config.json", is_optional=True), vector, vector)
+
+
+def _check_vector_names(settings: ConfigReader, source: str, output: str) -> None:
+    """Check that a module reads `source`, the vector of the row or those of its tokens, and replaces it, or outputs
+    what a later one reads as `output`.
+    """
+    source = settings.choice("module_input_name", (source,), source)
     if (settings.get("module_output_name") or source) != output:
         raise settings.error("module_output_name", f"is not supported, only {output}")
 
@@ -486,10 +547,10 @@ def _is_folder_name(name: Any) -> TypeGuard[str]:
 def _open_module(folder: Path, name: Any) -> ConfigReader:
     if not _is_folder_name(name):
         raise ModelConfigError(f"{folder / MODULES_FILE}: path {shown(name)} must be the name of a folder next to it")
-    return _open(folder / name / "config.json")
+    return open_settings(folder / name / "config.json")
 
 
-def _open(path: Path, *, is_optional: bool = False) -> ConfigReader:
+def open_settings(path: Path, *, is_optional: bool = False) -> ConfigReader:
     """A reader of the file; of no settings if it is missing and `is_optional`. Null values are not missing ones."""
     try:
         is_missing = is_optional and not path.exists()

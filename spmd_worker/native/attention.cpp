@@ -74,7 +74,7 @@ struct Attention {
   float cap;    // of scores, to base 2; 0: none
   int64_t window;  // below 0: its magnitude is the size of chunks
   int64_t ahead;  // number of later keys that a row sees; 0: attention is causal
-  const int32_t* last_keys;  // last position that each token of the step sees, in order; null: by `ahead`
+  const int32_t* last_keys;  // last position that each token of the step sees, in order; null: by `ahead`, which also bounds it
   bool has_amx;
   const float* sinks = nullptr;  // one logit per query head, of a key without a value; null: no sinks
   const float* distance_bias = nullptr;  // [heads, 2 * max_distance + 1], see RowBias; null: no biases
@@ -95,8 +95,10 @@ struct Attention {
   }
 
   int64_t last_visible(int sequence, int64_t position) const {
-    if (last_keys != nullptr) return last_keys[query_starts[sequence + 1] - context_lengths[sequence] + position];
-    return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
+    const int64_t by_ahead = ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
+    if (last_keys == nullptr) return by_ahead;
+    const int64_t given = last_keys[query_starts[sequence + 1] - context_lengths[sequence] + position];
+    return ahead > 0 ? std::min(given, by_ahead) : given;
   }
 
   int64_t query_head(const Item& item, int64_t row) const {
@@ -105,8 +107,9 @@ struct Attention {
 
   Item item_of(int sequence, int kv_head, int64_t first_row, int64_t end_row, int64_t index) const {
     Item item = {sequence, kv_head, first_row, end_row, index, {}};
-    item.keys = {
-        first_visible(position(item, first_row)), last_visible(sequence, position(item, end_row - 1))};
+    const int64_t last = last_visible(sequence, position(item, end_row - 1));
+    // Rows of which none sees a key visit a tile too.
+    item.keys = {std::min(first_visible(position(item, first_row)), last), last};
     return item;
   }
 
@@ -371,7 +374,8 @@ struct Attention {
     const int64_t size = cache.value_size();
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t index = item.index + row - item.first_row;
-      const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[index].sum));
+      const float sum = sum_of_lanes(scratch.softmax[index].sum);
+      const Floats factor = broadcast(sum == 0.0f ? 0.0f : 1.0f / sum);  // a row that sees no key is zero
       Element* to = output + offset(item, row, num_heads * size, size);
       for (int64_t column = 0; column < size; column += kLanes)
         store_floats(to + column, load<Floats>(scratch.outputs + index * size + column) * factor);

@@ -25,6 +25,7 @@ from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config import hub
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation, absence_note, cache_folder, is_hub_name
+from spmd_worker.model_config.late_interaction import ARTIFACT_FILE
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.model_config.pooling import POOLING_FILES, PoolingConfig
 
@@ -260,7 +261,7 @@ def test_broken_huggingface_hub_error_has_its_own(monkeypatch: pytest.MonkeyPatc
 def test_plan_fetches_no_weights(cache: Path, online: Any):
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL, leave_out="model.safetensors"))
     locate_model("org/tiny", None, needs_weights=False)
-    settings = ["config.json", "generation_config.json", "hf_quant_config.json", *POOLING_FILES]
+    settings = ["config.json", "generation_config.json", "hf_quant_config.json", *POOLING_FILES, ARTIFACT_FILE]
     assert calls[0]["allow_patterns"] == settings
 
 

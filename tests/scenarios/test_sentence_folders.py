@@ -404,7 +404,7 @@ BASE = "sentence_transformers.base.modules"
         ("plain", SENTENCE, {"new_setting": 3}, "new_setting=3 is unknown"),
         ("plain", SENTENCE, {"do_lower_case": True}, "do_lower_case=True"),
         ("plain", "1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "pooling mode .* is not supported"),
-        ("cut", "2_Dense/config.json", {"use_residual": True}, "use_residual=True is not supported"),
+        ("cut", "2_Dense/config.json", {"use_residual": 3}, "use_residual=3 must be true or false"),
         ("cut", "2_Dense/config.json", {"activation_function": "torch.nn.Mish"}, "torch.nn.Mish' is not supported"),
         ("cut", "2_Dense/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
         ("cut", "3_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),

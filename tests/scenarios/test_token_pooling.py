@@ -213,7 +213,7 @@ def test_rows_with_too_many_numbers_are_rejected(monkeypatch: pytest.MonkeyPatch
 
 
 def test_token_scorer_takes_no_pooling_type() -> None:
-    with pytest.raises(ConfigError, match=r"^pooling_type=mean: .*scores each token.*leave it out"):
+    with pytest.raises(ConfigError, match=r"^pooling_type=mean: .*numbers for each token.*leave it out"):
         LLM(pooling_folder("tokens"), pooling_type="mean", **SETTINGS)
 
 

@@ -37,6 +37,8 @@ class Sizes:
     sees_later: bool = False
     images: tuple[range, ...] = ()
     """Tokens that see all of their range."""
+    num_seen: int = 0
+    """Above 0, with `sees_later`: tokens behind the first so many are seen by none."""
 
     @property
     def num_heads(self) -> int:
@@ -102,6 +104,8 @@ def sequence(length: int, sizes: Sizes, seed: int = 0) -> Sequence:
 
 def last_seen(sizes: Sizes, positions: Tensor) -> Tensor:
     """int32: the position of the last key that each token sees, of its image or its own."""
+    if sizes.num_seen:
+        return torch.full(positions.shape, sizes.num_seen - 1, dtype=torch.int32)
     ends = {token: image.stop - 1 for image in sizes.images for token in image}
     return torch.tensor([ends.get(token, token) for token in positions.tolist()], dtype=torch.int32)
 
@@ -138,7 +142,10 @@ def _formula(one: Sequence) -> Tensor:
         by_key = of_keys.gather(2, columns.t().expand(len(of_keys), -1, -1)).transpose(1, 2)
         scores += (of_queries.gather(2, columns.expand(len(of_keys), -1, -1)) + by_key) * one.sizes.scale
     is_visible = distances <= (one.length if one.sizes.sees_later else 0)
-    is_visible |= positions <= last_seen(one.sizes, positions).unsqueeze(1)
+    if one.sizes.num_seen:
+        is_visible = is_visible & (positions < one.sizes.num_seen)
+    else:
+        is_visible |= positions <= last_seen(one.sizes, positions).unsqueeze(1)
     if one.sizes.window < 0:
         quotients = positions // -one.sizes.window
         is_visible &= quotients.unsqueeze(1) == quotients
@@ -149,7 +156,8 @@ def _formula(one: Sequence) -> Tensor:
         sinks = one.sizes.sinks.double().view(-1, 1, 1).expand(-1, one.length, 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
-        weights = scores.softmax(-1)
+        # A token that sees no key has zeros.
+        weights = scores.softmax(-1).masked_fill(~is_visible, 0.0)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -222,7 +230,7 @@ def _step(
         token_blocks=torch.cat([table[at // block_size] for table, at in zip(tables, positions, strict=True)]),
         token_offsets=torch.cat(positions) % block_size,
         sees_later=sequences[0].sizes.sees_later,
-        last_visible=torch.cat(sights) if any(one.sizes.images for one in sequences) else None,
+        last_visible=torch.cat(sights) if any(one.sizes.images or one.sizes.num_seen for one in sequences) else None,
     )
     merged = torch.cat([one.merged[start:end] for one, (start, end) in zip(sequences, ranges, strict=True)])
     query, key, value = Sequence(merged, sequences[0].sizes).parts

@@ -12,6 +12,7 @@ from spmd_worker.engine.calls.call_runner import CallRunner, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.engine import Engine
+from spmd_worker.model_config.late_interaction import INPUT_TYPES
 from spmd_worker.replica.sequence.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -23,7 +24,8 @@ from spmd_worker.replica.sequence.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_pooling, check_task, similarity
+from spmd_worker.replica.sequence.pooling_params import PoolingParams, check_pooling, check_task
+from spmd_worker.replica.sequence.similarity import compared
 
 _Output = TypeVar("_Output", bound=PoolingRequestOutput[Any])
 
@@ -33,7 +35,7 @@ GivenParams = PoolingParams | Sequence[PoolingParams] | None
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Arguments common to all calls. `length` None does not truncate prompts."""
+    """Arguments common to all calls. `length` None does not truncate prompts, unless the model does: `is_truncated`."""
 
     params: GivenParams
     length: int | None
@@ -41,6 +43,7 @@ class _Arguments:
     tokenization_kwargs: Mapping[str, Any] | None
     gather: bool
     use_tqdm: UseTqdm
+    is_truncated: bool = False
 
 
 class PoolingCalls:
@@ -142,13 +145,18 @@ class PoolingCalls:
         prompt_adapter_request: None = None,
     ) -> list[ScoringRequestOutput]:
         """Score each text of `text_2` against its text of `text_1`, or the only one: the similarity of their vectors,
-        or the score that a model with one label gives to the pair. `chat_template` is not supported. A list of
-        `lora_request` is for pairs: vectors of two adapters cannot be compared. Otherwise as `embed`.
+        the score that a model with one label gives to the pair, or with late interaction the sum over the tokens of
+        the query, `text_1`, of the highest product with a token of the document, `text_2`. `chat_template` is not
+        supported. A list of `lora_request` is for pairs: vectors of two adapters cannot be compared. Otherwise as
+        `embed`.
         """
         adapters = (lora_request, prompt_adapter_request)
         given = _Arguments(pooling_params, truncate_prompt_tokens, adapters, tokenization_kwargs, False, use_tqdm)
         config = self._engine.limits.pooling
         are_pairs = config is None or config.task == "classify"
+        if config is not None and config.late is not None and given.length is None:
+            # Queries and documents have lengths of their own.
+            given = replace(given, is_truncated=True)
         num_firsts = 0
 
         def prompts() -> Sequence[str | TextPair]:
@@ -177,13 +185,14 @@ class PoolingCalls:
                 "score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), ScoringRequestOutput
             )
         both: list[PoolingRequestOutput[PoolingOutput]]
-        both = self._pool("score", "score", prompts, given, PoolingOutput, PoolingRequestOutput)
+        input_type_of = None if config.late is None else lambda index: INPUT_TYPES[index >= num_firsts]
+        both = self._pool("score", "score", prompts, given, PoolingOutput, PoolingRequestOutput, input_type_of)
         firsts, seconds = both[:num_firsts], both[num_firsts:]
         firsts = firsts * len(seconds) if num_firsts == 1 else firsts
         return [
             ScoringRequestOutput(
                 first.request_id,
-                ScoringOutput(similarity(config.similarity, first.outputs.data, second.outputs.data)),
+                ScoringOutput(compared(config, first.outputs.data, second.outputs.data)),
                 [*first.prompt_token_ids, *second.prompt_token_ids],
                 first.num_cached_tokens + second.num_cached_tokens,
             )
@@ -198,25 +207,31 @@ class PoolingCalls:
         given: _Arguments,
         make: Callable[[list[float]], Pooled],
         output_class: type[_Output],
+        input_type_of: Callable[[int], str] | None = None,
     ) -> list[_Output]:
         """Run the user's `call`: `make` builds the content of an `output_class` from each row's vector or scores. An
-        error that a callable `prompts` raises is raised on this rank and reported to the others.
+        error that a callable `prompts` raises is raised on this rank and reported to the others. `input_type_of`: of
+        each prompt by its index, once `prompts` was called.
         """
         engine = self._engine
 
         def encode() -> list[Encoded]:
             if task is not None or engine.limits.pooling is None:
                 check_task(task or call, engine.limits.pooling)
-            truncation = given.params if given.length is None else PoolingParams(truncate_prompt_tokens=-1)
+            is_truncated = given.length is not None or given.is_truncated
+            truncation = PoolingParams(truncate_prompt_tokens=-1) if is_truncated else given.params
             encoded = self._encoder.encode(prompts() if callable(prompts) else prompts, truncation)
             check_extras(given.tokenization_kwargs)
             loras, prompt_adapter = given.adapters
             check_no_prompt_adapter(prompt_adapter)
             set_lora_requests(encoded, loras)
-            for each, params in zip(encoded, _listed(given.params, len(encoded)), strict=True):
+            for index, (each, params) in enumerate(zip(encoded, _listed(given.params, len(encoded)), strict=True)):
                 if task is not None and params.task not in (None, task):
                     raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")
-                wanted = replace(params, task=task or params.task)
+                if input_type_of is not None and params.input_type is not None:
+                    raise ValueError("input_type is not supported here: text_1 are queries and text_2 documents")
+                input_type = params.input_type if input_type_of is None else input_type_of(index)
+                wanted = replace(params, task=task or params.task, input_type=input_type)
                 wanted = wanted if given.length is None else replace(wanted, truncate_prompt_tokens=given.length)
                 apply_pooling(each, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
             return encoded

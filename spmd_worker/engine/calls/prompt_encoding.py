@@ -154,10 +154,12 @@ def _ahead(images: ImagePrompts | None, sources: Sequence[Sequence[Any]], index:
 
 
 def _is_truncated(params: Any, index: int) -> bool:
-    """Whether the prompt at `index` is truncated. Invalid parameters are rejected later."""
+    """Whether the prompt at `index` is truncated, as all queries and documents are. Invalid parameters are rejected
+    later.
+    """
     if isinstance(params, Sequence):
         params = params[index] if index < len(params) else None
-    return getattr(params, "truncate_prompt_tokens", None) is not None
+    return any(getattr(params, name, None) is not None for name in ("truncate_prompt_tokens", "input_type"))
 
 
 def as_list(prompts: Any) -> list[Any]:

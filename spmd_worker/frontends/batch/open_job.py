@@ -51,6 +51,7 @@ from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
 from spmd_worker.model_config.adapter_folder import adapter_folders
+from spmd_worker.model_config.pooling import TOKEN_TASKS, VECTORS
 from spmd_worker.resolved import ResolvedRun
 
 logger = logging.getLogger(__name__)
@@ -250,5 +251,5 @@ def vectors_of(engine: Engine) -> VectorColumns | None:
     pooling = engine.limits.pooling
     if pooling is None:
         return None
-    name = "embedding" if pooling.task == "embed" else "scores"
-    return VectorColumns(name, 0 if pooling.task == "token_classify" else pooling.size, pooling.token_size)
+    name = "embedding" if pooling.task in VECTORS else "scores"
+    return VectorColumns(name, 0 if pooling.task in TOKEN_TASKS else pooling.size, pooling.token_size)

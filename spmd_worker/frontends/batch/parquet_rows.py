@@ -84,8 +84,11 @@ def _numbers(body: dict[str, Any], columns: VectorColumns) -> Any:
 
 
 def _decoded(value: str, columns: VectorColumns, num_tokens: int) -> list[Any]:
-    """Numbers of base64: a vector if they have its length, else those of so many tokens."""
+    """Numbers of base64: a vector if they have its length, else those of so many tokens; of a model without vectors of
+    rows, those of the tokens that it keeps.
+    """
     numbers = np.frombuffer(base64.b64decode(value), "<f4")
+    num_tokens = num_tokens if columns.size else len(numbers) // columns.token_size
     is_of_tokens = len(numbers) not in (0, columns.size) and len(numbers) == num_tokens * columns.token_size
     found: list[Any] = (numbers.reshape(num_tokens, -1) if is_of_tokens else numbers).tolist()
     return found

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spmd_worker.base.config.schema import RowLimits
+from spmd_worker.compat.late_texts import kept_tokens
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
@@ -14,6 +15,8 @@ from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.frontends.openai.token_places import TokenPlaces
 from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.model_config.late_interaction import INPUT_TYPES
+from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -22,16 +25,17 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: ids and parameters of its texts, or pairs; `measure` compares vectors for a score, `labels`
-    name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the tokens of its images,
-    `media`. `places` are those of a plain row with numbers for each token; None without a tokenizer.
+    """A row that can run: ids and parameters of its texts, or pairs; `pooling`, the model's, says how vectors
+    are compared, `labels` name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the
+    tokens of its images, `media`. `places` are those of a plain row with numbers for each token; None without a
+    tokenizer.
     """
 
     row: Row
     params: PoolingParams
     texts: tuple[tuple[tuple[int, ...], PoolingParams], ...]
     are_pairs: bool
-    measure: str = "cosine"
+    pooling: PoolingConfig | None = None
     adapter_id: int = 0
     media: tuple[PreparedMedia, ...] = ()
     media_items: tuple[MediaItem, ...] = ()
@@ -89,8 +93,11 @@ def encode_pooled_in_turns(
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
         texts: list[tuple[tuple[int, ...], PoolingParams]] = []
         with_images, places, num_of_row = Encoded(None, ()), None, 0
-        for prompt in prompts:
-            encoded = _truncated(prompt, tokenizer, engine, inputs.params, media)
+        for index, prompt in enumerate(prompts):
+            given = inputs.params
+            if config.late is not None and inputs.num_firsts:
+                given = replace(given, input_type=INPUT_TYPES[index >= inputs.num_firsts])
+            encoded = _truncated(prompt, tokenizer, engine, given, media)
             if encoded.media:
                 with_images = encoded
             engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
@@ -105,11 +112,21 @@ def encode_pooled_in_turns(
             if row.kind == "pooled" and params.is_for_tokens and tokenizer is not None:
                 assert isinstance(prompt, ReadPrompt), prompt
                 most = _max_tokens(inputs.params, engine) if config.encodes_inside else None
+                kept = kept_tokens(config.late, tokenizer, encoded.token_ids, given.input_type)
                 with invalid_request():
-                    places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
+                    if config.late is not None and given.input_type is not None:
+                        places = TokenPlaces.of_late(
+                            *(prompt, encoded.token_ids, tokenizer),
+                            config.late,
+                            given.input_type,
+                            _max_tokens(given, engine),
+                            engine.max_model_len,
+                        ).of_tokens(kept)
+                    else:
+                        places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
             yield
         images = (with_images.media, with_images.media_items)
-        compared = (are_pairs, config.similarity)
+        compared = (are_pairs, config)
         return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, config.labels, places)
 
 
@@ -133,7 +150,8 @@ def _truncated(
         return tokenizer
 
     def check_text(*texts: str) -> None:
-        engine.check_text(need_tokenizer(), *texts, is_cut=params.truncate_prompt_tokens is not None)
+        is_cut = params.truncate_prompt_tokens is not None or params.input_type is not None
+        engine.check_text(need_tokenizer(), *texts, is_cut=is_cut)
 
     if isinstance(prompt, TextPair):
         if tokenizer is None:

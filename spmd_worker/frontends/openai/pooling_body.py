@@ -17,7 +17,7 @@ from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow
 from spmd_worker.frontends.openai.row import PoolingInputs, TextPrompt, answer_name
 from spmd_worker.frontends.openai.row_writer import json_line, response_line
 from spmd_worker.replica.sequence.outputs import RequestOutput
-from spmd_worker.replica.sequence.pooling_params import similarity
+from spmd_worker.replica.sequence.similarity import compared
 
 FormatVector = Callable[[Numbers], Any]
 _KEYS: Final = {"embed": "embedding", "token_embed": "token_embeddings"}
@@ -114,12 +114,13 @@ def _entries(
 
 def _scores(encoded: EncodedPooledRow, inputs: PoolingInputs, outputs: Sequence[RequestOutput]) -> list[float]:
     """One number per pair: its score, or the similarity of its texts' vectors."""
-    vectors = [output.vector or [] for output in outputs]
+    vectors = [_numbers(output) for output in outputs]
     if encoded.are_pairs:
         return [shortest_decimals(vector)[0] for vector in vectors]
+    assert encoded.pooling is not None, "rows whose texts are compared have their model's"
     firsts, seconds = vectors[: inputs.num_firsts], vectors[inputs.num_firsts :]
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-    return [similarity(encoded.measure, first, second) for first, second in zip(firsts, seconds, strict=True)]
+    return [compared(encoded.pooling, first, second) for first, second in zip(firsts, seconds, strict=True)]
 
 
 def _ranked(inputs: PoolingInputs, scores: Sequence[float]) -> list[JsonObject]:

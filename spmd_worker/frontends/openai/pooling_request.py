@@ -30,6 +30,8 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward", *TOKEN_TASKS)
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
+_TYPED_KEYS: Final = (*_PARAM_KEYS, "input_type")
+"""Those of rows whose texts may be queries or documents."""
 _COMMON_KEYS: Final = ("model", "user", "metadata", "request_id", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -44,8 +46,8 @@ _EMBEDDING_KEYS: Final = (*_INPUT_KEYS, "encoding_format", *_PARAM_KEYS, *_COMMO
 _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _CLASSIFY_KEYS: Final = (*_INPUT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
-_POOLING_KEYS: Final = (*_INPUT_KEYS, "task", "encoding_format", *_PARAM_KEYS, *_COMMON_KEYS)
-PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_PARAM_KEYS)
+_POOLING_KEYS: Final = (*_INPUT_KEYS, "task", "encoding_format", *_TYPED_KEYS, *_COMMON_KEYS)
+PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_TYPED_KEYS)
 
 MAX_INPUTS: Final = 2048
 """Most texts of one row; OpenAI's limit for `input`."""
@@ -146,7 +148,7 @@ def _check_texts_alone(body: Mapping[str, Any], *names: str) -> None:
 
 def _params(given: Mapping[str, Any], task: Any) -> PoolingParams:
     with invalid_request():
-        return PoolingParams(task=task, **{key: given[key] for key in _PARAM_KEYS if key in given})
+        return PoolingParams(task=task, **{key: given[key] for key in _TYPED_KEYS if key in given})
 
 
 def _texts_or_conversation(body: Mapping[str, Any]) -> tuple[_Prompt, ...]:

@@ -1,8 +1,11 @@
 """Tokens of a pooled text and their places in it, so that who reads a row's answer needs no tokenizer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spmd_worker.compat.late_texts import encode_late_text
 from spmd_worker.frontends.openai.row import ReadPrompt, TextPrompt
+from spmd_worker.model_config.late_interaction import LateInteraction
 from spmd_worker.model_config.sentence_folder import TextTransform
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -38,3 +41,28 @@ class TokenPlaces:
             return TokenPlaces(tokens, None)
         places = [(max(0, start - num_before), max(0, end - num_before)) for start, end in offsets[-len(token_ids) :]]
         return TokenPlaces(tokens, tuple(places))
+
+    @staticmethod
+    def of_late(
+        prompt: ReadPrompt,
+        token_ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        late: LateInteraction,
+        input_type: str,
+        length: int | None,
+        max_model_len: int,
+    ) -> "TokenPlaces":
+        """Places in a query or a document (`encode_late_text`)."""
+        tokens = tuple([tokenizer.token(token_id) for token_id in token_ids])
+        if not isinstance(prompt, TextPrompt):
+            return TokenPlaces(tokens, None)
+        return TokenPlaces(
+            tokens, encode_late_text(late, tokenizer, prompt.text, input_type, length, max_model_len).offsets
+        )
+
+    def of_tokens(self, kept: Sequence[int] | None) -> "TokenPlaces":
+        """Those of the tokens of these indices, None for all."""
+        if kept is None:
+            return self
+        offsets = None if self.offsets is None else tuple([self.offsets[index] for index in kept])
+        return TokenPlaces(tuple([self.tokens[index] for index in kept]), offsets)

@@ -18,6 +18,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.linear import AdaptableLayer, ColumnParallelLinear, RowParallelLinear
 from spmd_worker.model.layers.weight_slice import WeightSlice, volume
 from spmd_worker.model_config.families.family import GATE_UP, QKV
+from spmd_worker.model_config.pooling import VECTORS
 from spmd_worker.ops.kernels.adapters import Matrices
 
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
@@ -87,7 +88,7 @@ class AdapterTargets:
         self.linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
         self.parts = self._own_parts(model.weights.slices)
         pooling = model.model_config.pooling
-        has_scores = pooling is not None and pooling.task != "embed" and not pooling.label_token_ids
+        has_scores = pooling is not None and pooling.task not in VECTORS and not pooling.label_token_ids
         tops = (self._table.classifier, self._table.head_dense, self._table.head_norm)
         self._score_modules = tuple(each for each in tops if each and has_scores)
         self._all_shapes = model.weights.shapes

@@ -13,8 +13,10 @@ from spmd_worker.model.weights.dummy import DummyWeights
 from spmd_worker.model.weights.tensor_checks import check_finite
 from spmd_worker.model_config.pooling import DenseConfig
 
-DenseWeights = list[tuple[Tensor, Tensor | None]]
-"""Weight [out, in] and bias [out] of each layer, float32 on the CPU."""
+DenseWeights = list[dict[str, Tensor]]
+"""Weight [out, in] and bias [out] of each layer, and the matrix [out, in] of a residual, by the names in its file:
+float32 on the CPU.
+"""
 
 
 def read_denses(model_folder: Path, denses: Iterable[DenseConfig], *, allows_nonfinite: bool = False) -> DenseWeights:
@@ -28,23 +30,28 @@ def dummy_denses(denses: Iterable[DenseConfig]) -> DenseWeights:
     for dense in denses:
         shapes = {f"{dense.folder}.{name}": shape for name, shape in _shapes(dense).items()}
         source = DummyWeights({name: ModelTensor(shape) for name, shape in shapes.items()}, ())
-        weight, *biases = (source.read(name, full_rectangle(shape)) for name, shape in shapes.items())
-        weights.append((weight, biases[0] if biases else None))
+        read = (source.read(name, full_rectangle(shape)) for name, shape in shapes.items())
+        weights.append(dict(zip(_shapes(dense), read, strict=True)))
     return weights
 
 
-def _read(folder: Path, dense: DenseConfig, allows_nonfinite: bool) -> tuple[Tensor, Tensor | None]:
+def _read(folder: Path, dense: DenseConfig, allows_nonfinite: bool) -> dict[str, Tensor]:
     shapes = _shapes(dense)
     with Checkpoint.open(folder) as checkpoint:
         if checkpoint.shapes() != dict(sorted(shapes.items())):
             raise CheckpointError(f"{folder}: has the tensors {checkpoint.shapes()}, its config.json says {shapes}")
-        read = [checkpoint.read(name, full_rectangle(shape)).float() for name, shape in shapes.items()]
+        read = {name: checkpoint.read(name, full_rectangle(shape)).float() for name, shape in shapes.items()}
         if not allows_nonfinite:
-            for name, values in zip(shapes, read, strict=True):
+            for name, values in read.items():
                 check_finite(f"{folder / checkpoint.position(name)[0]}: tensor {name!r}", values, torch.float32)
-    return read[0], read[1] if dense.has_bias else None
+    return read
 
 
 def _shapes(dense: DenseConfig) -> dict[str, tuple[int, ...]]:
-    weight: dict[str, tuple[int, ...]] = {"linear.weight": (dense.num_outputs, dense.num_inputs)}
-    return {**weight, "linear.bias": (dense.num_outputs,)} if dense.has_bias else weight
+    matrix = (dense.num_outputs, dense.num_inputs)
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": matrix}
+    if dense.has_bias:
+        shapes["linear.bias"] = (dense.num_outputs,)
+    if dense.has_residual_matrix:
+        shapes["residual.weight"] = matrix
+    return shapes

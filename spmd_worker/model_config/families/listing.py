@@ -9,7 +9,7 @@ from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECOD
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
-from spmd_worker.model_config.pooling import CLASSIFIER
+from spmd_worker.model_config.pooling import CLASSIFIER, COLBERT_ENCODERS
 from spmd_worker.model_config.quantization import READ_METHODS
 
 
@@ -28,6 +28,8 @@ def describe_families() -> str:
             "",
             "Encoders run with the heads ForSequenceClassification and ForTokenClassification, and without a head "
             "as ForMaskedLM and ForPreTraining.",
+            f"HF_ColBERT runs for the model types {', '.join(COLBERT_ENCODERS)}; its folders, and those of PyLate and "
+            "of sentence-transformers' MultiVectorEncoder with any of these encoders, score by late interaction.",
             f"Encoder-decoder models that classify: {', '.join(f'{each}{CLASSIFIER}' for each in classifying)}.",
             "",
             *_table(("not run", "because"), unsupported),

@@ -319,12 +319,16 @@ def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: in
         block_tables=tables.contiguous(),
         token_blocks=metadata.token_blocks.contiguous(),
         token_offsets=metadata.token_offsets.contiguous(),
-        last_visible=None if metadata.last_visible is None else _checked_sight(metadata.last_visible, starts, lengths),
+        last_visible=None if metadata.last_visible is None else _checked_sight(metadata, starts, lengths),
     )
 
 
-def _checked_sight(last_visible: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Raise AssertionError unless the last visible keys are there, at or behind their tokens, and in order."""
+def _checked_sight(metadata: AttentionMetadata, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Raise AssertionError unless the last visible keys are there and in order and, in causal attention, at or behind
+    their tokens.
+    """
+    last_visible = metadata.last_visible
+    assert last_visible is not None
     assert last_visible.dtype == torch.int32, last_visible.dtype
     counts = starts.diff()
     ends = lengths.repeat_interleave(counts)
@@ -333,7 +337,8 @@ def _checked_sight(last_visible: Tensor, starts: Tensor, lengths: Tensor) -> Ten
     in_order = torch.ones(len(positions), dtype=torch.bool)
     in_order[1:] = last_visible[1:] >= last_visible[:-1]
     in_order[starts[:-1][counts > 0]] = True
-    assert bool((in_order & (positions <= last_visible) & (last_visible < ends)).all()), last_visible
+    least = torch.zeros_like(positions) if metadata.sees_later else positions
+    assert bool((in_order & (least <= last_visible) & (last_visible < ends)).all()), last_visible
     return last_visible.contiguous()
 
 

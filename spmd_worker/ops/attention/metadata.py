@@ -28,7 +28,9 @@ class AttentionMetadata:
     layers with states take them; None if the model has no such layer. `replay`: what such layers compute in a step in
     which a row has drafts, or lags; None in others. `last_visible` int32 [T]: the position of the
     last key that a token sees, its own or a later one of the step, in ascending order within a sequence; a window
-    counts from the token's own. None: the token's own. A sequence of one token sees nothing later.
+    counts from the token's own. None: the token's own. A sequence of one token sees nothing later. With `sees_later` it
+    is a further bound, the same for all tokens of a sequence: tokens behind it are seen by none, and one whose window
+    has no key up to it gets zeros.
 
     With block tables of several groups of layers `group_of` has the group of each layer of the stage, and `others` the
     metadata of all groups but the first, which differ in `block_tables`, `token_blocks` and `slots`.

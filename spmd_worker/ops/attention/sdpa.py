@@ -88,12 +88,14 @@ class SdpaBackend(AttentionBackend):
 
 
 def _last_visible(metadata: AttentionMetadata, rows: slice, num_keys: int) -> Tensor | None:
-    """Position of the last key that each query of `rows` sees; None if it is each query's own, so that a row's way to
-    be computed does not depend on others.
+    """Position of the last key that each query of `rows` sees; None if it is that of a step without this tensor, so
+    that a row's way to be computed does not depend on others.
     """
     if metadata.last_visible is None:
         return None
     last = metadata.last_visible[rows].long()
+    if metadata.sees_later:
+        return last if bool((last != num_keys - 1).any()) else None
     own = torch.arange(num_keys - len(last), num_keys, device=last.device)
     return last if bool((last != own).any()) else None
 
@@ -185,6 +187,9 @@ def _attend_unfused(
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
         weights = scores.softmax(-1)[..., : len(k[0])]
+        if last is not None and num_later:
+            # A query that sees no key is zero.
+            weights = weights.masked_fill(~mask, 0.0)
         parts.append((weights @ v).transpose(0, 1).to(query.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -250,11 +255,14 @@ def _mask(
     num_later: int,
     last: Tensor | None = None,
 ) -> Tensor:
-    """Bool [queries, keys], true if a query of `rows` sees the key; `last` replaces `num_later`."""
+    """Bool [queries, keys], true if a query of `rows` sees the key; `last` replaces a `num_later` of 0."""
     first_query = num_keys - num_queries
     query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
-    mask = key_positions <= (query_positions + num_later if last is None else last[rows].unsqueeze(1))
+    ends = query_positions + num_later
+    if last is not None:
+        ends = last[rows].unsqueeze(1).clamp(max=ends) if num_later else last[rows].unsqueeze(1)
+    mask = key_positions <= ends
     if window < 0:
         return mask & (key_positions >= query_positions // -window * -window)
     return mask & (key_positions > query_positions - window) if window else mask

@@ -5,8 +5,6 @@ the last stage computes its vector, whose digest replaces the sampled id, so tha
 ids, and a log contains them.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -14,7 +12,8 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_text, shown
 from spmd_worker.base.names import with_keyword_hints
-from spmd_worker.model_config.pooling import TOKEN_TASKS, PoolingConfig
+from spmd_worker.model_config.late_interaction import INPUT_TYPES
+from spmd_worker.model_config.pooling import TOKEN_TASKS, VECTORS, PoolingConfig
 from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -29,7 +28,7 @@ JSON.
 MAX_STEP_NUMBERS: Final = 1 << 27
 """Most numbers of the tokens of a step, 512 MiB. Those that end in it and one row's earlier ones are in one message."""
 
-_NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens")
+_NUMBERS: Final = ("dimensions", "truncate_prompt_tokens", "num_first_tokens", "num_attended_tokens")
 _FLAGS: Final = ("normalize", "use_activation", "skip_reading_prefix_cache")
 _TYPES: Final = (
     *[(name, plain_int, "a whole number") for name in _NUMBERS],
@@ -59,6 +58,10 @@ class PoolingParams:
     tokens, -1 as many as the model accepts; of an encoder's texts the first ones, special tokens included.
     `skip_reading_prefix_cache`: the row uses nothing from the cache. `num_first_tokens`: the row is a pair of texts,
     for a model with token types: this many tokens, before truncation, belong to the first text.
+
+    `input_type`, "query" or "document", is for models whose tokens' vectors are compared (late interaction): the text
+    is written as the model's queries or documents are; None leaves it as it is. `num_attended_tokens`: the row is a
+    query of token ids for such a model, whose tokens attend to its first so many.
     """
 
     task: str | None = None
@@ -68,6 +71,8 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
     num_first_tokens: int | None = None
+    input_type: str | None = None
+    num_attended_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
@@ -76,6 +81,11 @@ class PoolingParams:
             if task not in TASKS:
                 raise ValueError(f"task={shown(self.task)} must be one of {', '.join(TASKS)}")
             object.__setattr__(self, "task", task)
+        if self.input_type is not None:
+            given = plain_text(self.input_type)
+            if given not in INPUT_TYPES:
+                raise ValueError(f"input_type={shown(self.input_type)} must be one of {', '.join(INPUT_TYPES)}")
+            object.__setattr__(self, "input_type", given)
         for name, plain, rule in _TYPES:
             value = getattr(self, name)
             found = plain(value)
@@ -89,6 +99,8 @@ class PoolingParams:
             raise ValueError(f"dimensions={self.dimensions} must be 1 or more")
         if self.num_first_tokens is not None and not 0 <= self.num_first_tokens < 2**31:
             raise ValueError(f"num_first_tokens={self.num_first_tokens} must be 0 or more")
+        if self.num_attended_tokens is not None and not 1 <= self.num_attended_tokens < 2**31:
+            raise ValueError(f"num_attended_tokens={self.num_attended_tokens} must be 1 or more")
         length = self.truncate_prompt_tokens
         if length is not None and length != -1 and not 1 <= length < 2**31:
             raise ValueError(f"truncate_prompt_tokens={length} must be a number of tokens, or -1 for the model's")
@@ -126,12 +138,20 @@ def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> Pool
     assert config is not None, task
     if params.num_first_tokens is not None and not config.has_token_types:
         raise ValueError(f"num_first_tokens={params.num_first_tokens} is not supported: this model has no token types")
+    for name in ("input_type", "num_attended_tokens"):
+        if getattr(params, name) is not None and config.late is None:
+            raise ValueError(
+                f"{name}={shown(getattr(params, name))} is not supported: this model does not compare vectors of "
+                f"tokens (late interaction): leave it out"
+            )
+    if params.num_attended_tokens is not None and not config.is_encoder:
+        raise ValueError(f"num_attended_tokens={params.num_attended_tokens} is not supported: the model is a decoder")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, task, config)
     for name, other in (("normalize", "scores"), ("use_activation", "vectors")):
-        if getattr(params, name) is not None and (config.task == "embed") == (other == "vectors"):
+        if getattr(params, name) is not None and (config.task in VECTORS) == (other == "vectors"):
             raise ValueError(f"{name}={getattr(params, name)} is not supported: this model gives {other}: leave it out")
-    is_normalized = config.is_normalized or params.task == "token_embed"
+    is_normalized = config.is_normalized or (params.task == "token_embed" and config.task == "embed")
     return replace(
         params,
         task=params.task if params.is_for_tokens else config.task,
@@ -142,9 +162,9 @@ def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> Pool
 
 
 def _check_dimensions(dimensions: int, task: str, config: PoolingConfig) -> None:
-    if task in TOKEN_TASKS:
+    if task in TOKEN_TASKS and config.late is None:
         raise ValueError(f"dimensions={dimensions} is not supported with {task}, which gives all numbers: leave it out")
-    if config.task != "embed":
+    if config.task not in VECTORS:
         raise ValueError(f"dimensions={dimensions} is not supported: this model does {', '.join(config.tasks)}")
     allowed = config.matryoshka_dimensions
     if dimensions > config.size:
@@ -180,25 +200,6 @@ def vector_digest(vector: bytes) -> int:
     """Replacement of a sampled id: 63 bits of a digest of a vector's bytes, never negative."""
     digest = blake2b(vector, digest_size=8, person=b"spmd-vector").digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def similarity(name: str, x: Sequence[float], y: Sequence[float]) -> float:
-    """Similarity of two vectors, by a `PoolingConfig.similarity`: larger is more similar, so distances are negated; the
-    cosine is 0 if one is zero. Double precision, from exact sums: the same everywhere.
-    """
-    if name == "cosine":
-        size = math.sqrt(_dot(x, x) * _dot(y, y))
-        return _dot(x, y) / size if size else 0.0
-    if name == "dot":
-        return _dot(x, y)
-    differences = [a - b for a, b in zip(x, y, strict=True)]
-    if name == "manhattan":
-        return -math.fsum(map(abs, differences))
-    return -math.sqrt(_dot(differences, differences))
-
-
-def _dot(x: Sequence[float], y: Sequence[float]) -> float:
-    return math.fsum(map(float.__mul__, x, y))
 
 
 def check_pooling(pooling: Any) -> None:

@@ -104,6 +104,7 @@ def build_batch(
     sequences = [each.sequence for each in scheduled]
     of_images = (vision, media_of_step(vision, sequences), firsts, counts)
     three, last_visible = rope_positions_of(*of_images), last_visible_of(*of_images)
+    last_visible = _last_attended(scheduled, counts) if is_encoder else last_visible
     attention = AttentionMetadata(
         query_starts=starts,
         context_lengths=tuple(first + count for first, count in zip(firsts, counts, strict=True)),
@@ -210,6 +211,16 @@ def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) 
         return None
     types = [np.arange(count) >= (count if first is None else first) for first, count in zip(firsts, counts)]
     return np.concatenate(types).astype(np.int64)
+
+
+def _last_attended(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) -> Integers | None:
+    """int64 [T]: the last token that an encoder's tokens attend to; None if they attend to all of their rows."""
+    poolings = [each.sequence.request.pooling for each in scheduled]
+    attended = [None if pooling is None else pooling.num_attended_tokens for pooling in poolings]
+    if all(each is None for each in attended):
+        return None
+    ends = [count if each is None else min(each, count) for each, count in zip(attended, counts)]
+    return np.repeat(np.array(ends, dtype=np.int64) - 1, counts)
 
 
 def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:

@@ -610,6 +610,27 @@ def test_plain_torch_sees_whole_images_too(window, score_cap):
     assert torch.equal(together(SdpaBackend(), [text, one], [90, 60])[0], run(SdpaBackend(), text, WHOLE))
 
 
+UNSEEN = ((5, 32), (70, 131), (131, 131))
+"""Keys that are seen, and tokens: behind the last window of the first tokens too."""
+
+
+@each_library
+@each_dtype
+@looped("more", [{}, {"window": 20}, {"window": 20, "score_cap": 3.0}, {"max_distance": NEAR}])
+def test_tokens_behind_a_bound_are_seen_by_none(instruction_set, dtype, more):
+    sizes = Sizes(dtype=dtype, group_size=1, head_size=32, sees_later=True, **more)
+    rows = [sequence(end, replace(sizes, num_seen=seen), seed=end + seen) for seen, end in UNSEEN]
+    backend = backend_for(instruction_set, sizes)
+    alone = [run(backend, one, WHOLE) for one in rows]
+    for one, result in zip(rows, alone, strict=True):
+        assert is_close(result, formula(one), dtype)
+        assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), dtype)
+    assert all(map(torch.equal, together(backend, rows, [end for _, end in UNSEEN]), alone))
+    # A bound of all tokens is none; the control: without the bound the row is something else.
+    plain = [run(backend, replace(one, sizes=sizes), WHOLE) for one in rows]
+    assert [torch.equal(*pair) for pair in zip(plain, alone, strict=True)] == [False, False, True]
+
+
 @pytest.mark.parametrize("last", [[0, 2, 2], [2, 1, 2], [1, 1, 3]], ids=["itself", "order", "end"])
 def test_sight_out_of_bounds_is_rejected(last):
     backend = backend_for(NATIVE, Sizes())

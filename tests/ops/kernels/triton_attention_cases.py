@@ -85,9 +85,12 @@ class Step:
         is_causal: bool = True,
         extra: int = 0,
         images: tuple[range, ...] = (),
+        num_seen: int = 0,
         **arguments: object,
     ) -> list[torch.Tensor]:
-        """Each chunk's rows. `extra` keys too many are planned: for controls. Tokens of `images` see to their ends."""
+        """Each chunk's rows. `extra` keys too many are planned: for controls. Tokens of `images` see to their ends,
+        none sees keys behind the first `num_seen`, if above 0.
+        """
         starts = [0, *itertools.accumulate(end - first for _, first, end in chunks)]
         tables = self.tables[[index for index, _, _ in chunks]]
         ends = [end + extra for _, _, end in chunks]
@@ -99,7 +102,9 @@ class Step:
             itemsize=self.cache.element_size(),
             later=of_step.num_later_keys(window),
             splits=splits,
-            last_visible=torch.cat([last_seen(first, end, images) for _, first, end in chunks]) if images else None,
+            last_visible=torch.cat([last_seen(first, end, images, num_seen) for _, first, end in chunks])
+            if images or num_seen
+            else None,
         )
         queries = torch.cat([self.queries[index][first:end] for index, first, end in chunks]).flatten(1)
         out = attention.attend_pages(queries, *self.pages, plan, self.num_heads, size**-0.5, **arguments)
@@ -115,6 +120,7 @@ class Step:
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
         images: tuple[range, ...] = (),
+        num_seen: int = 0,
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In float64. `added` are further products of queries and keys."""
@@ -127,6 +133,8 @@ class Step:
         seen = (distance > -far) & (distance < (1 if is_causal else far))
         if images:
             seen = (distance > -far) & (torch.arange(end)[None] <= last_seen(first, end, images)[:, None])
+        if num_seen:
+            seen = seen & (torch.arange(end)[None] < num_seen)
         if window < 0:
             quotients = torch.arange(end) // -window
             seen = (distance <= 0) & (quotients[first:, None] == quotients)
@@ -138,11 +146,15 @@ class Step:
         scores = scores.masked_fill(~seen, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, end - first, 1)), -1)
-        return (scores.softmax(-1)[..., :end] @ v).transpose(0, 1)
+        return (scores.softmax(-1)[..., :end].nan_to_num() @ v).transpose(0, 1)
 
 
-def last_seen(first: int, end: int, images: tuple[range, ...]) -> torch.Tensor:
-    """int32: of the tokens [first, end) the last key that each sees, of its image or its own."""
+def last_seen(first: int, end: int, images: tuple[range, ...], num_seen: int = 0) -> torch.Tensor:
+    """int32: of the tokens [first, end) the last key that each sees, of its image or its own, or of the first
+    `num_seen`.
+    """
+    if num_seen:
+        return integers([min(num_seen, end) - 1] * (end - first))
     ends = {token: image.stop - 1 for image in images for token in image}
     return integers([ends.get(token, token) for token in range(first, end)])
 
@@ -263,6 +275,19 @@ def encoders_see_both_ways() -> None:
         assert torch.equal(found[1], step.attend([chunks[1]], window, is_causal=False)[0])
     # Control.
     assert not torch.equal(found[1], step.attend([chunks[1]], 7)[0])
+
+
+def tokens_behind_a_bound_are_seen_by_none() -> None:
+    """Bounds within, and a window before, the first tile; tokens whose window has no key before the bound."""
+    step = Step([71, 12], (2, 2, 16), torch.float32)
+    for window, num_seen in ((0, 9), (7, 40)):
+        (found,) = step.attend([(0, 0, 71)], window, is_causal=False, num_seen=num_seen)
+        assert_near(found, step.reference((0, 0, 71), window, is_causal=False, num_seen=num_seen), torch.float32)
+        (beside, other) = step.attend([(0, 0, 71), (1, 0, 12)], window, is_causal=False, num_seen=num_seen)
+        assert torch.equal(beside, found)
+        assert_near(other, step.reference((1, 0, 12), window, is_causal=False, num_seen=num_seen), torch.float32)
+        # Control.
+        assert not torch.equal(step.attend([(0, 0, 71)], window, is_causal=False)[0], found)
 
 
 def tokens_of_images_see_all_of_them() -> None:
@@ -451,6 +476,7 @@ CASES: tuple[Callable[[], None], ...] = (
     a_cache_in_fp8_has_bits_of_rounded_numbers,
     scores_of_embedded_distances_are_right,
     encoders_see_both_ways,
+    tokens_behind_a_bound_are_seen_by_none,
     tokens_of_images_see_all_of_them,
     a_rows_bits_do_not_depend_on_how_it_was_cut,
     a_rows_bits_do_not_depend_on_rows_of_a_tile,

@@ -229,7 +229,8 @@ def _item(
     position = first_position + r // G
     last = tl.minimum(position + later, seen - 1)
     if SIGHT:
-        last = tl.load(last_visible + token + r // G, mask=is_row, other=0)
+        given = tl.load(last_visible + token + r // G, mask=is_row, other=0)
+        last = tl.where(later > 0, tl.minimum(last, given), given)
     if CHUNKED:
         before = position // -window * -window - 1
         lowest = first_position // -window * -window
@@ -297,8 +298,8 @@ def attend(
     by itself with the scores again: wide heads' sums need more registers than there are.
 
     A token sees `later` keys after its own, and of the earlier ones those less than `window` away (2**30 for all) or,
-    if CHUNKED, those of its own chunk of -window keys. If SIGHT, it sees keys up to `last_visible`, int32 [T], its own
-    or a later one, and `later` is 0.
+    if CHUNKED, those of its own chunk of -window keys. If SIGHT, it sees keys up to `last_visible`, int32 [T]: its own
+    or a later one if `later` is 0; else that is a further bound, the same for all tokens of a sequence.
     `sinks` float32 [Hq]. If BIASED, `biases` float32 [Hq, 2 * most + 1] are added to scores: column most + d, with d
     the key's position less the token's, bounded to [-most, most].
     If OF_QUERIES, `query_scores`, and if OF_KEYS, `key_scores` are added to scores before they are scaled: of a token
@@ -421,7 +422,8 @@ def make_items(
         seen = tl.minimum(position + num_tokens + later, length)
         if SIGHT:
             # In order: the last token sees most.
-            seen = tl.load(last_visible + token + num_tokens - 1, mask=number < num_own, other=0) + 1
+            given = tl.load(last_visible + token + num_tokens - 1, mask=number < num_own, other=0) + 1
+            seen = tl.where(later > 0, tl.minimum(seen, given), given)
         begin = tl.maximum(_first_seen(position, window), 0) // SEGMENT + tl.where(is_split, number, 0)
         end = tl.where(is_split, begin + 1, (seen + SEGMENT - 1) // SEGMENT)
         row, inside = items + (first + number) * 8, number < num_own
