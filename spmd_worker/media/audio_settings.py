@@ -83,7 +83,8 @@ def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> Audi
 
 def _of_any_length(reader: ConfigReader, audio: AudioInput, kind: str) -> AudioSettings:
     """The settings of a model that hears as many frames as a recording has."""
-    reader.choice("feature_extractor_type", (_UNPADDED_CLASS,), _UNPADDED_CLASS)
+    # Qwen's own files name Whisper's, whose features Qwen's own code does not pad to a window.
+    reader.choice("feature_extractor_type", (_UNPADDED_CLASS, _CLASS), _UNPADDED_CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
     reader.choice("n_window", (CHUNK_FRAMES // 2,), CHUNK_FRAMES // 2)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
-from hearing_models import KINDS, RATE, WRITTEN, hearing_folder, recording, their_answer
+from hearing_models import KINDS, RATE, WRITTEN, hearing_folder, original_folder, recording, their_answer
 from jobs_of_rows import answers_of_job, openai_row
 from serving import ServedHere
 from speech_models import wave_file
@@ -98,6 +98,15 @@ def test_answers_equal_transformers(llm: LLM, kind: str, lengths: tuple[int, ...
     given = [recording(each, index) for index, each in enumerate(lengths)]
     ((ids, answer, _),) = answers(llm, [prompt_of(kind, *given)])
     assert (ids, answer) == their_answer(kind, text_of(kind, len(given)), given, NUM_TOKENS)
+
+
+@pytest.mark.stress
+def test_original_files_give_the_same_answers():
+    found = []
+    for folder in (hearing_folder("qwen3_asr"), original_folder()):
+        with LLM(str(folder), **ROOMY) as made:
+            found.append(answers(made, prompts("qwen3_asr")))
+    assert found[0] == found[1]
 
 
 @pytest.mark.control("Answers to recordings are those of transformers")

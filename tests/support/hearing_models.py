@@ -1,6 +1,7 @@
 """Small random models of text and audio, with tokenizer, template and processor, and transformers' answers."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from run_folder import made_once
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 if TYPE_CHECKING:
@@ -130,6 +132,45 @@ def _write(kind: str, folder: Path) -> None:
             spread = 1.0 if "embed_tokens" in name else spread
             weight.copy_(1 + 0.1 * noise if is_norm else noise * spread)
     model.save_pretrained(folder)
+
+
+def original_folder() -> Path:
+    """The model of Qwen3-ASR in files as Qwen's own are."""
+    return made_once("hearing_qwen3_asr_original", _write_original)
+
+
+_OF_THINKER: Final = {
+    "model.language_model.": "thinker.model.",
+    "lm_head.": "thinker.lm_head.",
+    "model.audio_tower.": "thinker.audio_tower.",
+    "model.multi_modal_projector.linear_1.": "thinker.audio_tower.proj1.",
+    "model.multi_modal_projector.linear_2.": "thinker.audio_tower.proj2.",
+}
+"""Beginnings of names in transformers' form -> those in Qwen's."""
+
+
+def _write_original(folder: Path) -> None:
+    converted = hearing_folder("qwen3_asr")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(converted / name, folder / name)
+    config = json.loads((converted / "config.json").read_text())
+    text, audio = config.pop("text_config"), config.pop("audio_config")
+    rope = text.pop("rope_parameters")
+    text |= {"model_type": "qwen3_asr_text", "rope_theta": rope["rope_theta"]}
+    text["rope_scaling"] = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    audio |= {"model_type": "qwen3_asr_audio_encoder", "max_source_positions": 1500, "conv_chunksize": 500}
+    del audio["max_position_embeddings"]
+    thinker = {"audio_config": audio, "text_config": text, "audio_token_id": config.pop("audio_token_id")}
+    config |= {"thinker_config": {**thinker, "user_token_id": 872}, "support_languages": ["English"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    extractor = transformers.WhisperFeatureExtractor(feature_size=NUM_MEL_BINS).to_dict()
+    (folder / "preprocessor_config.json").write_text(json.dumps(extractor))
+    named = {}
+    for name, tensor in load_file(converted / "model.safetensors").items():
+        ((old, new),) = [each for each in _OF_THINKER.items() if name.startswith(each[0])]
+        named[new + name.removeprefix(old)] = tensor
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
 
 
 def _extractor(kind: str) -> Any:

@@ -3,7 +3,8 @@
 Keys that a file leaves out have the defaults of its class in transformers. Needs no torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
@@ -125,6 +126,55 @@ def _qwen3_asr(files: VisionFiles) -> VisionConfig:
     )
     token_id = files.whole.count("audio_token_id", 151676)
     return VisionConfig("qwen3_asr", image_token_id=token_id, tower=tower, audio=heard)
+
+
+THINKER_NAMES: Final = {
+    "thinker.model.": "model.language_model.",
+    "thinker.lm_head.": "lm_head.",
+    "thinker.audio_tower.proj1.": "model.multi_modal_projector.linear_1.",
+    "thinker.audio_tower.proj2.": "model.multi_modal_projector.linear_2.",
+    "thinker.audio_tower.": _QWEN3_BEGINNING,
+}
+"""Beginnings of names in Qwen's own files of Qwen3-ASR -> those in transformers' form."""
+_THINKER: Final = "thinker_config"
+_THINKER_TEXT: Final = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5000000.0,
+}
+_THINKER_AUDIO: Final = {
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "n_window": 100,
+    "n_window_infer": 400,
+    "output_dim": 3584,
+}
+"""Defaults of Qwen's own classes."""
+
+
+def opened_thinker(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The contents of one of Qwen's own files as transformers' form has them. Raises ModelConfigError."""
+    if config.get(_THINKER) is None:
+        return config
+    thinker = ConfigReader(config, path).object(_THINKER)
+    if thinker.get("classify_num") is not None:
+        raise thinker.error("classify_num", "is of a model that finds the times of words, which does not run")
+    parts: dict[str, Any] = {}
+    for key, defaults in (("text_config", _THINKER_TEXT), (AUDIO_PART, _THINKER_AUDIO)):
+        given = thinker.object(key).config
+        kind = given.get("model_type")
+        kinds = {"qwen3_asr_text": "qwen3", "qwen3_asr_audio_encoder": "qwen3_asr_encoder"}
+        parts[key] = {**defaults, **given, "model_type": kinds.get(kind, kind) if isinstance(kind, str) else kind}
+    token = {"audio_token_id": thinker.get("audio_token_id", 151646)}
+    return {**{key: value for key, value in config.items() if key != _THINKER}, **parts, **token}
 
 
 AUDIO_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {

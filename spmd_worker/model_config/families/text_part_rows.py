@@ -3,10 +3,12 @@
 Tensor names are those of the hub's files, which transformers writes too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.model_config.families.audio_rows import THINKER_NAMES, opened_thinker
 from spmd_worker.model_config.families.family import (
     GATE_UP,
     Attention,
@@ -68,6 +70,7 @@ def _text_of(
     ties_by_default: bool = False,
     defaults: Mapping[str, Any] | None = None,
     vision: str = "",
+    opened: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None,
 ) -> Family:
     """A model whose text is of one of these kinds, the first if a file has none. `defaults` are of every kind."""
     return Family(
@@ -79,6 +82,7 @@ def _text_of(
             ties_by_default=ties_by_default,
             families={kind: _TEXTS[kind][0] for kind in kinds},
             defaults={kind: {**_TEXTS[kind][1], **(defaults or {})} for kind in kinds},
+            opened=opened,
         ),
     )
 
@@ -163,10 +167,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "Qwen2AudioForConditionalGeneration": _text_of("Qwen2-Audio", _AUDIO_NAMES, "qwen2", vision="qwen2_audio"),
     "Qwen3ASRForConditionalGeneration": _text_of(
-        "Qwen3-ASR, in transformers' form",
-        next_to(Names(), "audio_tower", "multi_modal_projector"),
+        "Qwen3-ASR, in its own form and transformers'",
+        replace(next_to(Names(), "audio_tower", "multi_modal_projector"), aliases=THINKER_NAMES),
         "qwen3",
         vision="qwen3_asr",
+        opened=opened_thinker,
         **_TIED_ASR,
     ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),

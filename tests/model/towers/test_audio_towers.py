@@ -1,17 +1,30 @@
 """Towers of audio against transformers: features, rows, kernels, weights by name, memory, and what makes rows wrong."""
 
+import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hearing_models import KINDS, RATE, hearing_folder, hearing_reference, recording, their_features, their_rows
+from hearing_models import (
+    KINDS,
+    RATE,
+    hearing_folder,
+    hearing_reference,
+    original_folder,
+    recording,
+    their_features,
+    their_rows,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.audio_limits import AudioLimits
 from spmd_worker.media.audio_process import _Conversation
 from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
@@ -23,7 +36,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.towers import audio
 from spmd_worker.model.towers.new_tower import new_tower
-from spmd_worker.model_config.model_config import ModelConfig, read_model_files
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -65,14 +78,16 @@ def prepared(kind: str, num_samples: int, seed: int = 0) -> tuple[AudioFeatures,
     return AudioFeatures(features), found
 
 
-def new_model(kind: str, config: ModelConfig | None = None, *, is_native: bool = True) -> DecoderForCausalLM:
+def new_model(
+    kind: str, config: ModelConfig | None = None, *, is_native: bool = True, folder: Path | None = None
+) -> DecoderForCausalLM:
     library = native_library()
     assert not isinstance(library, str), library
     attention = CpuBackend(library, torch.float32, (16,), 16) if is_native else SdpaBackend()
     kernels: Any = cpu_kernels(torch.float32)[0] if is_native else ReferenceKernels()
     context = LayerContext(single_group(), kernels, attention, torch.float32, torch.device("cpu"))
     model = build_model(context, config or config_of(kind))
-    with model.weights.open(hearing_folder(kind)) as source:
+    with model.weights.open(folder or hearing_folder(kind)) as source:
         model.weights.fill(source)
     model.pack_weights()
     return model
@@ -163,6 +178,39 @@ def test_weights_go_by_the_names_of_files_and_memory(kind: str):
     assert not torch.equal(our_rows(model, features), before)
     model.load_weights(list(memory.items()))
     assert torch.equal(our_rows(model, features), before)
+
+
+def test_original_files_have_the_same_model():
+    """Qwen's own form of Qwen3-ASR: another naming of configuration and weights."""
+    folder = original_folder()
+    config = read_model_files(folder, with_audio=True).model_config
+    assert config == config_of("qwen3_asr")
+    assert config.vision is not None
+    assert config.vision.audio is not None
+    assert read_audio_settings(folder, config.vision.audio, "qwen3_asr") == settings_of("qwen3_asr")
+    found, expected = new_model("qwen3_asr", config, folder=folder), new_model("qwen3_asr")
+    with found.as_checkpoint() as ours, expected.as_checkpoint() as theirs:
+        weights = dict(theirs.named_parameters())
+        assert {name for name, weight in ours.named_parameters() if torch.equal(weight, weights[name])} == {*weights}
+
+
+@pytest.mark.parametrize(
+    ("thinker", "words"),
+    [
+        (4, "thinker_config=4 must be an object"),
+        ({"classify_num": 5000}, "thinker_config.classify_num=5000 is of a model that finds the times"),
+        ({"text_config": []}, "thinker_config.text_config=[] must be an object"),
+        ({"audio_config": {"n_window": 70, "output_dim": 64}}, "audio_config.n_window=70"),
+        ({"audio_config": {"model_type": ["x"]}}, "audio_config.model_type"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' is not supported"),
+    ],
+)
+def test_broken_original_configs_name_the_key(thinker: Any, words: str):
+    given = json.loads((original_folder() / "config.json").read_text())
+    if isinstance(thinker, dict):
+        thinker = {**given["thinker_config"], **thinker}
+    with pytest.raises(ModelConfigError, match=re.escape(words)):
+        model_config_of({**given, "thinker_config": thinker}, Path("config.json"), with_audio=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
