@@ -887,7 +887,7 @@ def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Fa
         )
     kind = next(iter(kinds)) if kind is None else kind
     row = FAMILIES[kinds[kind]]
-    return replace(row, defaults={**part.defaults.get(kind, {}), **row.defaults})
+    return replace(row, defaults={**row.defaults, **part.defaults.get(kind, {})})
 
 
 def _variant(family: Family, config: Mapping[str, Any]) -> int:

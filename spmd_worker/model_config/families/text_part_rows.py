@@ -105,18 +105,28 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     aliases={**_LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
 _TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
-_TIED_ASR: Final[dict[str, Any]] = {
-    "ties_by_default": True,
-    "defaults": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 65536,
-        "tie_word_embeddings": True,
-    },
+_VOXTRAL_SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000000.0,
+}
+_GLM_ASR_SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 59264,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "eos_token_id": [59246, 59253, 59255],
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }
 GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -172,7 +182,16 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "qwen3",
         vision="qwen3_asr",
         opened=opened_thinker,
-        **_TIED_ASR,
+        **_TIED,
+    ),
+    "VoxtralForConditionalGeneration": _text_of(
+        "Voxtral", _AUDIO_NAMES, "llama", vision="voxtral", defaults=_VOXTRAL_SIZES
+    ),
+    "GlmAsrForConditionalGeneration": _text_of(
+        "GLM-ASR", _AUDIO_NAMES, "llama", vision="glmasr", ties_by_default=True, defaults=_GLM_ASR_SIZES
+    ),
+    "AudioFlamingo3ForConditionalGeneration": _text_of(
+        "Audio Flamingo 3", _AUDIO_NAMES, "qwen2", vision="audioflamingo3"
     ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(
