@@ -109,7 +109,8 @@ def run_audio_settings(resolved: ResolvedRun) -> AudioSettings | None:
     audio = part.audio if part is not None else None if vision is None else vision.audio
     if audio is None:
         return None
-    return read_audio_settings(resolved.model_folder, audio, "" if vision is None else vision.kind)
+    of_prompt = () if vision is None else (vision.kind, vision.merge_size)
+    return read_audio_settings(resolved.model_folder, audio, *of_prompt)
 
 
 def audio_limits(config: RunConfig) -> AudioLimits:

@@ -1,5 +1,6 @@
 """Log-mel spectrograms, as WhisperFeatureExtractor of transformers computes them with numpy."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -36,6 +37,19 @@ def log_mel(samples: Samples, settings: AudioSettings) -> NDArray[np.float32]:
     levels = np.log10(np.maximum(powers, _LEAST_POWER)).astype(np.float32)
     levels = np.maximum(levels, levels.max() - np.float32(_RANGE))
     return np.asarray((levels + np.float32(4)) / np.float32(4), np.float32)
+
+
+def prompt_features(samples: Samples, settings: AudioSettings, num_frames: int) -> NDArray[np.float32]:
+    """[mels, num_frames] of a recording in a prompt: of its windows one behind the other, silence behind the last."""
+    if not settings.chunk_s:
+        return log_mel(samples, settings)[:, :num_frames]
+    size = settings.chunk_s * SAMPLING_RATE
+    num_windows = -(-num_frames // settings.chunk_frames)
+    if settings.has_one_level:
+        return log_mel(samples, replace(settings, window_s=num_windows * settings.chunk_s))[:, :num_frames]
+    each = replace(settings, window_s=settings.chunk_s)
+    windows = [log_mel(samples[start : start + size], each) for start in range(0, num_windows * size, size)]
+    return np.concatenate(windows, axis=1)[:, :num_frames]
 
 
 def _powers(window: Samples) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from spmd_worker.media.audio_decode import decode_audio, samples_of
-from spmd_worker.media.audio_features import log_mel
+from spmd_worker.media.audio_features import log_mel, prompt_features
 from spmd_worker.media.audio_limits import AudioLimits
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.audio_settings import SAMPLING_RATE, AudioSettings
@@ -119,11 +119,13 @@ class _Conversation:
         if index >= len(self._windows):
             return {"error": "its process has ended and was started again"}
         samples, settings = self._windows[index].samples, self._settings
-        features, num_rows = log_mel(samples, settings), settings.num_rows
-        sizes = {"num_rows": num_rows, "num_patches": num_rows, "text": ""}
         if settings.kind:
             num_frames, *found = audio_tokens(len(samples), settings)
-            sizes, features = dict(zip(("num_patches", "num_rows", "text"), found)), features[:, :num_frames]
+            sizes = dict(zip(("num_patches", "num_rows", "text"), found))
+            features = prompt_features(samples, settings, num_frames)
+        else:
+            features, num_rows = log_mel(samples, settings), settings.num_rows
+            sizes = {"num_rows": num_rows, "num_patches": num_rows, "text": ""}
         data = features.tobytes()
         return {"media_id": audio_id_of(data, settings).hex(), **sizes, PAYLOAD: data}
 

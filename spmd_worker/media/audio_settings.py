@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.processor_settings import json_object
-from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.encoder_part import AudioInput
 
 SAMPLING_RATE: Final = 16_000
@@ -39,12 +39,25 @@ class AudioSettings:
     """`window_s` is the length of audio that an encoder reads: shorter audio is padded with silence, longer audio is
     cut (`audio_windows.py`). `kind`: audio is in prompts of text, of a model of this kind (`audio_tokens.py`); "" for
     an encoder's input. `least_samples`: shorter audio is padded to these alone, and longer audio is not.
+
+    `chunk_s`: what an encoder reads at once of a recording in a prompt, 0 for all. Its rows and their padding are those
+    of `AudioInput`, `rows_per_token` of them in a token.
     """
 
     num_mel_bins: int
     window_s: int = 30
     kind: str = ""
     least_samples: int = 0
+    chunk_s: int = 0
+    rows_per_token: int = 1
+    hears_padding: bool = False
+    counts_padding: bool = False
+    has_one_level: bool = False
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames that an encoder reads at once."""
+        return (self.chunk_s or self.window_s) * SAMPLING_RATE // HOP_SAMPLES
 
     @property
     def num_samples(self) -> int:
@@ -62,7 +75,7 @@ class AudioSettings:
         return self.num_frames // 2
 
 
-def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> AudioSettings:
+def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "", rows_per_token: int = 1) -> AudioSettings:
     """Read `preprocessor_config.json`, or the part of `processor_config.json` for audio. A missing key has the value
     that its class of transformers has. Raises ModelConfigError.
     """
@@ -72,18 +85,38 @@ def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "") -> Audi
     reader.choice("feature_extractor_type", (_CLASS,), _CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
-    settings = AudioSettings(reader.count("feature_size", 80), reader.count("chunk_length", 30), kind)
+    length, given = reader.count("chunk_length", 30), dict[str, Any]()
+    if audio.window_frames:
+        kept = {name: getattr(audio, name) for name in ("hears_padding", "counts_padding", "has_one_level")}
+        given = {**kept, "window_s": _longest_s(folder, audio), "chunk_s": length}
+    settings = AudioSettings(
+        **{"num_mel_bins": reader.count("feature_size", 80), "window_s": length, "kind": kind, **given},
+        rows_per_token=rows_per_token,
+    )
     if settings.num_mel_bins != audio.num_mel_bins:
         raise reader.error("feature_size", f"must be num_mel_bins of config.json, {audio.num_mel_bins}")
-    if settings.num_frames != audio.num_frames:
-        rule = f"makes {settings.num_frames} frames and the encoder of config.json reads {audio.num_frames}"
+    if settings.chunk_frames != 2 * audio.num_rows:
+        rule = f"makes {settings.chunk_frames} frames and the encoder of config.json reads {2 * audio.num_rows}"
         raise reader.error("chunk_length", rule)
     return settings
 
 
+def _longest_s(folder: Path, audio: AudioInput) -> int:
+    """Seconds of the longest recording, in complete windows: those of the model, or fewer by the processor's file."""
+    frames_per_s = SAMPLING_RATE // HOP_SAMPLES
+    longest, window = audio.num_frames // frames_per_s, audio.window_frames // frames_per_s
+    path = folder / _FILES[0]
+    processor = ConfigReader(json_object(path) or {}, path)
+    if processor.get("max_audio_len") is None:
+        return longest
+    own = checked_integer(processor.get("max_audio_len"), processor.where("max_audio_len"), window, MAX_INT)
+    return min(longest, own // window * window)
+
+
 def _of_any_length(reader: ConfigReader, audio: AudioInput, kind: str) -> AudioSettings:
     """The settings of a model that hears as many frames as a recording has."""
-    reader.choice("feature_extractor_type", (_UNPADDED_CLASS,), _UNPADDED_CLASS)
+    # Qwen's own files name Whisper's, whose features Qwen's own code does not pad to a window.
+    reader.choice("feature_extractor_type", (_UNPADDED_CLASS, _CLASS), _UNPADDED_CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
     reader.choice("n_window", (CHUNK_FRAMES // 2,), CHUNK_FRAMES // 2)

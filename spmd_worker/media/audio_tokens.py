@@ -23,16 +23,20 @@ def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
         raise MediaError("audio_too_long", f"{given} of a recording: cut it into recordings of at most that")
     if settings.kind == "qwen3_asr":
         return _of_chunks(num_samples, settings)
-    heard = -(-num_samples // HOP_SAMPLES)
+    heard, each = -(-num_samples // HOP_SAMPLES), settings.rows_per_token
     # The second convolution has stride 2; a row sees a frame behind its two.
     num_patches = (heard + 1) // 2
-    num_rows = num_patches // 2
+    if settings.counts_padding:
+        num_patches = -(-heard // settings.chunk_frames) * settings.chunk_frames // 2
+    num_rows = num_patches // each
     if not num_rows:
-        least = (3 - 1) * HOP_SAMPLES + 1
+        least = 2 * (each - 1) * HOP_SAMPLES + 1
         rule = f"a token takes {least} samples at {SAMPLING_RATE:,} Hz"
         raise MediaError("audio_empty", f"the audio has {num_samples} samples, and {rule}: give a longer recording")
-    num_frames = min(2 * num_patches + 1, settings.num_frames)
-    return AudioTokens(num_frames, num_patches, num_rows, run_text(settings.kind, num_rows))
+    # A last window that has no token is left out.
+    most = -(-num_rows * each * 2 // settings.chunk_frames) * settings.chunk_frames
+    num_frames = most if settings.hears_padding else min(2 * num_patches + 1, most)
+    return AudioTokens(num_frames, num_frames // 2, num_rows, run_text(settings.kind, num_rows))
 
 
 def _of_chunks(num_samples: int, settings: AudioSettings) -> AudioTokens:

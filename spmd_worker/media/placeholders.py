@@ -198,6 +198,12 @@ _QWEN3_ASR: Final = (
     *("<|audio_start|><|audio_pad|><|audio_end|>", "<|audio_pad|>", "<|audio_pad|>"),
     ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
 )
+_VOXTRAL: Final = ("[BEGIN_AUDIO][AUDIO]", "[AUDIO]", "[AUDIO]", ("[AUDIO]", "[BEGIN_AUDIO]"))
+_GLMASR: Final = (
+    *("<|begin_of_audio|><|pad|><|end_of_audio|>", "<|pad|>", "<|pad|>"),
+    ("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
+)
+_SOUND: Final = ("<sound>", "<sound>", "<sound>", ("<sound>",))
 _GEMMA4: Final = (
     *("<|image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
@@ -247,6 +253,9 @@ PLACEHOLDERS: Final = {
 } | {
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
+    "voxtral": Placeholders("voxtral", *_VOXTRAL, AUDIO),
+    "glmasr": Placeholders("glmasr", *_GLMASR, AUDIO),
+    "audioflamingo3": Placeholders("audioflamingo3", *_SOUND, AUDIO),
 }
 """Kind of model -> its texts."""
 

@@ -18,6 +18,11 @@ class AudioInput:
     """An encoder that reads `num_frames` frames of `num_mel_bins` numbers: two convolutions, the second of stride 2,
     make half as many rows of them. With `num_channels` frames are pictures, of `chunk_frames` each at most: three
     convolutions of stride 2 in both directions with so many channels, and attention within `window_chunks` of them.
+
+    With `window_frames` a recording is read in windows of so many, each by itself: rows of its last window's padding
+    take part in attention if it `hears_padding`, and have tokens if it `counts_padding`. `joins`: the rows of a token
+    stand side by side before the projector, else it reads their mean. `has_one_level`: features of all windows are
+    relative to the loudest of the recording, else each window's are to its own.
     """
 
     num_mel_bins: int
@@ -25,6 +30,16 @@ class AudioInput:
     num_channels: int = 0
     chunk_frames: int = 0
     window_chunks: int = 0
+    window_frames: int = 0
+    hears_padding: bool = False
+    counts_padding: bool = False
+    joins: bool = False
+    has_one_level: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows behind the two convolutions of what is read at once."""
+        return (self.window_frames or self.num_frames) // 2
 
     @property
     def num_bands(self) -> int:

@@ -386,7 +386,7 @@ def read_model_files(model_folder: Path, *, with_images: bool = False, with_audi
     text = _content(path)
     has_generation = generation_path.exists()
     generation_text = _content(generation_path) if has_generation else b""
-    given = config = _json_object(text, path)
+    given = config = dict(_opened(_json_object(text, path), path))
     generation = _json_object(generation_text, generation_path) if has_generation else {}
     # If it is null, config.json's counts.
     config = given | {key: generation[key] for key in _OF_GENERATION if generation.get(key) is not None}
@@ -501,7 +501,7 @@ def model_config_of(
     """Model config of `config`, the contents of `path`, which is used in errors alone. `with_images`, `with_audio`: see
     `read_model_files`.
     """
-    given = config
+    given = config = _opened(config, path)
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
     vision_row = family.vision if (with_audio if family.vision in AUDIO_ROWS else with_images) else ""
@@ -868,6 +868,12 @@ _OF_THE_FILE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 
 
+def _opened(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The contents of a file with its parts where the row reads them."""
+    text = family_of(_architecture(config, path)).text
+    return config if text is None or text.opened is None else text.opened(config, path)
+
+
 def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping[str, Any]:
     text = config.get("text_config")
     if text is None:
@@ -892,7 +898,7 @@ def _family_of_text(part: TextPart, config: Mapping[str, Any], path: Path) -> Fa
         )
     kind = next(iter(kinds)) if kind is None else kind
     row = FAMILIES[kinds[kind]]
-    return replace(row, defaults={**part.defaults.get(kind, {}), **row.defaults})
+    return replace(row, defaults={**row.defaults, **part.defaults.get(kind, {})})
 
 
 def _variant(family: Family, config: Mapping[str, Any]) -> int:

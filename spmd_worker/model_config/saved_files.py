@@ -77,9 +77,12 @@ def _saved_config(text: bytes, dtype: str) -> bytes:
 
 
 def _configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The configuration, and that of its text part."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
+    """The configuration, and those of its parts with text."""
+    found = [config]
+    for key in ("thinker_config", "text_config"):
+        part = found[-1].get(key)
+        found += [part] if isinstance(part, dict) else []
+    return found
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

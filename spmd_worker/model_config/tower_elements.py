@@ -17,7 +17,7 @@ def tower_elements(vision: VisionConfig, hidden_size: int) -> int:
     if vision.kind == "gemma4":
         return _gemma4_elements(config, hidden_size)
     if vision.audio is not None:
-        return _audio_elements(vision.audio, config, hidden_size)
+        return _audio_elements(vision, vision.audio, config, hidden_size)
     if vision.kind == "gemma4_unified":
         inputs = config.num_patch_numbers * vision.merge_size**2
         return 2 * inputs + config.hidden_size * (inputs + 5 + 2 * config.num_positions + hidden_size)
@@ -42,18 +42,19 @@ def _gemma4_elements(config: TowerConfig, hidden_size: int) -> int:
 _NUM_LINEARS, _NUM_BOUNDS = 7, 4
 
 
-def _audio_elements(audio: AudioInput, config: TowerConfig, hidden_size: int) -> int:
+def _audio_elements(vision: VisionConfig, audio: AudioInput, config: TowerConfig, hidden_size: int) -> int:
     size, channels, inner = config.hidden_size, audio.num_channels, config.projector_size or hidden_size
-    frames = _frame_elements(audio, size)
+    frames = _frame_elements(audio, size, has_table=config.names.positions != "")
     if channels:
         frames = channels * (9 * (1 + 2 * channels) + 3) + size * channels * audio.num_bands
-    projector = inner * (size + 1) + bool(config.projector_size) * hidden_size * (inner + 1)
+    bias, inputs = config.projector_has_bias, size * (vision.merge_size if audio.joins else 1)
+    projector = inner * (inputs + bias) + bool(config.projector_size) * hidden_size * (inner + bias)
     return frames + _norm_elements(config, size) + projector + config.num_layers * _layer_elements(config)
 
 
-def _frame_elements(audio: AudioInput, size: int) -> int:
+def _frame_elements(audio: AudioInput, size: int, *, has_table: bool = True) -> int:
     """Elements of the convolutions over frames, and of the positions behind them."""
-    return size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_frames // 2)
+    return size * (_NUM_TAPS * (audio.num_mel_bins + size) + 2 + audio.num_rows * has_table)
 
 
 def frame_activations(audio: AudioInput, size: int) -> int:

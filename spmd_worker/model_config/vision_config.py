@@ -51,7 +51,8 @@ class TowerConfig:
     `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
     `window_size` pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
-    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; scores are multiplied by `score_scale`, 0 for
+    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; the first `rotary_size` of them turn, 0 for all;
+    scores are multiplied by `score_scale`, 0 for
     the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
     shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
@@ -83,6 +84,7 @@ class TowerConfig:
     added_layers: tuple[int, ...] = ()
     drops_first_row: bool = False
     own_head_size: int = 0
+    rotary_size: int = 0
     score_scale: float = 0.0
     clips: bool = False
     standardises: bool = False
@@ -148,9 +150,11 @@ class VisionConfig:
     def most_audio_tokens(self, max_audio_s: int) -> int:
         """The most tokens of a recording, of at most `max_audio_s` where the model hears any length."""
         assert self.audio is not None, "the model hears"
-        if not self.audio.chunk_frames:
+        if not (self.audio.chunk_frames or self.audio.window_frames):
             return self.audio.num_frames // 2 // self.merge_size
         num_frames = min(self.audio.num_frames, max_audio_s * FRAMES_PER_SECOND)
+        if self.audio.window_frames:
+            return -(-num_frames // self.audio.window_frames) * (self.audio.num_rows // self.merge_size)
         return -(-num_frames // self.audio.chunk_frames) * self.audio.num_chunk_rows
 
     @property

@@ -41,6 +41,7 @@ def job_metrics_of(*replicas: SchedulerCounters) -> dict[str, Any]:
         "computed_s": 1.0,
         "encode_s": 0.0,
         "media_wait_s": 0.0,
+        "hears": False,
         "replica": {"rows": 1, "output_tokens": 1, "busy_s": 1.0},
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }

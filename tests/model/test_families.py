@@ -496,7 +496,7 @@ def test_defaults_of_omitted_keys_equal_transformers(architecture: str, tmp_path
             assert {layer.intermediate_size for layer in ours.layers} == {theirs.intermediate_size}
         # Of these transformers ties the head unless the files have another; the hub's have one and do not say so.
         says_tied = "tie_word_embeddings" in config.get("text_config", {}) or architecture not in HAVE_OWN_HEADS
-        can_be_tied = row.file_keys.get("tie_word_embeddings") != "" and whole.tie_word_embeddings
+        can_be_tied = row.file_keys.get("tie_word_embeddings") != "" and getattr(whole, "tie_word_embeddings", False)
         assert ours.has_tied_embeddings == (can_be_tied and says_tied)
         eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
         assert [ours.norm.eps] == (eps if row.norms.eps_key else [row.norms.eps])
@@ -547,6 +547,7 @@ TIED_BY_DEFAULT = {
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
+    "GlmAsrForConditionalGeneration": "glmasr",
 }
 """A case of each architecture whose class ties by default."""
 KIMI = ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")

@@ -69,7 +69,7 @@ def keys_of(record: Any, prefix: str = "") -> Iterator[str]:
 
 
 def all_metrics() -> dict[str, Any]:
-    """Metrics of a job that has everything: two replicas of two stages, with experts, images and compiled kernels."""
+    """Metrics of jobs that have everything: two replicas of two stages, with experts, media and compiled kernels."""
     stages = [{"stage": stage, "busy_us": 1, "first_us": 1, "last_us": 3, "spans": [[1, 1, 2]]} for stage in (0, 1)]
     common = {
         "peak_memory_bytes": 1,
@@ -83,7 +83,9 @@ def all_metrics() -> dict[str, Any]:
         "counters": asdict(SchedulerCounters(num_images=1, num_drafts=1, num_drafts_by_position=[1])),
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }
-    metrics = job_metrics(JobCounts(), [json.dumps(common).encode()] * 2)
+    metrics: dict[str, Any] = {}
+    for hears in (False, True):
+        metrics |= job_metrics(JobCounts(), [json.dumps({**common, "hears": hears}).encode()] * 2)
     return metrics | dict.fromkeys(keys_that_the_job_adds(), 1.0)
 
 

@@ -19,6 +19,7 @@ _OF_GLM = {
     "image_size": 28,
     "patch_size": 14,
 }
+_WHISPER = {**_VISION, "intermediate_size": 128}
 _HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 
 NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
@@ -154,6 +155,28 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
                 "encoder_ffn_dim": 32,
                 "downsample_hidden_size": 16,
                 "output_dim": 64,
+            }
+        },
+    ),
+    "voxtral": (
+        "Voxtral",
+        {**_TEXT, "model_type": "llama", "head_dim": 16},
+        {"audio_config": {"model_type": "voxtral_encoder", "num_mel_bins": 8, **_WHISPER, "max_source_positions": 50}},
+    ),
+    "glmasr": (
+        "GlmAsr",
+        {**_TEXT, "model_type": "llama"},
+        {"audio_config": {"model_type": "glmasr_encoder", "num_mel_bins": 8, **_WHISPER}},
+    ),
+    "audioflamingo3": (
+        "AudioFlamingo3",
+        {**_TEXT, "model_type": "qwen2"},
+        {
+            "audio_config": {
+                "model_type": "audioflamingo3_encoder",
+                "num_mel_bins": 8,
+                **_WHISPER,
+                "max_source_positions": 50,
             }
         },
     ),

@@ -30,7 +30,7 @@ def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {"rows": answered.rows, "output_tokens": answered.output_tokens, "busy_s": times.total_s}
     report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
-    report["media_wait_s"] = answered.media_wait_s
+    report["media_wait_s"], report["hears"] = answered.media_wait_s, engine.resolved.model_config.hears
     report["chain_head"] = engine.lockstep.chain_head.hex()
     return json.dumps(report).encode("ascii")
 
@@ -68,7 +68,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     }
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
-    metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values)
+    metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values, leaders[0]["hears"])
     metrics |= _draft_metrics(counters)
     shares = busy_shares(stages_of(reports))
     if shares:
@@ -102,17 +102,21 @@ def _draft_metrics(counters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Images of the rows, and the rows of their tokens, or those of encoder inputs; nothing of a job without either."""
-    of_images = ("images", "image_tokens") if counters["num_images"] else ()
-    names = (*of_images, "rows_encoded", "rows_reused")
-    if not any(counters[f"num_{name}"] for name in names):
+def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]], hears: bool) -> dict[str, Any]:
+    """Images of the rows, or recordings in a model that hears, and the rows of their tokens, or those of encoder
+    inputs; nothing of a job without either.
+    """
+    counts = {name: counters[f"num_{name}"] for name in ("images", "image_tokens", "rows_encoded", "rows_reused")}
+    if not any(counts.values()):
         return {}
+    num_media, num_tokens = counts.pop("images"), counts.pop("image_tokens")
+    name = "recording" if hears else "image"
+    of_media = {f"{name}s": num_media, f"{name}_tokens": num_tokens} if num_media else {}
     seconds = {
         "encode_s": sum(value["encode_s"] for value in values),
         "media_wait_s": sum(value["media_wait_s"] for value in values if "replica" in value),
     }
-    return {**{name: counters[f"num_{name}"] for name in names}, **seconds}
+    return {**of_media, **counts, **seconds}
 
 
 def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:

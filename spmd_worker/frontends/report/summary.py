@@ -146,11 +146,13 @@ def _wall_time(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
 
 
 def _media(metrics: Mapping[str, Any]) -> list[Figure]:
-    images, wait_s, encode_s = (_number(metrics, key) for key in ("images", "media_wait_s", "encode_s"))
-    if not images and not wait_s:
+    wait_s, encode_s = (_number(metrics, key) for key in ("media_wait_s", "encode_s"))
+    counts = {word: _number(metrics, f"{word}s") or 0 for word in ("image", "recording")}
+    if not any(counts.values()) and not wait_s:
         return []
     note = f"{duration((encode_s or 0) * 1e6)} in towers"
-    note, what = (f"{count(images, 'image')}, {note}", "images") if images else (note, "audio")
+    note = "".join([f"{count(number, word)}, " for word, number in counts.items() if number]) + note
+    what = "images" if counts["image"] else "audio"
     return [Figure(duration((wait_s or 0) * 1e6), f"waiting for {what}", note)]
 
 

@@ -3,6 +3,8 @@
 F: frames; N: rows behind the convolutions; M: mel bins; E: width of the tower; H: hidden size of the text.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from spmd_worker.media.audio_tokens import chunk_lengths
 from spmd_worker.media.prepared import AudioFeatures
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.towers.attention import ImageSequences
 from spmd_worker.model.towers.encoder import FrameEmbedding
 from spmd_worker.model.towers.layers import TowerLinear, TowerNorm
@@ -20,32 +23,54 @@ from spmd_worker.model_config.families.family import AudioNames
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 
-class Qwen2AudioTower(Tower):
-    """Whisper's encoder without its padding, means of two rows each, their norm and one linear layer.
+class WhisperTower(Tower):
+    """Whisper's encoder, window by window, with the rows of its padding or without them; then its norm, means of two
+    rows each or several side by side, and one or two linear layers.
 
-    Features end behind the last frame that a row sees: [M, 2 * N + 1], or all of the window's 2 * N.
+    Features without padding end behind the last frame that a row sees: [M, 2 * N + 1], or all of the window's 2 * N.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__()
         assert vision.tower is not None, vision
         assert vision.audio is not None, vision
-        config, size = vision.tower, vision.tower.hidden_size
+        config, self._audio, size = vision.tower, vision.audio, vision.tower.hidden_size
         first, second = config.names.convolutions
         names = AudioNames((first, second), config.names.positions)
-        self._device = context.device
+        self._device, self._kernels, self._config = context.device, context.kernels, config
+        self._num_joined = vision.merge_size if vision.audio.joins else 1
+        self.has_rows_behind = vision.audio.hears_padding and not vision.audio.counts_padding
         self.frames = FrameEmbedding(context, vision.audio, names, size)
         self.trunk = Trunk(context, config)
         self.norm = TowerNorm(context, config.names.last_norm, size, "layer", config.eps)
-        parts = (("multi_modal_projector.linear", hidden_size),)
-        self.projector = TowerLinear(context, parts, (size,), has_bias=True)
+        inner, has_bias = config.projector_size, config.projector_has_bias
+        name = f"{config.names.beginnings[1]}linear"
+        first_name = f"{name}_1" if inner else name
+        parts, inputs = ((first_name, inner or hidden_size),), (size * self._num_joined,)
+        self.projector = TowerLinear(context, parts, inputs, has_bias=has_bias)
+        self.second: TowerLinear | None = None
+        if inner:
+            self.second = TowerLinear(context, ((f"{name}_2", hidden_size),), (inner,), has_bias=has_bias)
+        self._angles = _angles(vision.audio, config, context) if config.rope_theta else None
 
     def forward(self, audio: AudioFeatures) -> TowerRows:
         features = torch.from_numpy(audio.features.copy())
+        windows = torch.split(features, self._audio.window_frames or features.shape[1], dim=1)
         # Rows behind the last are of padding, which no row sees.
-        x = self.frames(features)[: _num_rows(features.shape[1])].contiguous()
-        x = self.trunk(x, ImageSequences([len(x)], self._device))
-        return TowerRows(self.projector(self.norm(_means_of_two(x))))
+        parts = [self.frames(each)[: _num_rows(each.shape[1])] for each in windows]
+        x = torch.cat(parts)
+        angles = self._angles
+        if angles is not None:
+            angles = replace(angles, cos=angles.cos.repeat(len(parts), 1), sin=angles.sin.repeat(len(parts), 1))
+        x = self.trunk(x, ImageSequences([len(each) for each in parts], self._device), angles)
+        if self._num_joined == 1:
+            x = self.norm(_means_of_two(x))
+        else:
+            x = self.norm(x).view(len(x) // self._num_joined, -1)
+        x = self.projector(x)
+        if self.second is not None:
+            x = self.second(self._kernels.activate(x, self._config.projector_activation))
+        return TowerRows(x)
 
 
 class PictureEmbedding(nn.Module):
@@ -107,6 +132,15 @@ class Qwen3AsrTower(Tower):
         lengths = [min(window, len(x) - start) for start in range(0, len(x), window)]
         x = self.trunk(x, ImageSequences(lengths, self._device))
         return TowerRows(self.second(self._kernels.activate(self.first(self.norm(x)), self._activation)))
+
+
+def _angles(audio: AudioInput, config: TowerConfig, context: LayerContext) -> Angles:
+    """Those of a complete window's rows."""
+    size = config.rotary_size or config.head_size
+    frequencies = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = torch.arange(audio.num_rows, dtype=torch.float32).unsqueeze(1) * frequencies.float()
+    cos, sin = (part.float().to(context.device, context.dtype) for part in (turns.double().cos(), turns.double().sin()))
+    return Angles(cos, sin, is_interleaved=False, is_plain=size == config.head_size)
 
 
 def _sinusoids(num_positions: int, size: int) -> Tensor:

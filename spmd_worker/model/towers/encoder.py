@@ -25,7 +25,9 @@ _NUM_TAPS = 3
 
 
 class FrameEmbedding(nn.Module):
-    """Features [M, F] -> [E, H]: two convolutions of three taps, the second of stride 2, and positions."""
+    """Features [M, F] -> [E, H]: two convolutions of three taps, the second of stride 2, and positions, if a table has
+    them.
+    """
 
     def __init__(self, context: LayerContext, audio: AudioInput, names: AudioNames, hidden_size: int) -> None:
         super().__init__()
@@ -35,12 +37,16 @@ class FrameEmbedding(nn.Module):
             TowerLinear(context, ((name, hidden_size),), (size, _NUM_TAPS), has_bias=True)
             for name, size in zip(names.convolutions, num_inputs, strict=True)
         )
-        self.positions = TowerTable(context, f"{names.positions}.weight", audio.num_frames // 2, hidden_size)
+        self.positions: TowerTable | None = None
+        if names.positions:
+            self.positions = TowerTable(context, f"{names.positions}.weight", audio.num_rows, hidden_size)
 
     def forward(self, features: Tensor) -> Tensor:
         x = features.T.to(self._device, self._dtype)
         for convolution, stride in ((self.first, 1), (self.second, 2)):
             x = self._kernels.activate(convolution(_unfolded(x, stride)), "gelu")
+        if self.positions is None:
+            return x
         positions: Tensor = self.positions()
         return x + positions[: len(x)]
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import BLOCK_SIZE
-from spmd_worker.model.towers.audio import Qwen2AudioTower, Qwen3AsrTower
+from spmd_worker.model.towers.audio import Qwen3AsrTower, WhisperTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
@@ -35,7 +35,10 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "mistral3": Mistral3Tower,
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
-    "qwen2_audio": Qwen2AudioTower,
+    "qwen2_audio": WhisperTower,
+    "audioflamingo3": WhisperTower,
+    "glmasr": WhisperTower,
+    "voxtral": WhisperTower,
     "qwen3_asr": Qwen3AsrTower,
 }
 

@@ -31,7 +31,11 @@ MakeRows = Callable[[Any], TowerRows]
 
 
 class Tower(nn.Module):
-    """A module that is a `MakeRows`. Every rank of the first stage has all of it."""
+    """A module that is a `MakeRows`. Every rank of the first stage has all of it. `has_rows_behind`: it may make
+    rows of padding behind those of the tokens.
+    """
+
+    has_rows_behind = False
 
     def forward(self, image: Any) -> TowerRows:
         """The rows of one image or input; with the same bits on any number of threads if the kernels are compiled."""

@@ -319,13 +319,15 @@ class TextPart:
     unless the files have another, whatever the text config says. Without weight files the text config decides, then
     `defaults` of the row. `families`: the text model is one of several; `model_type` of the text -> the architecture
     whose row has everything but names; the first if it is missing. `defaults`, by `model_type` too, are those of keys
-    of the text that are missing, in addition to the row's.
+    of the text that are missing, before the row's. `opened` gives the contents of the file, whose path is for
+    errors, with the parts where this row reads them, if other files have them elsewhere.
     """
 
     tie: str = "never"
     ties_by_default: bool = False
     families: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    opened: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("NemotronH_Omni_Reasoning_V3", "FuyuForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
     ),
     _SPEECH: (
-        *("VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
         *("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
         "FunAsrNanoForConditionalGeneration",
         *("VibeVoiceAsrForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration"),

@@ -3,10 +3,12 @@
 Tensor names are those of the hub's files, which transformers writes too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.model_config.families.audio_rows import THINKER_NAMES, opened_thinker
 from spmd_worker.model_config.families.family import (
     GATE_UP,
     Attention,
@@ -68,6 +70,7 @@ def _text_of(
     ties_by_default: bool = False,
     defaults: Mapping[str, Any] | None = None,
     vision: str = "",
+    opened: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] | None = None,
 ) -> Family:
     """A model whose text is of one of these kinds, the first if a file has none. `defaults` are of every kind."""
     return Family(
@@ -79,6 +82,7 @@ def _text_of(
             ties_by_default=ties_by_default,
             families={kind: _TEXTS[kind][0] for kind in kinds},
             defaults={kind: {**_TEXTS[kind][1], **(defaults or {})} for kind in kinds},
+            opened=opened,
         ),
     )
 
@@ -101,18 +105,28 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     aliases={**_LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
 _TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
-_TIED_ASR: Final[dict[str, Any]] = {
-    "ties_by_default": True,
-    "defaults": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 65536,
-        "tie_word_embeddings": True,
-    },
+_VOXTRAL_SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000000.0,
+}
+_GLM_ASR_SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 59264,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "eos_token_id": [59246, 59253, 59255],
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }
 GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -163,11 +177,21 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "Qwen2AudioForConditionalGeneration": _text_of("Qwen2-Audio", _AUDIO_NAMES, "qwen2", vision="qwen2_audio"),
     "Qwen3ASRForConditionalGeneration": _text_of(
-        "Qwen3-ASR, in transformers' form",
-        next_to(Names(), "audio_tower", "multi_modal_projector"),
+        "Qwen3-ASR, in its own form and transformers'",
+        replace(next_to(Names(), "audio_tower", "multi_modal_projector"), aliases=THINKER_NAMES),
         "qwen3",
         vision="qwen3_asr",
-        **_TIED_ASR,
+        opened=opened_thinker,
+        **_TIED,
+    ),
+    "VoxtralForConditionalGeneration": _text_of(
+        "Voxtral", _AUDIO_NAMES, "llama", vision="voxtral", defaults=_VOXTRAL_SIZES
+    ),
+    "GlmAsrForConditionalGeneration": _text_of(
+        "GLM-ASR", _AUDIO_NAMES, "llama", vision="glmasr", ties_by_default=True, defaults=_GLM_ASR_SIZES
+    ),
+    "AudioFlamingo3ForConditionalGeneration": _text_of(
+        "Audio Flamingo 3", _AUDIO_NAMES, "qwen2", vision="audioflamingo3"
     ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(

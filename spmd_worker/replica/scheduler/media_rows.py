@@ -19,7 +19,8 @@ from spmd_worker.replica.sequence.request import Request
 class MediaRowLimits:
     """Rows that the workers keep, at most `num_rows`, and patches that a step's towers read, at most
     `max_encode_patches` but for the first image of a step. The `num_owners` ranks of a tensor group make rows.
-    `sees_whole_image`: what is not computed of an image is computed in one step, of `max_num_tokens` at most.
+    `sees_whole_image`: what is not computed of an image is computed in one step, of `max_num_tokens` at most. Images
+    are recordings if the model `hears`.
     """
 
     num_rows: int = 0
@@ -28,27 +29,29 @@ class MediaRowLimits:
     sees_whole_image: bool = False
     max_num_tokens: int = 0
     is_chunked: bool = True
+    hears: bool = False
 
     def refusal(self, media: Sequence[MediaItem]) -> tuple[str, str]:
         """Code and text of why a prompt's images can never be computed; empty if they can."""
         if not self.num_rows:
             return "images_unsupported", "this model takes no images: leave them out, or use a model with a tower"
+        code, one = ("audio_too_long", "a recording") if self.hears else ("image_too_long", "an image")
         most = max(item.num_rows for item in media)
         if most > self.num_rows:
-            return "image_too_long", (
-                f"an image or a recording of {most} tokens is larger than the {self.num_rows} rows that are kept: "
-                f"raise cache.media_rows_gib, or make it smaller"
+            return code, (
+                f"{one} of {most} tokens is larger than the {self.num_rows} rows that are kept: raise "
+                f"cache.media_rows_gib, or make it smaller"
             )
         span = max(item.end - item.start for item in media)
         if self.sees_whole_image and span > self.max_num_tokens:
-            return "image_too_long", (
-                f"an image of {span} tokens is computed in one step, and scheduler.max_num_batched_tokens is "
+            return code, (
+                f"{one} of {span} tokens is computed in one step, and scheduler.max_num_batched_tokens is "
                 f"{self.max_num_tokens}: raise it"
             )
         num_rows = sum({item.media_id: item.num_rows for item in media}.values())
         if not self.is_chunked and num_rows > self.num_rows:
-            return "image_too_long", (
-                f"the images or recordings have {num_rows} tokens, which one step computes with "
+            return code, (
+                f"the {'recordings' if self.hears else 'images'} have {num_rows} tokens, which one step computes with "
                 f"scheduler.enable_chunked_prefill=false, and {self.num_rows} of their rows are kept: raise "
                 f"cache.media_rows_gib"
             )

@@ -28,6 +28,7 @@ def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
         vision is not None and vision.sees_whole_image,
         max_num_tokens,
         config.scheduler.enable_chunked_prefill,
+        resolved.model_config.hears,
     )
 
 

@@ -402,7 +402,7 @@ def _media(plan: MemoryPlan) -> list[str]:
     vision, limits = plan.resolved.model_config.vision, plan.resolved.config.limits
     if vision is not None and vision.audio is not None:
         seconds, num_tokens = vision.audio.num_frames / FRAMES_PER_SECOND, plan.resolved.max_image_tokens
-        if vision.audio.chunk_frames:
+        if vision.audio.chunk_frames or vision.audio.window_frames:
             seconds = min(seconds, limits.max_audio_s)
         return [f"audio      {kept}", f"recordings of {seconds:g} s take {num_tokens:,} tokens each"]
     costs = [

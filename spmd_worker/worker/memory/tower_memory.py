@@ -58,6 +58,8 @@ def max_tower_patches(vision: VisionConfig, num_tokens: int) -> int:
     """
     config, num_patches = vision.tower, num_tokens * vision.merge_size**2
     assert config is not None, vision
+    if vision.audio is not None and vision.audio.window_frames:
+        return -(-num_tokens * vision.merge_size // vision.audio.num_rows) * vision.audio.num_rows
     if vision.audio is not None:
         return num_tokens * vision.merge_size + 1
     if not config.crop_size:

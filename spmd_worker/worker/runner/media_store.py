@@ -233,6 +233,8 @@ class MediaStore:
             raise RuntimeError("this model has no tower, so it makes no rows of images or inputs: load it with one")
         made = self.make_rows(content)
         rows = torch.stack([made.rows, *made.added]).to(self._device, self._dtype)
+        if getattr(self.make_rows, "has_rows_behind", False):
+            rows = rows[:, : encode.item.num_rows].contiguous()
         if rows.shape != shape:
             raise RuntimeError(
                 f"the tower made rows of shape {tuple(rows.shape)} of {encode.item.media_id.hex()}, and the "

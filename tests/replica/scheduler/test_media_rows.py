@@ -195,6 +195,7 @@ def test_aborted_requests_leave_rows_to_others():
             *(limits(num_rows=10, is_chunked=False), [image(1, 0, 6), image(2, 6, 6)]),
             *("image_too_long", "12 tokens"),
         ),
+        (limits(num_rows=10, hears=True), [image(1, 0, 11)], "audio_too_long", "a recording of 11 tokens"),
         (limits(num_rows=10, is_chunked=False), [image(1, 0, 6), image(1, 6, 6)], "", ""),
         (limits(num_rows=10), [image(1, 0, 6), image(2, 6, 6)], "", ""),
     ],
