@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -397,6 +398,7 @@ class _TimedKernels(_Timed):
         super().__init__(target, watch, "other kernels")
         self._linear = watch.timed("linear", target.linear)
         self._gated_linear = watch.timed("linear", target.gated_linear)
+        self._linear_of_leaves = watch.timed("linear", target.linear_of_leaves)
         self._linear_argmax = watch.timed("linear", target.linear_argmax)
 
     def linear(self, x: Any, weight: Any, bias: Any, room: Any = None) -> Any:
@@ -406,6 +408,10 @@ class _TimedKernels(_Timed):
     def gated_linear(self, x: Any, weight: Any, bias: Any) -> Any:
         self._watch.note_product(self._target.gated_linear, x, weight, bias)
         return self._gated_linear(x, weight, bias)
+
+    def linear_of_leaves(self, x: Any, weight: Any, bias: Any, ends: Any, dtype: Any, room: Any = None) -> Any:
+        self._watch.note_product(partial(self._target.linear_of_leaves, ends=ends, dtype=dtype), x, weight, bias)
+        return self._linear_of_leaves(x, weight, bias, ends, dtype, room)
 
     def linear_argmax(self, x: Any, weight: Any, count: int) -> Any:
         self._watch.note_product(self._target.linear, x, weight, None)
@@ -433,6 +439,8 @@ def show(figures: dict[str, Any], options: argparse.Namespace, num_threads: int,
     print(f"{name}: {num_ranks} ranks, {num_threads} threads each")
     print(f"  start to ready   {figures['start_s']:8.2f} s")
     print(f"  generate         {figures['generate_s']:8.2f} s   {figures['output_tokens_per_s']:,.1f} output tokens/s")
+    if figures["error_rows"]:
+        print(f"  errors           {figures['error_rows']:8,} of {figures['rows']:,} rows: speeds are of the others")
     if "job_s" in figures:
         print(f"  whole job        {figures['job_s']:8.2f} s")
     if "floor_s" in figures:

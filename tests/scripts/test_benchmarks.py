@@ -18,6 +18,8 @@ import torch
 from constrained_rows import write_model
 from safetensors.torch import load_file, save_file
 
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "scripts" / "demo" / "model"
 SETTINGS = ("cache.num_blocks=128", "device=cpu")
@@ -82,6 +84,15 @@ def test_floor_takes_the_slower_part_of_each_step(monkeypatch: pytest.MonkeyPatc
     assert count(tables, (40, 64, 3, 63), 16) == [0, 32, 0, 32]
     rates = floor.Rates(flops_per_s=1e6, bytes_per_s=1e5)
     assert floor.floor_s([decode, prefill], rates) == pytest.approx(decode.num_bytes / 1e5 + prefill.flops / 1e6)
+
+
+def test_products_in_leaves_count_as_linear(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench = import_module("bench_throughput")
+    watch, x, weight = bench.StepWatch(), torch.ones(3, 64), torch.ones(32, 64)
+    for kernels in (ReferenceKernels(), bench._TimedKernels(ReferenceKernels(), watch)):
+        assert kernels.linear_of_leaves(x, weight, None, (32, 64), torch.float32).tolist() == [[64.0] * 32] * 3
+    assert (list(watch.products.values()), list(watch.seconds)) == ([1], ["linear"])
 
 
 @pytest.mark.stress
