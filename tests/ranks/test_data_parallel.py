@@ -215,7 +215,7 @@ def test_two_replicas_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[st
     check_failure(reports, ("replica 1, ranks 2 to 3", "rank 1 raised ValueError"), range(2, 4))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_replicas_of_two_stages_match_one_rank(tmp_path: Path, alone: dict[str, Any]):
     reports = reports_of(4, tmp_path, culprit=1, data_parallel_size=2, pipeline_parallel_size=2)
     check(reports, alone, 2, tolerance=0.0)

@@ -120,12 +120,10 @@ def drafted(kind: str, drafts: str, way: str, num_samples: int = 1) -> Turns:
 
 
 @pytest.mark.gate(
-    "lfm2-chance-plenty",
     "lfm2-chance-swap",
     "lfm2-chance-ahead of ids",
     "lfm2-chance-chunks*",
     "qwen3_5-wrong-plenty",
-    "qwen3_5-right-plenty",
     "nemotron-right-plenty",
 )
 @pytest.mark.guarantee("Drafts leave no trace in a recurrent state, accepted or not")

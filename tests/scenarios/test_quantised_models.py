@@ -123,7 +123,7 @@ def test_dequantised_experts_are_bit_identical_to_plain_files(tmp_path: Path, na
     assert not any(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_two_ranks_have_transformers_ids_on_dequantised_experts(tmp_path: Path):
     folders = [quantised_experts(tmp_path, name) for name in EXPERTS]
     arguments = [tmp_path, json.dumps(PROMPTS), "tensor_parallel_size", *(quantised for quantised, _ in folders)]
