@@ -40,21 +40,31 @@ check() {
   printf '$ %s\n' "$*"
   "$bin/$1" "${@:2}" || failed+=("$*;")
 }
-# pip takes one core, and so does mypy: beside them are compiled the libraries and the test modules, for which the
-# collection of the tests would wait.
+# pip takes one core: beside it the libraries are compiled, and beside mypy the test modules, for which each process that
+# collects the tests would wait.
 is_matrix=
 [ "$markers" != "not stress and not gpu" ] || is_matrix=yes
 [ -z "$is_matrix" ] || PYTHONPATH=$root "${PYTHON:-python3}" tests/support/compile_libraries.py 2>/dev/null &
 bash scripts/setup_env.sh --dev || exit 1
-[ -z "$is_matrix" ] || "$bin/python" tests/support/compile_tests.py &
+types= compiled=
+if [ -n "$is_matrix" ]; then
+  "$bin/python" tests/support/compile_tests.py &
+  compiled=$!
+  if [ ${#arguments[@]} -eq 0 ]; then
+    # All tests take longer than mypy, which says what it found among their dots, in one piece.
+    (said=$("$bin/mypy" 2>&1); code=$?; printf '\n$ mypy\n%s\n' "$said"; exit $code) &
+    types=$!
+  fi
+fi
 check ruff check --output-format concise
 check ruff format --check
-check mypy
+[ -n "$types" ] || check mypy
 printf '$ python scripts/structure_figures.py\n'
 "$bin/python" scripts/structure_figures.py
 # Said before the tests run, so that pytest's closing line stays the last one.
 [ ${#failed[@]} -eq 0 ] || printf 'FAILED: %s the tests run all the same, and the exit code will not be 0\n' "${failed[*]}"
 
+[ -z "$compiled" ] || wait "$compiled"
 run_tests() {  # MARKERS ARGUMENT...: run pytest on what has them
   "$bin/python" -m pytest -q -m "$1" "${@:2}" ${arguments[@]+"${arguments[@]}"}
 }
@@ -62,6 +72,7 @@ run_tests() {  # MARKERS ARGUMENT...: run pytest on what has them
 if [ -z "$is_stress" ]; then
   run_tests "$markers" "${processes[@]}"
   code=$?
+  [ -z "$types" ] || wait "$types" || failed+=("mypy;")
 else
   # One test at a time to whoever is free, the longest first: tests/support/stress_tier.py. A file's tests may be many and long.
   beside=(-n 3 --dist load --maxschedchunk 1 --no-loadscope-reorder)

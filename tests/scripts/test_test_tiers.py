@@ -82,6 +82,15 @@ def test_other_tiers_are_one_run_with_closing_line(script: Path):
     assert "-m not stress and not gpu -n 3" in asked(run(script, "--matrix")[1])[0]
 
 
+@pytest.mark.parametrize("tier", [[], ["--matrix"], ["--matrix", "tests/test_x.py"]])
+def test_found_types_fail_a_tier_whose_tests_pass(script: Path, tier: list[str]):
+    """Of .ci/run they are sought while the tests run."""
+    (script.parents[1] / ".venv/bin/mypy").write_text("#!/bin/sh\necho 'x.py:1: error: no such type'\nexit 1\n")
+    code, lines = run(script, *tier)
+    assert code == 1
+    assert "x.py:1: error: no such type" in lines
+
+
 def test_setup_leaves_a_linked_environment_alone(tmp_path: Path):
     """`venv --clear` emptied the environment of another checkout."""
     (tmp_path / "scripts").mkdir()
