@@ -37,7 +37,7 @@ def locate_gguf(path: str, tokenizer_patterns: Sequence[str]) -> ModelLocation |
     the files of these patterns beside it, takes the place of the one of the metadata. Raises ModelConfigError.
     """
     given = Path(path)
-    files = [Path(os.path.abspath(each)) for each in gguf_files(given)]
+    files = [each.absolute() for each in gguf_files(given)]
     if not files:
         return None
     beside = _tokenizer_beside(given, tokenizer_patterns)
@@ -82,7 +82,8 @@ def _make(folder: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
     contents = tokenizer_files(model) if not beside else {each.name: each.read_bytes() for each in beside}
     contents |= {"config.json": _encoded(config_of(model))}
     contents |= {"generation_config.json": _encoded(generation_config_of(model))}
-    partial = folder.with_name(f"{folder.name}.partial")
+    # Locks may not reach beyond a node.
+    partial = folder.with_name(f"{folder.name}.{os.uname().nodename}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     for name, content in contents.items():
@@ -90,7 +91,13 @@ def _make(folder: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
         (partial / name).write_bytes(content)
     for number, each in enumerate(files):
         (partial / link_name(number, len(files))).symlink_to(each)
-    os.rename(partial, folder)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        # Another node may have made it.
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(partial)
 
 
 def _check_parts(model: GgufModel) -> None:
