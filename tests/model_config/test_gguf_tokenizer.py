@@ -170,3 +170,14 @@ def test_tokenizer_beside_a_file_takes_its_place(tmp_path: Path):
     assert not (folder / "notes.txt").exists()
     with pytest.raises(ModelConfigError, match="unheard-of"):
         locate_model(str(path), None)
+
+
+def test_tokenizer_alone_keeps_the_metadatas_template(tmp_path: Path):
+    """Regression: beside a tokenizer.json alone there was no template, and no first token."""
+    own = write_byte_level(tmp_path / "files")
+    metadata = tokenizer_metadata(own) | {"tokenizer.chat_template": CHATML}
+    (own / "tokenizer_config.json").unlink()
+    write_gguf(checkpoint_folder("llama2"), own / "m.gguf", metadata=metadata)
+    tokenizer = Tokenizer.open(locate_model(str(own), None).folder)
+    assert tokenizer.chat_templates.sources == {"default": CHATML}
+    assert tokenizer.special_tokens["bos_token"] == "<s>"

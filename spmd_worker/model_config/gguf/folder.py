@@ -21,15 +21,16 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.gguf.files import gguf_files, link_name
 from spmd_worker.model_config.gguf.model import GgufModel, read_gguf_model
 from spmd_worker.model_config.gguf.settings import config_of, generation_config_of
-from spmd_worker.model_config.gguf.tokenizer_json import tokenizer_files
+from spmd_worker.model_config.gguf.tokenizer_json import tokenizer_files, tokenizer_settings
 from spmd_worker.model_config.hub_cache import ModelLocation, cache_folder
 from spmd_worker.model_config.locked_folder import locked, short_digest
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Counts changes of what is made of a file."""
 _TOKENIZER_FILE: Final = "tokenizer.json"
+_TOKENIZER_SETTINGS: Final = "tokenizer_config.json"
 
 
 def locate_gguf(path: str, tokenizer_patterns: Sequence[str]) -> ModelLocation | None:
@@ -79,7 +80,9 @@ def _make(folder: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
     """Make the folder of these files. Raises ModelConfigError and OSError."""
     model = read_gguf_model(files)
     _check_parts(model)
-    contents = tokenizer_files(model) if not beside else {each.name: each.read_bytes() for each in beside}
+    contents = {each.name: each.read_bytes() for each in beside} or tokenizer_files(model)
+    if _TOKENIZER_SETTINGS not in contents:
+        contents = tokenizer_settings(model) | contents
     contents |= {"config.json": _encoded(config_of(model))}
     contents |= {"generation_config.json": _encoded(generation_config_of(model))}
     # Locks may not reach beyond a node.
