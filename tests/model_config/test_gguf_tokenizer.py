@@ -123,8 +123,10 @@ def test_gemma_merges_by_ids_and_keeps_spaces(tmp_path: Path):
     assert [ours.token(each) for each in found] == ["b", "▁▁", "a", "▁hello"]
 
 
-def test_chat_templates_and_ends_are_the_files(tmp_path: Path):
+@pytest.mark.parametrize("kind", [3, 4], ids=["control", "user-defined"])
+def test_chat_templates_and_ends_are_the_files(kind: int, tmp_path: Path):
     metadata = tokenizer_metadata(write_byte_level(tmp_path / "own"))
+    metadata[f"{KEYS}token_type"][3] = kind
     metadata |= {"tokenizer.chat_template": CHATML, "tokenizer.chat_template.tool_use": "tools"}
     metadata |= {f"{KEYS}eot_token_id": 5, "general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     folder = converted(metadata, tmp_path / "files")
