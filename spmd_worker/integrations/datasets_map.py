@@ -28,6 +28,7 @@ from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
 from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
 from spmd_worker.integrations.pipeline_rows import PipelineRows, has_engine, sampling_by_name
+from spmd_worker.model_config.gguf.files import linked_files
 from spmd_worker.ranks.cores import look_at_node, share_cores, take_share
 
 _BATCH_ROWS: Final = 1000
@@ -148,6 +149,7 @@ def answers_depend_on(model: str, options: Mapping[str, Any]) -> str:
         media=image_answers(resolved) | audio_answers(resolved),
     )
     # A few changed weights may lie between the manifest's samples: files of another time are computed again.
-    weights = [(path.name, path.stat()) for path in sorted(resolved.model_folder.rglob("*.safetensors"))]
+    folder = resolved.model_folder
+    weights = [(path.name, path.stat()) for path in (*sorted(folder.rglob("*.safetensors")), *linked_files(folder))]
     files = [(name, status.st_size, status.st_mtime_ns) for name, status in weights]
     return json.dumps([manifest["answers"], files], sort_keys=True, default=str)

@@ -9,11 +9,12 @@ import pytest
 from datasets import Dataset, disable_progress_bars
 from datasets.fingerprint import Hasher
 from door_rows import MODEL, OPTIONS, lines_of_job, mixed_rows, plain_rows, prompts
+from gguf_files import tokenizer_metadata, write_gguf
 from ranks import run_script
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.integrations import datasets_map
-from spmd_worker.integrations.datasets_map import DatasetRows, choose_devices
+from spmd_worker.integrations.datasets_map import DatasetRows, answers_depend_on, choose_devices
 
 NUM_ROWS = 12
 GIVEN = {"prompt": "question", "sampling": {"temperature": 1.5, "max_tokens": 6}, **OPTIONS}
@@ -80,6 +81,16 @@ def test_fingerprint_follows_all_that_answers_depend_on(tmp_path: Path):
     # A change between samples is known by the file's time alone.
     os.utime(weights, ns=(1, 1))
     assert fingerprint() != changed
+
+
+def test_fingerprint_follows_the_time_of_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    source = Path(MODEL)
+    path = write_gguf(source, tmp_path / "m.gguf", metadata=tokenizer_metadata(source))
+    first = answers_depend_on(str(path), OPTIONS)
+    assert answers_depend_on(str(path), OPTIONS) == first
+    os.utime(path, ns=(1, 1))
+    assert answers_depend_on(str(path), OPTIONS) != first
 
 
 def test_rows_of_a_jobs_format(tmp_path: Path):

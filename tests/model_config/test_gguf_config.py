@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,33 @@ def test_killed_writer_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             locate_model(str(path), None)
     assert (locate_model(str(path), None).folder / "config.json").is_file()
+
+
+def test_folder_of_another_node_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: locks of a shared home may not reach beyond a node."""
+    path, rename = bare(tmp_path / "files"), os.rename
+
+    def twice(source: Path, target: Path) -> None:
+        shutil.copytree(source, target, symlinks=True)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", twice)
+    folder = locate_model(str(path), None).folder
+    assert (folder / "config.json").is_file()
+    assert {each.name for each in folder.parent.iterdir()} == {"lock", folder.name}
+
+
+def test_parent_of_a_linked_folder_is_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: `link/..` was taken for the folder of the link."""
+    (tmp_path / "files" / "deep").mkdir()
+    (tmp_path / "my link").symlink_to(tmp_path / "files" / "deep")
+    path = bare(tmp_path / "files", name="a b.gguf")
+    monkeypatch.chdir(tmp_path)
+    folder = locate_model("my link/../a b.gguf", None).folder
+    assert next(folder.glob("*.gguf")).resolve() == path
+
+
+@pytest.mark.parametrize("name", ["unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "unsloth/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"])
+def test_quantisation_on_the_hub_has_a_way_out(name: str):
+    with pytest.raises(ModelConfigError, match=r"hf download unsloth/Qwen3-0.6B-GGUF FILE.gguf --local-dir models"):
+        locate_model(name, None)

@@ -123,8 +123,10 @@ def test_gemma_merges_by_ids_and_keeps_spaces(tmp_path: Path):
     assert [ours.token(each) for each in found] == ["b", "▁▁", "a", "▁hello"]
 
 
-def test_chat_templates_and_ends_are_the_files(tmp_path: Path):
+@pytest.mark.parametrize("kind", [3, 4], ids=["control", "user-defined"])
+def test_chat_templates_and_ends_are_the_files(kind: int, tmp_path: Path):
     metadata = tokenizer_metadata(write_byte_level(tmp_path / "own"))
+    metadata[f"{KEYS}token_type"][3] = kind
     metadata |= {"tokenizer.chat_template": CHATML, "tokenizer.chat_template.tool_use": "tools"}
     metadata |= {f"{KEYS}eot_token_id": 5, "general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     folder = converted(metadata, tmp_path / "files")
@@ -170,3 +172,14 @@ def test_tokenizer_beside_a_file_takes_its_place(tmp_path: Path):
     assert not (folder / "notes.txt").exists()
     with pytest.raises(ModelConfigError, match="unheard-of"):
         locate_model(str(path), None)
+
+
+def test_tokenizer_alone_keeps_the_metadatas_template(tmp_path: Path):
+    """Regression: beside a tokenizer.json alone there was no template, and no first token."""
+    own = write_byte_level(tmp_path / "files")
+    metadata = tokenizer_metadata(own) | {"tokenizer.chat_template": CHATML}
+    (own / "tokenizer_config.json").unlink()
+    write_gguf(checkpoint_folder("llama2"), own / "m.gguf", metadata=metadata)
+    tokenizer = Tokenizer.open(locate_model(str(own), None).folder)
+    assert tokenizer.chat_templates.sources == {"default": CHATML}
+    assert tokenizer.special_tokens["bos_token"] == "<s>"

@@ -17,6 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.model_config.gguf.files import linked_files
+
 logger = logging.getLogger(__name__)
 
 _NUM_READERS: Final = 4
@@ -26,10 +28,11 @@ _SETTLED_NS: Final = 2 * 10**9
 
 
 def content_digest(folder: Path, inside: Sequence[str] = ()) -> str:
-    """Hexadecimal digest of names and bytes of the safetensors files of `folder` and those `inside` it. Raises OSError
-    for files that cannot be read.
+    """Hexadecimal digest of names and bytes of the safetensors files of `folder` and those `inside` it, or of the GGUF
+    that it was made of. Raises OSError for files that cannot be read.
     """
     paths = [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]
+    paths += linked_files(folder)
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="spmd-digest") as readers:
         digests = list(readers.map(_file_digest, paths))
     names = [str(path.relative_to(folder)) for path in paths]

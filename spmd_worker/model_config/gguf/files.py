@@ -12,6 +12,8 @@ from spmd_worker.model_config.tensor_names import STATE_FILE
 _PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _NO_MODEL: Final = ("mmproj", "imatrix")
 """Parts of names of files beside a model: towers for images, and statistics of quantisation."""
+_ON_HUB: Final = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::[\w.-]+|/[\w./-]+\.gguf)")
+"""vLLM's names of one quantisation on the hub, `ORG/NAME:TYPE` and `ORG/NAME/FILE.gguf`."""
 _LINK: Final = "linked"
 _SHOWN: Final = 20
 
@@ -19,8 +21,13 @@ _SHOWN: Final = 20
 def gguf_files(path: Path) -> list[Path]:
     """Files of the GGUF model that `path` names: a file, all parts of it, or a folder's only model. [] for a folder
     with safetensors, which take precedence, for one that `folder.py` has made, and for another path. Raises
-    ModelConfigError for a missing part, and a folder with several models.
+    ModelConfigError for a missing part, a folder with several models, and a missing file that may be on the hub.
     """
+    if (on_hub := _ON_HUB.fullmatch(str(path))) is not None and not path.exists():
+        raise ModelConfigError(
+            f"model.path={path} is no file or folder, and GGUF is not downloaded from the hub: download one file "
+            f"(hf download {on_hub[1]} FILE.gguf --local-dir models), and give model.path that"
+        )
     if path.suffix == SUFFIX and not path.is_dir():
         return _parts(path)
     if not path.is_dir() or linked_files(path):
@@ -61,7 +68,9 @@ def _parts(path: Path) -> list[Path]:
         return [path]
     name, count = part[1], int(part[3])
     paths: Sequence[Path] = [path.with_name(f"{name}-{number:05d}-of-{part[3]}.gguf") for number in range(1, count + 1)]
+    if not paths:
+        raise ModelConfigError(f"{path} is a part of 0 by its name: give it the name that it was downloaded by")
     missing = next((each for each in paths if not each.exists()), None)
-    if missing is not None or not paths:
+    if missing is not None:
         raise ModelConfigError(f"{path} is a part of {count}, and {missing} does not exist: download all parts")
     return list(paths)

@@ -21,15 +21,16 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.gguf.files import gguf_files, link_name
 from spmd_worker.model_config.gguf.model import GgufModel, read_gguf_model
 from spmd_worker.model_config.gguf.settings import config_of, generation_config_of
-from spmd_worker.model_config.gguf.tokenizer_json import tokenizer_files
+from spmd_worker.model_config.gguf.tokenizer_json import tokenizer_files, tokenizer_settings
 from spmd_worker.model_config.hub_cache import ModelLocation, cache_folder
 from spmd_worker.model_config.locked_folder import locked, short_digest
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Counts changes of what is made of a file."""
 _TOKENIZER_FILE: Final = "tokenizer.json"
+_TOKENIZER_SETTINGS: Final = "tokenizer_config.json"
 
 
 def locate_gguf(path: str, tokenizer_patterns: Sequence[str]) -> ModelLocation | None:
@@ -37,7 +38,7 @@ def locate_gguf(path: str, tokenizer_patterns: Sequence[str]) -> ModelLocation |
     the files of these patterns beside it, takes the place of the one of the metadata. Raises ModelConfigError.
     """
     given = Path(path)
-    files = [Path(os.path.abspath(each)) for each in gguf_files(given)]
+    files = [each.absolute() for each in gguf_files(given)]
     if not files:
         return None
     beside = _tokenizer_beside(given, tokenizer_patterns)
@@ -79,10 +80,13 @@ def _make(folder: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
     """Make the folder of these files. Raises ModelConfigError and OSError."""
     model = read_gguf_model(files)
     _check_parts(model)
-    contents = tokenizer_files(model) if not beside else {each.name: each.read_bytes() for each in beside}
+    contents = {each.name: each.read_bytes() for each in beside} or tokenizer_files(model)
+    if _TOKENIZER_SETTINGS not in contents:
+        contents = tokenizer_settings(model) | contents
     contents |= {"config.json": _encoded(config_of(model))}
     contents |= {"generation_config.json": _encoded(generation_config_of(model))}
-    partial = folder.with_name(f"{folder.name}.partial")
+    # Locks may not reach beyond a node.
+    partial = folder.with_name(f"{folder.name}.{os.uname().nodename}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     for name, content in contents.items():
@@ -90,7 +94,13 @@ def _make(folder: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
         (partial / name).write_bytes(content)
     for number, each in enumerate(files):
         (partial / link_name(number, len(files))).symlink_to(each)
-    os.rename(partial, folder)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        # Another node may have made it.
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(partial)
 
 
 def _check_parts(model: GgufModel) -> None:

@@ -76,12 +76,24 @@ def tokenizer_files(model: GgufModel) -> dict[str, bytes]:
         content = _sentence_piece(model, tokens)
     else:
         raise metadata.error("tokenizer.ggml.model", f"is not supported, only gpt2 and llama: {WAY_OUT}")
+    return {**tokenizer_settings(model), "tokenizer.json": _encoded(content)}
+
+
+def tokenizer_settings(model: GgufModel) -> dict[str, bytes]:
+    """`tokenizer_files` without tokenizer.json: tokens with a meaning, and chat templates. Raises ModelConfigError."""
+    metadata = model.metadata
+    tokens = read_tokens(metadata)
+    if tokens is None:
+        return {}
     named = {name: token_id(metadata, key) for key, name in _NAMED.items()}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: tokens.texts[number] for name, number in named.items() if number is not None}
-    files = {"tokenizer.json": content, "tokenizer_config.json": config}
     templates = {name: text.encode() for name, text in _templates(model)}
-    return templates | {name: json.dumps(each, ensure_ascii=False).encode() for name, each in files.items()}
+    return {**templates, "tokenizer_config.json": _encoded(config)}
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _templates(model: GgufModel) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ _END_TEXTS: Final = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
 )
-"""Control tokens that end an answer in llama.cpp, whatever the metadata name."""
+"""Tokens that end an answer in llama.cpp, whatever the metadata name; old converters wrote some as user-defined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,6 @@ def end_ids(metadata: ConfigReader) -> list[int] | None:
         found += [
             number
             for number, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True))
-            if kind == CONTROL and text in _END_TEXTS
+            if kind in (CONTROL, USER_DEFINED) and text in _END_TEXTS
         ]
     return list(dict.fromkeys(each for each in found if each is not None)) or None

@@ -20,6 +20,7 @@ from spmd_worker.base.errors import CheckpointError, ConfigError
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_files import open_checkpoint
+from spmd_worker.model.weights.content_digest import content_digest
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.model.weights.sampled_digest import file_digests
 from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES
@@ -152,6 +153,7 @@ def test_split_model_is_one(tmp_path: Path):
 def test_changed_file_has_another_digest_and_folder(tmp_path: Path):
     folder = converted("qwen2", tmp_path / "files", "Q8_0")
     digest, path = file_digests(folder), tmp_path / "files" / "m.gguf"
+    whole = content_digest(folder)
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
@@ -160,6 +162,7 @@ def test_changed_file_has_another_digest_and_folder(tmp_path: Path):
     assert file_digests(other) != digest
     # The old folder still reads the file that is there.
     assert file_digests(folder) == file_digests(other)
+    assert content_digest(folder) == content_digest(other) != whole
 
 
 def test_quantised_file_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
