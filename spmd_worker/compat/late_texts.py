@@ -35,14 +35,15 @@ def encode_late_text(
         most = expansion.length if expansion.truncates else max(most, expansion.length)
     marker, rest = _marker_id(tokenizer, role.marker)
     before = rest + role.prompt
-    if marker is not None and most < 2:
-        raise ValueError(f"a row of {most} token has no room for the marker {role.marker!r}: allow more tokens")
+    special = [] if marker is None else tokenizer.encode("")
+    if marker is not None and most <= len(special) + 1:
+        rule = f"{len(special)} are special tokens and one is the marker {role.marker!r}"
+        raise ValueError(f"{most} tokens leave none for text: {rule}: allow more tokens")
     ids, places = tokenizer.encode_with_offsets(before + text, most - (marker is not None))
     offsets = [(max(0, start - len(before)), max(0, end - len(before))) for start, end in places]
     if marker is not None:
         # As in training: a token behind the first special one.
-        opening = tokenizer.encode("")[:1]
-        index = int(ids[:1] == opening and bool(opening))
+        index = int(bool(special) and ids[:1] == special[:1])
         ids, offsets = [*ids[:index], marker, *ids[index:]], [*offsets[:index], _NOWHERE, *offsets[index:]]
     num_tokens, num_attended = len(ids), None
     if expansion is not None and num_tokens < expansion.length:

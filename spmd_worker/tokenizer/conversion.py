@@ -20,7 +20,10 @@ _OF_ENCODERS: Final = ("spiece.model", "sentencepiece.bpe.model", "spm.model")
 """SentencePiece models of T5, Pegasus, mBART, NLLB and DeBERTa, whose classes number the pieces anew."""
 _PAIRS: Final = (("vocab.json", "source.spm", "target.spm"), ("vocab.json", "sentencepiece.bpe.model"))
 """Files of Marian and M2M100, of which transformers makes no tokenizer.json."""
-_KINDS: Final = (("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS, *[(each,) for each in _OF_ENCODERS])
+_TEKKEN: Final = "tekken.json"
+"""Mistral's own file, which mistral-common reads."""
+_ALONE: Final = (*_OF_ENCODERS, _TEKKEN)
+_KINDS: Final = (("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS, *[(each,) for each in _ALONE])
 _MODELS: Final = {1: "Unigram", 2: "BPE"}
 """SentencePiece's numbers (`TrainerSpec.ModelType`) -> the names in a tokenizer.json."""
 _TEXTS: Final = (
@@ -49,6 +52,12 @@ def converted(folder: Path) -> bytes | None:
             f"transformers.AutoTokenizer.from_pretrained('{folder}'), give their ids as prompt_token_ids, and the "
             f"target language, if there is one, as ids of decoder_prompt; it decodes the token_ids of the answers"
         )
+    made = f"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
+    if names == (_TEKKEN,):
+        raise TokenizerError(
+            f"{missing} {_TEKKEN} is not read: texts, images and recordings need a tokenizer.json, made with "
+            f'mistral-common installed by python -c "{made}"; rows with prompt_token_ids work without'
+        )
     try:
         from transformers import AutoTokenizer
 
@@ -72,10 +81,7 @@ def converted(folder: Path) -> bytes | None:
             f"{missing} by tokenizer_config.json transformers makes {difference}: set tokenizer_class there to the "
             f"model's own class, or give a tokenizer.json"
         )
-    raise TokenizerError(
-        f"{missing} {why}: text prompts need one, made with python "
-        f"-c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
-    )
+    raise TokenizerError(f'{missing} {why}: text prompts need one, made with python -c "{made}"')
 
 
 def _difference(text: str, path: Path) -> str | None:

@@ -176,7 +176,7 @@ def test_states_alone_bound_no_rows(tmp_path: Path):
 def check_all(num_cases: int, folder: Path) -> list[str | None]:
     refusals = []
     for number in range(num_cases):
-        case = drawn(3, number)
+        case = drawn(1, number)
         with bounded():
             refusals.append(check(case, folder))
     return refusals

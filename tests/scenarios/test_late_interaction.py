@@ -24,9 +24,11 @@ from transformers import AutoTokenizer, BertModel
 from spmd_worker import LLM, PoolingParams
 from spmd_worker.base.config.schema import SchedulerConfig
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
+from spmd_worker.compat.late_texts import encode_late_text
 from spmd_worker.frontends.batch.parquet_rows import VectorColumns, parquet_row
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.replica.sequence.similarity import max_similarity
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.runner import batch
 
 QUERIES = ["hello world", "the cache of blocks", "a text, about the scheduler! " * 6, "x"]
@@ -240,6 +242,15 @@ def test_settings_without_effect_or_room_are_refused(tmp_path: Path) -> None:
         LLM(folder, **SETTINGS)
     with LLM(encoder_folder("bert_mean"), **SETTINGS) as llm, pytest.raises(ValueError, match="late interaction"):
         llm.encode("x", QUERY, use_tqdm=False)
+
+
+def test_error_counts_marker_and_special_tokens() -> None:
+    """Regression: it named one token fewer than the row had asked for."""
+    folder = late_folder("stanford")
+    late, tokenizer = read_model_files(folder).model_config.pooling.late, Tokenizer.open(folder)
+    assert encode_late_text(late, tokenizer, "hello world", "document", 4, 128).token_ids[1] == 2
+    with pytest.raises(ValueError, match=r"^3 tokens leave none for text: 2 are special tokens and one is the marker"):
+        encode_late_text(late, tokenizer, "hello world", "document", 3, 128)
 
 
 @pytest.mark.stress
