@@ -115,7 +115,9 @@ def follow(llm: LLM, request: LoRARequest) -> list[Any]:
     return sorted(llm.list_loras())
 
 
-@pytest.mark.gate("{'tensor_parallel_size': 2}", "{}")
+@pytest.mark.gate(
+    "{'tensor_parallel_size': 2}", "{'pipeline_parallel_size': 2, 'distributed_executor_backend': 'multiproc'}", "{}"
+)
 @pytest.mark.guarantee("An adapter is loaded on all ranks or on none")
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(

@@ -159,9 +159,8 @@ def each_with_sizes() -> pytest.MarkDecorator:
     "stablelm",
     "opt",
     "falcon",
-    "bloom",
-    "mpt",
     "cohere2",
+    "cohere_plus",
 )
 @each_with_sizes()
 def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: tuple[int, ...]):

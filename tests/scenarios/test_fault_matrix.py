@@ -55,7 +55,7 @@ SILENT = ("SIGSTOP", HANG, LOOP)
 
 ONLY_STRESS = ("SIGKILL", "SIGTERM", "exception while loading", "exit in the sampler", HANG, LOOP)
 """Faults that the gate leaves out here: a stopped rank is waited for as one that hangs, one that fails while loading is
-in test_tensor_parallel.py, and one killed under torchrun ends as one that is asked to, or exits.
+in ranks/test_int8_on_ranks.py, and one killed under torchrun ends as one that is asked to, or exits.
 """
 ALL = [
     pytest.param(fault, int(fault != "full disk"), marks=getattr(pytest.mark, tier))

@@ -25,6 +25,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_adapter_cases.py": (("gate",), 7),
     "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 4),
+    "triton_tower_cases.py": (("gate",), 1),
     "triton_cross_cases.py": (("gate",), 1),
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""

@@ -117,7 +117,7 @@ def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
 EACH_HARMLESS = [pytest.param(name, marks=_tier_of_control(name)) for name in HARMLESS_WITHOUT_DIGESTS]
 
 
-@pytest.mark.gate("config_key", "block_count", "weight_byte", "prompt")
+@pytest.mark.gate("config_key", "block_count", "weight_byte", "code", "prompt")
 @pytest.mark.parametrize("name", EACH_AT_START)
 def test_divergence_at_start_is_named_before_any_computation(tmp_path, name):
     check_start(run(name, tmp_path), tmp_path, AT_START[name])
@@ -132,7 +132,7 @@ def test_divergence_in_step_ends_all_ranks_with_70(tmp_path, name):
     check_records_show_what_was_named(tmp_path, 2)
 
 
-@pytest.mark.gate("dropped_message")
+@pytest.mark.gate("dropped_message", "flipped_bit")
 @pytest.mark.parametrize("name", IN_A_MESSAGE)
 def test_divergence_by_lost_message_ends_ranks_with_70(tmp_path, name):
     """A damaged message ends them too."""
