@@ -93,6 +93,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.stress
 @pytest.mark.guarantee("Weights from shards are those of whole tensors")
 def test_shards_of_fsdp_give_whole_weights(tmp_path: Path):
     done = ranks.run_forked([__file__, "bits", tmp_path], nproc=2, timeout_s=240)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from new_family import check_logits, copy_with_family
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -35,6 +36,7 @@ class Layer(DecoderLayer):
 ENTRY = '    "GatedForCausalLM": Family(models="Gated", layer="gated_layer"),\n'
 
 
+@pytest.mark.stress
 def test_family_of_code_is_two_files(tmp_path: Path):
     copy_with_family(tmp_path, ENTRY, {"spmd_worker/model/gated_layer.py": LAYER})
     torch.manual_seed(5)

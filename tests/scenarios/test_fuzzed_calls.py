@@ -40,7 +40,7 @@ def run(way: str, first: int, count: int, limit_s: float) -> None:
     assert all(each.get(what, 0) > count // 4 for each in found for what in ("answered", "refused"))
 
 
-@pytest.mark.gate("two ranks alike")
+@pytest.mark.gate("one rank")
 @pytest.mark.guarantee("Wrong calls are refused, the engine goes on")
 @pytest.mark.parametrize("way", ["one rank", *(pytest.param(way, marks=pytest.mark.matrix) for way in list(WAYS)[1:])])
 def test_any_call_is_answered_or_rejected_engine_continues(way: str):

@@ -81,7 +81,7 @@ def run_installed(environment: Path, folder: Path, program: str, *arguments: obj
     return done.stdout
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_commands_run_from_wheel_in_separate_environment(environment: Path, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 123 + 456 =", "max_tokens": 8}\n')
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", tmp_path / "model")
@@ -128,6 +128,8 @@ def test_tools_run_from_wheel_under_their_own_name(environment: Path, tmp_path: 
             continue
         text = run_installed(environment, tmp_path, command, "--help")
         assert text.startswith(f"usage: {command} [-h]")
+        if tool == "torchrun":
+            continue  # its help is that of torch
         assert f"\n    {command} " in text
         assert "python -m" not in text
         module = f"python -m spmd_worker.tools.{tool}"
