@@ -68,7 +68,7 @@ shared_memory.SharedMemoryGroup = None
 
 
 def answers_of_ranks(names: list[str], size: int, tmp_path: Path, before: str = "") -> list[dict[str, Any]]:
-    """What every rank answers for every checkpoint, in rank order. `before`: what they do first."""
+    """Answers of every rank for every checkpoint, in rank order. `before`: what they do first."""
     job = {
         "folders": {name: str(checkpoint_folder(name)) for name in names},
         "prompts": PROMPTS,

@@ -3,7 +3,7 @@
 import base64
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,14 @@ def opened(kind: str, **options: Any) -> LLM:
 
 
 IN_GATE = ("qwen2_audio", "qwen3_asr", "glmasr")
-OF_TIERS = [each if each in IN_GATE else pytest.param(each, marks=pytest.mark.stress) for each in KINDS]
+IN_WINDOWS = ("voxtral", "glmasr", "audioflamingo3")
 
 
-@pytest.fixture(scope="module", params=OF_TIERS)
+def of_tiers(kinds: Iterable[str]) -> list[Any]:
+    return [each if each in IN_GATE else pytest.param(each, marks=pytest.mark.stress) for each in kinds]
+
+
+@pytest.fixture(scope="module", params=of_tiers(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -105,10 +109,9 @@ def test_answers_equal_transformers(llm: LLM, kind: str, lengths: tuple[int, ...
 
 
 @pytest.mark.parametrize("lengths", [(70_003,), (32_001, 64_000)])
+@pytest.mark.parametrize("kind", of_tiers(IN_WINDOWS), indirect=True, scope="module")
 def test_windows_answer_as_transformers(llm: LLM, kind: str, lengths: tuple[int, ...]):
     """Recordings longer than the 2 s that these models hear at once."""
-    if kind not in ("voxtral", "glmasr", "audioflamingo3"):
-        pytest.skip("hears no recording in windows")
     given = [recording(each, index) for index, each in enumerate(lengths)]
     ((ids, answer, _),) = answers(llm, [prompt_of(kind, *given)])
     assert (ids, answer) == their_answer(kind, text_of(kind, len(given)), given, NUM_TOKENS)

@@ -84,7 +84,7 @@ def test_other_tiers_are_one_run_with_closing_line(script: Path):
 
 @pytest.mark.parametrize("tier", [[], ["--matrix"], ["--matrix", "tests/test_x.py"]])
 def test_found_types_fail_a_tier_whose_tests_pass(script: Path, tier: list[str]):
-    """Of .ci/run they are sought while the tests run."""
+    """`.ci/run` runs mypy beside the tests."""
     (script.parents[1] / ".venv/bin/mypy").write_text("#!/bin/sh\necho 'x.py:1: error: no such type'\nexit 1\n")
     code, lines = run(script, *tier)
     assert code == 1
