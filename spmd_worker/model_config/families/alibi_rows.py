@@ -56,7 +56,7 @@ def _flat_mpt(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 _MPT: Final = Family(
-    models="MPT: 7B, 30B, StoryWriter",
+    models="MPT: 7B, 30B",
     names=Names(
         embedding="transformer.wte",
         layers="transformer.blocks",
