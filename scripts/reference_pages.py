@@ -121,12 +121,14 @@ them: an 8B model takes 5.9 or 9.1 GB instead of 16. On GPUs [experts in MXFP4 a
 | NF4 (`bitsandbytes`) in blocks of 64 | the same |
 | MXFP4 | routed experts |
 | FP8 with a scale a tensor, a row or a block, in any of the formats above | attention, feed-forward, experts |
+| GGUF, most types: [which, and how many bits each takes](../guides/gguf.md#memory) | the same |
 
 * Where config.json says float16, as most such files do, `model.dtype=auto` is bfloat16 on CPUs, whose numbers have 8
   bits instead of 11; `model.dtype=float32` is more exact, and dequantises.
 * The log and `plan=true` say so with the first reason if a weight is dequantised: groups of inputs are no multiple of
   32; a rank's outputs are no multiple of 16 (gates and ups together: 32); its inputs do not begin and end where groups
-  do; matrices that are multiplied together, such as queries, keys and values, have several formats;
+  do; matrices that are multiplied together, such as queries, keys and values, have several formats (types of GGUF may
+  differ: one format holds them all exactly);
   `model.allow_nonfinite`; `model.lora_merge`, which adds to weights.
 * Few rows are computed faster so, as they wait for memory; steps of many rows take up to a tenth longer, without AMX up
   to a quarter at about 16 rows in FP8 ([times](../lab/stored_weights.md)). `model.dequantize_weights=true` is faster

@@ -14,9 +14,11 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES
 from spmd_worker.model_config.weight_format import (
     ANY_END,
     CLASS_OF_ALL,
+    GGUF,
     REGEX,
     FormatGroup,
     Quantization,
@@ -34,7 +36,6 @@ _UNSUPPORTED: Final = {
     **dict.fromkeys(("metal", "mxfp8", "quanto", "quark", "quip", "sinq", "spqr", "torchao", "vptq"), _WAY_OUT),
     "higgs": _DEQUANTISE,
     "auto-round": "export it as auto_gptq or auto_awq, or " + _WAY_OUT,
-    "gguf": "give model.path its GGUF file, or the safetensors checkpoint that it was made from",
     "marlin": "give the GPTQ checkpoint that it was made from",
     "nvfp4": "give the bfloat16 checkpoint, or one in NVFP4 by compressed-tensors or modelopt",
 }
@@ -62,7 +63,7 @@ def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | N
     if not isinstance(method, str) or method not in _READERS:
         name = method.removeprefix("intel/") if isinstance(method, str) else ""
         reason = f"is not supported: {_UNSUPPORTED[name]}" if name in _UNSUPPORTED else f"is unknown: {_WAY_OUT}"
-        raise section.error("quant_method", f"{reason}; supported are {', '.join(_READERS)}")
+        raise section.error("quant_method", f"{reason}; supported are {', '.join(READ_METHODS)}")
     return _READERS[method](section)
 
 
@@ -328,6 +329,30 @@ def _wildcard(name: str, where: str) -> str:
     return REGEX + _checked_pattern(pattern, where)
 
 
+def _read_gguf(section: ConfigReader) -> Quantization:
+    """Types of the modules of a GGUF, in the folder that was made of it (`gguf/settings.py`). Others' folders with the
+    method have none.
+    """
+    types, known = section.object("types"), {each.name: each for each in TENSOR_TYPES.values() if not each.is_plain}
+    if not types.config:
+        raise section.error(
+            "quant_method",
+            "is not supported without the types of a GGUF's tensors: give model.path its GGUF file, or the "
+            "safetensors checkpoint that it was made from",
+        )
+    groups = []
+    for name in types.config:
+        if name not in known:
+            raise types.error(name, f"is no type of GGUF's tensors, only {', '.join(known)} are")
+        modules = _listed_names(types, name, ())
+        if any(each.startswith(REGEX) or each.endswith(ANY_END) for each in modules):
+            raise types.error(name, "must list names of modules, no patterns")
+        type_ = known[name]
+        bits = type_.block_bytes * 8 // type_.block
+        groups.append(FormatGroup(tuple(modules), WeightFormat(GGUF, name, bits, 1, type_.block)))
+    return Quantization(GGUF, tuple(groups), sizes_key="types")
+
+
 _READERS: Final[dict[str, Callable[[ConfigReader], Quantization | None]]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fixed,
@@ -337,10 +362,11 @@ _READERS: Final[dict[str, Callable[[ConfigReader], Quantization | None]]] = {
     "mxfp4": _read_fixed,
     "bitsandbytes": _read_bitsandbytes,
     "modelopt": _read_modelopt,
+    GGUF: _read_gguf,
 }
 
-READ_METHODS: Final = tuple(_READERS)
-"""Supported values of `quant_method`."""
+READ_METHODS: Final = tuple(method for method in _READERS if method != GGUF)
+"""Supported values of `quant_method` of checkpoints; a GGUF's is written here."""
 
 
 def _one_format(

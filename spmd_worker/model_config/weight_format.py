@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from spmd_worker.model_config.stored_format import GGUF_FORMATS
+
 CLASS_OF_ALL: Final = "Linear"
 """A target that means every quantised module."""
 REGEX: Final = "re:"
 """Prefix of a name that is a regular expression, matched from the beginning of a module's name."""
 ANY_END: Final = "*"
 """End of a name that is the beginning of modules' names."""
+GGUF: Final = "gguf"
+"""Method and layout of a GGUF's weights."""
 _NUMBERS: Final = {"e4m3": "FP8", "e2m1": "FP4", "nf4": "NF4", "fp4": "FP4"}
 
 
@@ -25,9 +29,10 @@ class WeightFormat:
 
     `layout` decides the tensors (`model/weights/quantised_weight.py`): "scaled" (one stored number an element),
     "packed" (compressed-tensors' int32), "gptq", "awq", "mxfp4", "nvfp4", "nvfp4_packed" (compressed-tensors'), "bnb4"
-    or "bnb8" (bitsandbytes). `number` is the type of a stored number: "e4m3", "int", "e2m1", or "nf4" and "fp4", which
-    the file has tables of, of `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of
-    them; both None: as the file says. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of each
+    or "bnb8" (bitsandbytes), or "gguf". `number` is the type of a stored number: "e4m3", "int", "e2m1", "nf4" and
+    "fp4", which the file has tables of, or of a GGUF's tensor, of `bits` bits. A scale covers `block_rows` outputs and
+    `block_columns` inputs, 0 for all of them; both None: as the file says. `has_zeros`: zero points are stored.
+    `has_order`: a tensor has the group of each
     input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
     """
 
@@ -43,6 +48,8 @@ class WeightFormat:
 
     @property
     def words(self) -> str:
+        if self.layout == GGUF:
+            return self.number
         numbers = _NUMBERS.get(self.number, f"{self.bits}-bit integers")
         match self.block_rows, self.block_columns:
             case None, None if self.layout == "bnb4":
@@ -58,6 +65,13 @@ class WeightFormat:
                 return f"{numbers} in groups of {columns}{order}"
             case rows, columns:
                 return f"{numbers} in blocks of {rows} x {columns}"
+
+    @property
+    def can_stay_as_stored(self) -> bool:
+        """Whether CPUs hold such weights as they are stored: those of 4 bits and of FP8, and most types of GGUF."""
+        if self.layout == GGUF:
+            return self.number in GGUF_FORMATS
+        return self.bits == 4 or self.number == "e4m3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +109,8 @@ class Quantization:
 
     @property
     def can_stay_as_stored(self) -> bool:
-        """Whether weights, all that are quantised or some, are in 4 bits or FP8, in which CPUs hold them."""
-        return any(group.format.bits == 4 or group.format.number == "e4m3" for group in self.groups)
+        """Whether CPUs hold weights, all that are quantised or some, as they are stored."""
+        return any(group.format.can_stay_as_stored for group in self.groups)
 
     def format_of(self, *names: str) -> WeightFormat | None:
         """Format of a module's weight, given all its names; None if it is plain."""

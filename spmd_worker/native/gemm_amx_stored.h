@@ -26,6 +26,8 @@ class RowExpansion : public Expansion {
       count -= last - output_;
       if (head_.kind == kFp8)
         expand_fp8(from, (end - input_) / kBlockInputs, last, to);
+      else if (head_.kind == kAffine8)
+        expand_bytes(from, (end - input_) / kBlockInputs, last, to);
       else if (is_plain_)
         for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kBlockInputs, to);
       else
@@ -53,12 +55,12 @@ class RowExpansion : public Expansion {
     is_plain_ = has_all && has_one_group_;
     int64_t input = input_;
     for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kBlockInputs, ++block) {
-      Floats scales, zeros;
-      load_scales(group_at(input), head_.kind, 0, scales, zeros);
-      store(scales_[block], scales), store(zeros_[block], zeros);
+      const GroupScales found = load_scales(group_at(input), head_.kind, 0);
+      store(scales_[block], found.scales), store(zeros_[block], found.zeros);
+      store(offsets_[block], found.offsets), store(later_[block], found.later);
       is_plain_ = is_plain_ && !(head_.kind == kFp8 && has_small_scales(scales_[block]));
       if (block == 0)
-        has_one_scale_ = _mm512_cmpneq_ps_mask((__m512)scales, (__m512)broadcast(scales[0])) == 0;
+        has_one_scale_ = _mm512_cmpneq_ps_mask((__m512)found.scales, (__m512)broadcast(found.scales[0])) == 0;
     }
   }
 
@@ -128,6 +130,22 @@ class RowExpansion : public Expansion {
     }
   }
 
+  // Of the outputs up to `last`: blocks are groups.
+  SPMD_INLINE_MEMBER void expand_bytes(const uint8_t* line, int64_t num_blocks, int64_t last, uint16_t* to) {
+    const int64_t skipped = input_ % kLineInputs;
+    for (; output_ < last; ++output_) {
+      const uint8_t* from = line + output_ * kLineInputs + skipped;
+      uint16_t* of_output = to + output_ * kBlockInputs;
+      __builtin_prefetch(from + ahead_, 0, 2), __builtin_prefetch(from + ahead_ + kLine, 0, 2);
+      for (int64_t block = 0; block < num_blocks; ++block, from += kBlockInputs, of_output += kBlockInputs * kPanel) {
+        const Floats offset = broadcast(offsets_[block][output_]);
+        const Floats first = fused(floats_of_bytes(from), broadcast(scales_[block][output_]), offset);
+        const Floats second = fused(floats_of_bytes(from + kLanes), broadcast(later_[block][output_]), offset);
+        _mm512_store_si512(of_output, halves_of(first, second));
+      }
+    }
+  }
+
   // Of positive and of negative numbers.
   static SPMD_INLINE_MEMBER __m512i signed_table(Floats levels, float scale) {
     const __m256i values = (__m256i)narrowed_vector(levels * broadcast(scale));
@@ -137,7 +155,9 @@ class RowExpansion : public Expansion {
 
   // The 16 values of a group of the output, twice.
   SPMD_INLINE_MEMBER __m512i table(int64_t block) const {
-    const Floats values = (levels_ - broadcast(zeros_[block][output_])) * broadcast(scales_[block][output_]);
+    const Floats values = fused(
+        levels_ - broadcast(zeros_[block][output_]), broadcast(scales_[block][output_]),
+        broadcast(offsets_[block][output_]));
     return _mm512_broadcast_i64x4((__m256i)narrowed_vector(values));
   }
 
@@ -145,7 +165,7 @@ class RowExpansion : public Expansion {
   bool has_one_group_ = false, has_one_scale_ = false, is_plain_ = false;
   __m128i skipped_;
   Floats levels_;
-  alignas(64) float scales_[4][kPanel], zeros_[4][kPanel];
+  alignas(64) float scales_[4][kPanel], zeros_[4][kPanel], offsets_[4][kPanel], later_[4][kPanel];
 };
 
 // Transposes a matrix of 32-bit numbers.

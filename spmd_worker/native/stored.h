@@ -1,22 +1,26 @@
 // Weights as their files store them, in 4 or 8 bits a number, which a product expands to panels of bfloat16 (gemm.h) while
 // it reads them.
 //
-// The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float, or a
-// number's level times scale. So the product has the bits of one with the dequantised weight, and reads a quarter of its
-// bytes, or half of them. (AVX-512's rounding takes subnormal values, below 1.2e-38, as zero.)
+// The expanded numbers are those of the dequantised weight, rounded once: value = (number - zero) * scale in float, a
+// number's level times scale, or number times scale less a minimum. So the product has the bits of one with the dequantised
+// weight, and reads a quarter of its bytes, or half of them. (AVX-512's rounding takes subnormal values, below 1.2e-38, as
+// zero.)
 //
 // Packed, a weight is a run of panels of 16 outputs. A panel is a line of 64 bytes with its head; its numbers, for inputs
 // filled up to a multiple of 128; the scales of its groups of inputs; and what is left up to a multiple of 64 bytes. A group
 // of integers (GPTQ, AWQ and their like) has 16 floats, the scales, and 16 bytes, the zero points, one of NF4 (bitsandbytes)
-// has zeros for them; a group of FP4 (MXFP4) has 16 exponents, one of FP8 (e4m3) 16 floats. Numbers are in one of two
-// orders, that of the library (`spmd_stored_are_rows`):
+// has zeros for them; a group of FP4 (MXFP4) has 16 exponents, one of FP8 (e4m3) 16 floats. A group of GGUF's numbers has 16
+// steps and 16 steps of minima in float16, and 16 whole numbers, in a byte each, by which the latter are multiplied, and 16
+// by which the former are: of affine ones of 8 bits 16 more, for its later 16 inputs. Its products with numbers are exact in
+// float. Numbers are in one of two orders, that of the library (`spmd_stored_are_rows`):
 //
 //   pairs  4 bits: a block of 256 bytes for every 32 inputs: four lines, of which line i has outputs i, 4 + i, 8 + i and
-//          12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in its high ones. 8 bits: such a
-//          block for every 16 inputs
+//          12 + i, 16 bytes each: byte b has input b in its low bits, and input 16 + b in its high ones. FP8: such a
+//          block for every 16 inputs. Affine ones of 8 bits: 16 bytes for every input, one of each output
 //   rows   for every 128 inputs a line of each output: half b of 32 has input b in its lowest bits, then 32 + b, 64 + b,
-//          96 + b; in 8 bits two lines, of which half b has input b in its low byte and 32 + b in its high one, a byte
-//          beginning with three bits of the exponent, then the sign, then what is left: `fp8_of_row`
+//          96 + b; FP8 two lines, of which half b has input b in its low byte and 32 + b in its high one, a byte
+//          beginning with three bits of the exponent, then the sign, then what is left: `fp8_of_row`; affine ones of 8 bits
+//          two lines, input by input
 //
 // Expanding 4 bits. In a group an output has 16 values. They are computed once, and numbers are looked up. Vector
 // instructions take panels as pairs of inputs of 16 outputs: `PairExpansion` looks up low and high bytes, 16 numbers of an
@@ -29,6 +33,8 @@
 // exponent is added to that of the value, as it is even: rounding does not depend on exponents. Numbers without an exponent
 // (zero, and subnormal ones) have a table of their own, which is made when one is found. Scales that are too small for this,
 // zero among them, are multiplied number by number. NaN is not looked for: files with it are refused.
+//
+// Expanding affine numbers of 8 bits. They are converted: in pairs a vector has an input of outputs, in rows one's inputs.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +47,9 @@
 
 constexpr int64_t kLine = 64, kBlockInputs = 32, kLineInputs = 128;
 
-enum StoredKind : int32_t { kIntegers, kFp4, kNf4, kFp8 };
+enum StoredKind : int32_t { kIntegers, kFp4, kNf4, kFp8, kAffine4 = 5, kIq4, kAffine8 };
+constexpr int32_t kSmallFp8 = 4;  // a kind of tables
+constexpr int kNumKinds = 8;
 
 // Scales from here on have expanded values that are not subnormal.
 constexpr float kLeastFp8Scale = 0x1p-100f;
@@ -50,9 +58,12 @@ constexpr float kLeastFp8Scale = 0x1p-100f;
 struct StoredHead {
   int32_t group_inputs, kind;
 
-  int64_t group_bytes() const { return kPanel * (kind == kFp4 ? 1 : kind == kFp8 ? 4 : 5); }
+  int64_t group_bytes() const {
+    constexpr uint8_t kOfOutput[kNumKinds] = {5, 1, 5, 4, 0, 6, 6, 7};
+    return kPanel * kOfOutput[kind];
+  }
   // Of a panel's numbers of an input.
-  int64_t input_bytes() const { return kind == kFp8 ? kPanel : kPanel / 2; }
+  int64_t input_bytes() const { return kind == kFp8 || kind == kAffine8 ? kPanel : kPanel / 2; }
   int64_t number_bytes(int64_t num_inputs) const {
     return (num_inputs + kLineInputs - 1) / kLineInputs * kLineInputs * input_bytes();
   }
@@ -75,8 +86,8 @@ struct NumberTables {
   alignas(64) uint8_t low[4][kLine], high[4][kLine];
 };
 
-// By `StoredKind`; of FP8 those of the exponents 0 and 1, were 0 one like others, and last those without an exponent.
-alignas(64) constexpr float kLevels[5][16] = {
+// By `StoredKind`; of FP8 those of the exponents 0 and 1, were 0 one like others, and then those without an exponent.
+alignas(64) constexpr float kLevels[kNumKinds][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f},
     // https://arxiv.org/abs/2305.14314, appendix E.
@@ -87,8 +98,9 @@ alignas(64) constexpr float kLevels[5][16] = {
      15 * 0x1p-10f, 8 * 0x1p-9f, 9 * 0x1p-9f, 10 * 0x1p-9f, 11 * 0x1p-9f, 12 * 0x1p-9f, 13 * 0x1p-9f, 14 * 0x1p-9f,
      15 * 0x1p-9f},
     {0, 1 * 0x1p-9f, 2 * 0x1p-9f, 3 * 0x1p-9f, 4 * 0x1p-9f, 5 * 0x1p-9f, 6 * 0x1p-9f, 7 * 0x1p-9f,
-     0, 1 * 0x1p-9f, 2 * 0x1p-9f, 3 * 0x1p-9f, 4 * 0x1p-9f, 5 * 0x1p-9f, 6 * 0x1p-9f, 7 * 0x1p-9f}};
-constexpr int32_t kSmallFp8 = 4;  // a kind of tables
+     0, 1 * 0x1p-9f, 2 * 0x1p-9f, 3 * 0x1p-9f, 4 * 0x1p-9f, 5 * 0x1p-9f, 6 * 0x1p-9f, 7 * 0x1p-9f},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
 
 #if defined(SPMD_AVX512)
 constexpr int kVectorBytes = 64;  // of a vector
@@ -103,25 +115,72 @@ typedef __m256i ByteVector;
 #endif
 
 
-// Scales and zero points of kLanes outputs of a group, from `output` on.
-SPMD_INLINE void load_scales(const uint8_t* group, int32_t kind, int output, Floats& scales, Floats& zeros) {
+// kLanes numbers of float16, which are finite.
+SPMD_INLINE Floats floats_of_halves(const uint8_t* from) {
+#if defined(SPMD_AVX512)
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(SPMD_AVX2) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+  const Words bits = zero_extended(load<Halves>(from));
+  return (Floats)((bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13) * broadcast(0x1p112f);
+#endif
+}
+
+// kLanes whole numbers of 8 bits and a sign.
+SPMD_INLINE Floats floats_of_bytes(const uint8_t* from) {
+#if defined(SPMD_AVX512)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(SPMD_AVX2)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(from))));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+#endif
+}
+
+// Of kLanes outputs of a group: value = (level - zero) * scale + offset. `later` are scales of its later 16 inputs.
+struct GroupScales {
+  Floats scales, zeros, offsets, later;
+};
+
+// From `output` on. An offset of minus zero changes no product.
+SPMD_INLINE GroupScales load_scales(const uint8_t* group, int32_t kind, int output) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  GroupScales found = {Floats{}, Floats{}, broadcast(-0.0f), Floats{}};
   if (kind == kFp4) {
     const Words exponents = __builtin_convertvector(load<Bytes>(group + output), Words);
     // 2^-127 is subnormal.
-    scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23), zeros = Floats{};
-  } else if (kind >= kFp8) {
-    scales = load<Floats>(group + output * 4), zeros = Floats{};
+    found.scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23);
+  } else if (kind == kFp8 || kind == kSmallFp8) {
+    found.scales = load<Floats>(group + output * 4);
+  } else if (kind >= kAffine4) {
+    const uint8_t* const factors = group + kPanel * 5 + output;
+    const Floats steps = floats_of_halves(group + output * 2);
+    const Floats minima = floats_of_halves(group + (kPanel + output) * 2) * floats_of_bytes(factors - kPanel);
+    found.scales = steps * floats_of_bytes(factors), found.offsets = -minima;
+    if (kind == kAffine8) found.later = steps * floats_of_bytes(factors + kPanel);
   } else {
-    scales = load<Floats>(group + output * 4);
-    zeros = __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
+    found.scales = load<Floats>(group + output * 4);
+    found.zeros =
+        __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
   }
+  return found;
 }
 
 // To the nearest, ties to even, in the upper halves: weights are finite.
 SPMD_INLINE Words rounded_up_halves(Floats value) {
   const Words bits = (Words)value;
   return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+// Each lane's two floats as bfloat16, the first in the low half.
+SPMD_INLINE Words pairs_of(Floats first, Floats second) {
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+  return zero_extended(narrowed_vector(first)) | zero_extended(narrowed_vector(second)) << 16;
+#else
+  return (rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u);
+#endif
 }
 
 // Numbers of FP4 times one.
@@ -214,15 +273,18 @@ struct LevelsLessZero {
 SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   static constexpr LevelsLessZero kLessZero;
   alignas(64) static constexpr uint8_t kNone[kPanel] = {};
-  alignas(64) float powers[kPanel];
+  alignas(64) static constexpr float kNoOffsets[kPanel] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f,
+                                                           -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
+  alignas(64) float computed[2][kPanel];
   const float *levels = kLessZero.numbers + 255, *scales = reinterpret_cast<const float*>(group);
+  const float* offsets = kNoOffsets;
   const uint8_t* zeros = group + kPanel * 4;
   if (kind != kIntegers) levels = kLevels[kind];
-  if (kind >= kFp8) zeros = kNone;
-  if (kind == kFp4) {
-    Floats all, none;
-    load_scales(group, kind, 0, all, none);
-    store(powers, all), scales = powers, zeros = kNone;
+  if (kind != kIntegers && kind != kNf4) zeros = kNone;
+  if (kind == kFp4 || kind >= kAffine4) {
+    const GroupScales of_group = load_scales(group, kind, 0);
+    store(computed[0], of_group.scales), store(computed[1], of_group.offsets);
+    scales = computed[0], offsets = computed[1];
   }
 #pragma GCC unroll 4
   for (int line = 0; line < 4; ++line) {
@@ -230,7 +292,8 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& t
 #pragma GCC unroll 4
     for (int lane = 0; lane < 4; ++lane) {
       const int output = 4 * lane + line;
-      values[lane] = load<Floats>(levels - zeros[output]) * broadcast(scales[output]);
+      values[lane] =
+          fused(load<Floats>(levels - zeros[output]), broadcast(scales[output]), broadcast(offsets[output]));
     }
     const __m512i first = halves_of(values[0], values[1]), second = halves_of(values[2], values[3]);
     store(tables.low[line], bytes_of<0>(first, second)), store(tables.high[line], bytes_of<1>(first, second));
@@ -239,22 +302,18 @@ SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& t
 
 #else
 
-// Each lane's two floats as bfloat16, the first in the low half.
-SPMD_INLINE ByteVector pairs_of(Floats first, Floats second) {
-  return (ByteVector)((rounded_up_halves(first) >> 16) | (rounded_up_halves(second) & 0xffff0000u));
-}
-
 // Lanes are outputs until pairs of values have been put into them.
 SPMD_INLINE void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   for (int output = 0; output < kPanel; output += kLanes) {
-    Floats scales, zeros;
-    load_scales(group, kind, output, scales, zeros);
+    const GroupScales of_group = load_scales(group, kind, output);
+    const auto value_of = [&](float level) {
+      return fused(broadcast(level) - of_group.zeros, of_group.scales, of_group.offsets);
+    };
     ByteVector pairs[2][4];
 #pragma GCC unroll 8
     for (int pair = 0; pair < 8; ++pair) {
       const float* const levels = kLevels[kind] + 2 * pair;
-      pairs[pair / 4][pair % 4] =
-          pairs_of((broadcast(levels[0]) - zeros) * scales, (broadcast(levels[1]) - zeros) * scales);
+      pairs[pair / 4][pair % 4] = (ByteVector)pairs_of(value_of(levels[0]), value_of(levels[1]));
     }
     transpose(pairs[0]), transpose(pairs[1]);
     const ByteVector mask = SPMD_OF_BYTES(set1_epi16)(255);
@@ -335,10 +394,10 @@ SPMD_INLINE void expand_blocks(
 
 inline void fill_tables(const uint8_t* group, int32_t kind, NumberTables& tables) {
   for (int output = 0; output < kPanel; output += kLanes) {
-    Floats scales, zeros;
-    load_scales(group, kind, output, scales, zeros);
+    const GroupScales of_group = load_scales(group, kind, output);
     for (int level = 0; level < 16; ++level) {
-      const Words halves = rounded_up_halves((broadcast(kLevels[kind][level]) - zeros) * scales);
+      const Words halves = rounded_up_halves(
+          fused(broadcast(kLevels[kind][level]) - of_group.zeros, of_group.scales, of_group.offsets));
       for (int lane = 0; lane < kLanes; ++lane) {
         const int line = (output + lane) % 4, at = (output + lane) / 4 * 16 + level;
         tables.low[line][at] = uint8_t(halves[lane] >> 16), tables.high[line][at] = uint8_t(halves[lane] >> 24);
@@ -484,6 +543,27 @@ inline void expand_fp8(
 
 #endif
 
+// ---- Affine numbers of 8 bits -------------------------------------------------------------------------------------
+
+// A block of 32 inputs, which is a group; the memory `ahead` bytes behind it is fetched.
+SPMD_INLINE void expand_bytes(const uint8_t* block, int64_t ahead, const uint8_t* group, uint16_t* to) {
+  for (int output = 0; output < kPanel; output += kLanes) {
+    const GroupScales of_group = load_scales(group, kAffine8, output);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Floats scales = half == 0 ? of_group.scales : of_group.later;
+#pragma GCC unroll 8
+      for (int pair = 8 * half; pair < 8 * half + 8; ++pair) {
+        const uint8_t* const from = block + pair * 2 * kPanel + output;
+        if (output == 0 && pair % 2 == 0) __builtin_prefetch(from + ahead, 0, 2);
+        const Floats first = fused(floats_of_bytes(from), scales, of_group.offsets);
+        const Floats second = fused(floats_of_bytes(from + kPanel), scales, of_group.offsets);
+        store(to + (pair * kPanel + output) * 2, pairs_of(first, second));
+      }
+    }
+  }
+}
+
 // The expansion of some inputs of one or two panels, in pieces.
 class Expansion {
  public:
@@ -542,6 +622,8 @@ class PairExpansion : public Expansion {
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
       if (head_.kind == kFp8)
         expand_fp8_blocks(blocks, num_blocks, group_at(input_), to);
+      else if (head_.kind == kAffine8)
+        expand_bytes(blocks, ahead_, group_at(input_), to);
       else if (is_scaled_)
         expand_blocks<true>(blocks, num_blocks, ahead_, kUnscaled, exponents_, to);
       else
@@ -559,6 +641,7 @@ class PairExpansion : public Expansion {
       if (!is_slow_) fill_tables(group, kFp8, fp8_.usual), fp8_.has_small = false;
       return;
     }
+    if (head_.kind == kAffine8) return;
     is_scaled_ = head_.kind == kFp4 && has_exponents(group, exponents_);
     if (!is_scaled_) fill_tables(group, head_.kind, tables_);
   }

@@ -10,8 +10,9 @@ wherever kernels can, unless `model.dequantize_weights` is set, as updates of we
   dequantised otherwise.
 * CPUs (the compiled kernels, in bfloat16): matrices of 4 bits and of FP8 (`find_stored_panels`), of attention, dense
   feed-forwards and shared experts in FP8, GPTQ, AWQ, compressed-tensors' W4A16 and bitsandbytes' NF4, of routed experts
-  in MXFP4 too. Other mixers, attention to an encoder's rows, towers, heads of drafts and the token head are
-  dequantised.
+  in MXFP4 too; and those of most types of GGUF, the ones of 5, 6 and 8 bits as integers of 8. Of several such types
+  that are multiplied together all are held in a format that holds each exactly. Other mixers, attention to an encoder's
+  rows, towers, heads of drafts and the token head are dequantised.
 
 A rank's share must begin and end where scales do. All ranks decide alike, for all of them, so that memory is shared
 evenly. Nothing is read but config.json. Files may have some weights otherwise than it says, plain ones most often:
@@ -28,8 +29,17 @@ from spmd_worker.model_config.int8_format import STEP as PANEL_STEP
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.layer_elements import mixer_linears
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.model_config.stored_format import EXPERTS, MX_GROUP, MXFP4, NF4, STEP, LayerFormats, StoredFormat
-from spmd_worker.model_config.weight_format import WeightFormat
+from spmd_worker.model_config.stored_format import (
+    EXPERTS,
+    GGUF_FORMATS,
+    MX_GROUP,
+    MXFP4,
+    NF4,
+    STEP,
+    LayerFormats,
+    StoredFormat,
+)
+from spmd_worker.model_config.weight_format import GGUF, WeightFormat
 from spmd_worker.ranks.leaves import column_range
 from spmd_worker.ranks.topology import RankLayout, layer_share
 
@@ -248,22 +258,47 @@ def _panel_format(model_config: ModelConfig, index: int, linears: Sequence[Store
     """The format of linear layers of one name, on all ranks; None if they have neither 4 bits nor FP8.
     Raises UnfitError.
     """
-    if linears[0].name == EXPERTS:
-        found = _expert_format(model_config, index)
-    else:
-        formats = _formats_of(model_config, _modules(model_config, index, linears[0].parts))
-        found = _only(formats, "matrices that are multiplied together")
-    if found is None or (found.number == "int" and found.bits == _INTEGER_BITS):
+    quantization = model_config.quantization
+    is_gguf = quantization is not None and quantization.method == GGUF
+    stored = (_gguf_format if is_gguf else _common_format)(model_config, index, linears[0])
+    if stored is None:
         return None
-    if found.layout == "mxfp4" and linears[0].name != EXPERTS:
-        # It is of stacks of experts: files have linear layers plain, whatever config.json says of them.
-        return None
-    stored = _expanded_format(found)
     if model_config.names.are_transposed:
         raise UnfitError("kernels do not read matrices [inputs, outputs]")
     for each in linears:
         _check_panels(stored, each)
     return stored
+
+
+def _common_format(model_config: ModelConfig, index: int, linear: StoredLinear) -> StoredFormat | None:
+    """The one format of all matrices of a linear layer; None as in `_panel_format`. Raises UnfitError."""
+    if linear.name == EXPERTS:
+        found = _expert_format(model_config, index)
+    else:
+        formats = _formats_of(model_config, _modules(model_config, index, linear.parts))
+        found = _only(formats, "matrices that are multiplied together")
+    if found is None or (found.number == "int" and found.bits == _INTEGER_BITS):
+        return None
+    if found.layout == "mxfp4" and linear.name != EXPERTS:
+        # It is of stacks of experts: files have linear layers plain, whatever config.json says of them.
+        return None
+    return _expanded_format(found)
+
+
+def _gguf_format(model_config: ModelConfig, index: int, linear: StoredLinear) -> StoredFormat | None:
+    """The smallest format that holds all of a linear layer's types; None if all are plain. Raises UnfitError."""
+    is_experts = linear.name == EXPERTS
+    modules = expert_modules(model_config, index) if is_experts else _modules(model_config, index, linear.parts)
+    found = _formats_of(model_config, modules)
+    types = sorted(each.number for each in found if each is not None)
+    if not types:
+        return None
+    if None in found:
+        raise UnfitError(f"of matrices that are multiplied together some are plain, and some {types[0]}")
+    unknown = [each for each in types if each not in GGUF_FORMATS]
+    if unknown:
+        raise UnfitError(f"kernels do not read {unknown[0]}")
+    return next(each for each in GGUF_FORMATS[types[0]] if all(each in GGUF_FORMATS[other] for other in types))
 
 
 def _expanded_format(stored: WeightFormat) -> StoredFormat:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from row_panels import PanelKernels
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import KINDS, SIZES, write_stored
+from stored_checkpoints import GGUF_KINDS, KINDS, SIZES, write_stored
 from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
@@ -21,8 +21,9 @@ from spmd_worker.model.layers import checkpoint_layer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weight_memory import WeightMemory
+from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.model_config.stored_format import EXPERTS, MXFP4, NF4, StoredFormat
+from spmd_worker.model_config.stored_format import AFFINE4, AFFINE8, EXPERTS, INT4, IQ4, MXFP4, NF4, StoredFormat
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
@@ -52,11 +53,33 @@ FORMATS: dict[str, dict[int, dict[str, StoredFormat]]] = {
         1: dict.fromkeys((*ATTENTION, *DENSE), FP8),
     },
     "nf4": {index: dict.fromkeys((*ATTENTION, *DENSE), NF4) for index in (0, 1)},
+    "gguf": {
+        0: dict(zip((*ATTENTION, *DENSE), (AFFINE8, AFFINE4, AFFINE4, AFFINE8), strict=True)),
+        1: dict(zip((*ATTENTION, *DENSE), (AFFINE4, AFFINE4, INT4, IQ4), strict=True)),
+    },
+    "gguf_experts": {
+        index: dict(zip((*ATTENTION, *SHARED, EXPERTS), (AFFINE8, *[AFFINE4] * 3, AFFINE8), strict=True))
+        for index in (0, 1)
+    },
 }
 """Formats by kind of checkpoint, index of the layer and name in it."""
 ONE, TWO = RankLayout(1), RankLayout(2)
 CPU = single_group(), PanelKernels(), SdpaBackend(), torch.bfloat16, torch.device("cpu")
 APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
+
+
+WITH_EXPERTS = ("awq", "fp8_shared", "mxfp4", "gguf_experts")
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache in which model folders of GGUF are made."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def folder_of(tmp_path: Path, kind: str) -> Path:
+    path = write_stored(tmp_path / kind, kind)
+    return locate_model(str(path), None).folder if kind in GGUF_KINDS else path
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -102,8 +125,8 @@ def held_as_stored(model: DecoderForCausalLM) -> set[str]:
 def test_weights_as_stored_read_as_dequantised_ones(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
     """In plain torch's rows and in panels of compiled kernels, some rows at a time, on every rank of three layouts."""
     monkeypatch.setattr(checkpoint_layer, "_READ_ELEMENTS", 3000)
-    folder, kernels = write_stored(tmp_path / kind, kind), (PanelKernels(), cpu_kernels(torch.bfloat16)[0])
-    for layout in (ONE, TWO, *([APART] if kind in ("awq", "fp8_shared", "mxfp4") else [])):
+    folder, kernels = folder_of(tmp_path, kind), (PanelKernels(), cpu_kernels(torch.bfloat16)[0])
+    for layout in (ONE, TWO, *([APART] if kind in WITH_EXPERTS else [])):
         formats = find_stored_panels(config_of(folder), layout).formats
         assert formats == FORMATS[kind]
         for rank in range(layout.tensor_parallel_size):
@@ -150,9 +173,9 @@ def test_comparison_sees_one_changed_nibble(tmp_path: Path):
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_memory_of_weights_as_stored_is_planned(tmp_path: Path, kind: str):
-    folder = write_stored(tmp_path / kind, kind)
+    folder = folder_of(tmp_path, kind)
     config = config_of(folder)
-    for layout in (ONE, TWO, *([APART] if kind in ("awq", "fp8_shared", "mxfp4") else [])):
+    for layout in (ONE, TWO, *([APART] if kind in WITH_EXPERTS else [])):
         stored = find_stored_panels(config, layout)
         for rank in range(layout.tensor_parallel_size):
             for kernels in (PanelKernels(), cpu_kernels(torch.bfloat16)[0]):
@@ -221,6 +244,29 @@ def test_merged_weights_have_one_format():
     newer = {"architectures": ["Qwen2VLForConditionalGeneration"], "quantization_config": config}
     newer |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
     assert [*find_stored_panels(keys_of("gptq", **newer), ONE).formats[0]] == [*ATTENTION]
+
+
+def test_types_of_gguf_are_held_together():
+    """The smallest format that holds all types of matrices that are multiplied together, in any order."""
+    own = {name: f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    for types, wanted, reason in (
+        ({"Q4_0": "qkvo"}, (INT4, INT4), ""),
+        ({"Q4_K": "qko", "Q4_1": "v"}, (AFFINE4, AFFINE4), ""),
+        ({"IQ4_NL": "qk", "IQ4_XS": "vo"}, (IQ4, IQ4), ""),
+        ({"Q4_0": "qk", "Q4_K": "vo"}, (AFFINE8, AFFINE4), ""),
+        ({"Q6_K": "v", "IQ4_XS": "qko"}, (AFFINE8, IQ4), ""),
+        ({"Q2_K": "qkv", "Q3_K": "o"}, (None, AFFINE8), "kernels do not read Q2_K"),
+        ({"Q4_K": "qk", "Q5_K": "o"}, (None, AFFINE8), "together some are plain, and some Q4_K"),
+    ):
+        names = {type_: [own[each] for each in letters] for type_, letters in types.items()}
+        found = find_stored_panels(keys_of("gptq", quantization_config={"quant_method": "gguf", "types": names}), TWO)
+        formats = {name: each for name, each in zip(ATTENTION, wanted, strict=True) if each is not None}
+        assert found.formats == {0: formats}, types
+        assert reason in found.reason
+    groups = {"quant_method": "gguf", "types": {"Q4_K": [own["o"]]}}
+    found = find_stored_panels(keys_of("gptq", quantization_config=groups, head_dim=16), RankLayout(4, num_leaves=4))
+    assert not found.formats
+    assert "16 inputs, a rank's share, are not multiples of 16 and 32" in found.reason
 
 
 @torch.no_grad()

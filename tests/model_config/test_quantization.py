@@ -100,6 +100,11 @@ def nvfp4(**changes: Any) -> dict[str, Any]:
         (BNB | {"bnb_4bit_quant_storage": "int32"}, ["bnb_4bit_quant_storage='int32' is not supported, only uint8"]),
         (BNB | {"bnb_4bit_use_double_quant": "no"}, ["bnb_4bit_use_double_quant='no' is not supported"]),
         ({"quant_method": "gguf"}, ["quant_method='gguf'", "safetensors"]),
+        ({"quant_method": "gguf", "types": {"Q9_Z": []}}, ["types", "Q9_Z", "no type of GGUF"]),
+        ({"quant_method": "gguf", "types": {"F16": []}}, ["types", "F16", "no type of GGUF"]),
+        ({"quant_method": "gguf", "types": {"Q4_K": ["re:.*"]}}, ["types.Q4_K", "no patterns"]),
+        ({"quant_method": "gguf", "types": {"Q4_K": "x"}}, ["types.Q4_K", "names of modules"]),
+        ({"quant_method": "gguf", "types": ["Q4_K"]}, ["types"]),
         *(
             ({"quant_method": name}, [f"quant_method={name!r} is not supported", "bfloat16"])
             for name in ("hqq", "quanto", "aqlm", "vptq", "eetq", "torchao", "nvfp4", "quark", "exl2")

@@ -9,15 +9,16 @@ import pytest
 import ranks
 import torch
 from adapter_folders import write_adapter
+from gguf import GGUFReader
 from safetensors.torch import save_file
-from stored_checkpoints import write_stored
+from stored_checkpoints import write_stored, write_stored_gguf
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import CheckpointError
 
 LIMIT_S = 120.0
-KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4", "fp8_dense", "fp8_shared", "fp8_whole")
-KINDS_ON_RANKS = ("awq", "mxfp4", "fp8_shared")
+KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4", "fp8_dense", "fp8_shared", "fp8_whole", "gguf", "gguf_experts")
+KINDS_ON_RANKS = ("awq", "mxfp4", "fp8_shared", "gguf")
 """Whole numbers and floats, of dense layers, experts and a shared one."""
 PROMPTS = [[7 * token % 61 + 3 for token in range(length)] for length in (3, 17, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
@@ -38,6 +39,12 @@ ON_EACH_RANK = """
                 found.append([num_held(llm), answers(llm)])
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where model folders of GGUF are made."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def answers(llm: LLM, **options: Any) -> list[Any]:
@@ -63,7 +70,9 @@ def test_weights_as_stored_answer_as_dequantised(tmp_path: Path, kind: str):
     folder, settings = write_stored(tmp_path / kind, kind, dtype="float16"), SETTINGS | {"dtype": "auto"}
     with LLM(folder, **settings) as llm:
         # Two matrices of each expert, and four of a dense layer.
-        assert num_held(llm) == {"mxfp4": 2 * 4 * 2, "awq": 4 + 4 * 2 + 4, "fp8_shared": 4 + 4 * 2 + 4}.get(kind, 2 * 4)
+        shared = 4 + 4 * 2 + 4
+        of_kind = {"mxfp4": 2 * 4 * 2, "awq": shared, "fp8_shared": shared, "gguf_experts": 2 * (2 + 2 * 4 + 2)}
+        assert num_held(llm) == of_kind.get(kind, 2 * 4)
         llm.check_weights()
         found = answers(llm), llm.weights_digest()
     with LLM(folder, **settings, dequantize_weights=True) as llm:
@@ -72,13 +81,14 @@ def test_weights_as_stored_answer_as_dequantised(tmp_path: Path, kind: str):
 
 
 @pytest.mark.control("Weights that stay as stored give the answers of dequantised ones")
-def test_comparison_sees_one_zero_point(tmp_path: Path):
-    """Negative control: a zero point of a held weight changes logprobs."""
-    folder = write_stored(tmp_path / "gptq", "gptq")
+@pytest.mark.parametrize(("kind", "name"), [("gptq", "mlp.down_proj"), ("gguf", "self_attn.o_proj")])
+def test_comparison_sees_one_zero_point(tmp_path: Path, kind: str, name: str):
+    """Negative control: a zero point of a held weight, or the factor of a minimum, changes logprobs."""
+    folder = write_stored(tmp_path / kind, kind)
     with LLM(folder, **SETTINGS) as llm:
         before, model = answers(llm), llm.llm_engine.executor.driver_worker.model_runner.model
-        packed = model.model.layers[0].mlp.down_proj.weight.data
-        # Behind the head, the numbers of 192 inputs in lines of 128, and the first group's 16 scales.
+        packed = model.model.layers[0].get_submodule(name).weight.data
+        # Behind the head, the numbers of 192 or 256 inputs in lines of 128, and 64 bytes of the first group.
         packed[0, 0, 64 + 256 * 8 + 64] ^= 7
         assert answers(llm) != before
 
@@ -141,7 +151,39 @@ def test_runs_in_4_bits_refuse_other_weights(tmp_path: Path):
         assert answers(llm) == before
 
 
-@pytest.mark.parametrize("kind", ["awq", "mxfp4"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_gguf_is_replaced_where_formats_hold_its_types(tmp_path: Path):
+    """Types of another file are held exactly in the formats of the first one, or refused with the way out."""
+    files = [write_stored_gguf(tmp_path, "gguf", seed, **types) for seed, types in OTHER_TYPES]
+    with LLM(files[0], **SETTINGS) as llm:
+        before = answers(llm)
+        for other in files[1:3]:
+            llm.reset_prefix_cache()
+            llm.collective_rpc("reload_weights", args=(str(other),))
+            llm.check_weights(str(other))
+            with LLM(other, **SETTINGS, dequantize_weights=True) as theirs:
+                found = answers(llm)
+                assert found == answers(theirs) != before
+        with pytest.raises(CheckpointError, match=r"is not stored in 4-bit integers with minima in groups of 32 with"):
+            llm.collective_rpc("reload_weights", args=(str(files[3]),))
+        assert answers(llm) == found
+        # A step that is infinite.
+        content = bytearray(files[2].read_bytes())
+        (begin,) = (
+            each.data_offset for each in GGUFReader(files[2]).tensors if each.name == "blk.0.attn_output.weight"
+        )
+        content[begin : begin + 2] = b"\x00\x7c"
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(content)
+        for load in (
+            lambda: LLM(damaged, **SETTINGS),
+            lambda: llm.collective_rpc("reload_weights", args=(str(damaged),)),
+        ):
+            with pytest.raises(CheckpointError, match=r"o_proj.weight.*not finite|o_proj.weight.*(inf|nan)"):
+                load()
+
+
+@pytest.mark.parametrize("kind", ["awq", "mxfp4", "gguf"])
 def test_weights_in_4_bits_are_saved_dequantised(tmp_path: Path, kind: str):
     """To the byte the files of a run that dequantises them; answers of saved models are those of the run."""
     folder, files = write_stored(tmp_path / kind, kind), []
@@ -159,5 +201,7 @@ def test_weights_in_4_bits_are_saved_dequantised(tmp_path: Path, kind: str):
         assert answers(llm) == expected
 
 
+OTHER_TYPES: Any = ((0, {}), (1, {}), (2, {"0.attn_q": "Q5_0"}), (3, {"0.attn_output": "Q8_0"}))
+"""Seeds and types of tensors: layer 0 has queries, keys and values in 8 bits anyway."""
 ADAPTED = {"self_attn.q_proj": (128, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 192)}
 """Outputs and inputs of modules."""

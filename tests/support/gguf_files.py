@@ -5,6 +5,7 @@ Knows nothing of the runtime under test.
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     splits: bool = False,
     rope_factors: np.ndarray | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> Path:
-    """The GGUF of a checkpoint whose matrices have this type; vectors have float32. `permutes` and `norm_offset` are
-    what a converter does, and what it must not leave out. `splits` writes two parts; `rope_factors` take the place of
-    those of the checkpoint.
+    """The GGUF of a checkpoint whose matrices have this type; vectors have float32. `types` are those of tensors with a
+    word in their name, of the first that fits; of types that the package does not write blocks are random. `permutes`
+    and `norm_offset` are what a converter does, and what it must not leave out. `splits` writes two parts;
+    `rope_factors` take the place of those of the checkpoint.
     """
     config = json.loads((source / "config.json").read_text())
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -70,15 +73,33 @@ def write_gguf(
         values = values if rope_factors is None else rope_factors
         writer.add_tensor(tensor_name, values)
     for tensor_name, values in tensors.items():
-        type_ = GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        own = next((each for word, each in (types or {}).items() if word in tensor_name), kind)
+        type_ = GGMLQuantizationType[own if values.ndim > 1 else "F32"]
         fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[type_][0] == 0
         type_ = type_ if fits else GGMLQuantizationType.F32
-        writer.add_tensor(tensor_name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+        writer.add_tensor(tensor_name, _quantised(values, type_, len(tensor_name)), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _quantised(values: np.ndarray, type_: GGMLQuantizationType, seed: int) -> np.ndarray:
+    """Bytes of these values, or of random ones of their size."""
+    if type_.name not in _STEPS:
+        return gguf.quants.quantize(values, type_)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[type_]
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, num_bytes), np.uint8)
+    for place in _STEPS[type_.name]:
+        steps = generator.uniform(-1e-4, 1e-4, raw.shape[:-1]).astype(np.float16)
+        raw[..., place : place + 2] = steps[..., None].view(np.uint8)
+    return raw.reshape(*values.shape[:-1], -1)
+
+
+_STEPS = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""Places of the float16 in blocks of types that the package only reads."""
 
 
 def checkpoint_tensors(source: Path) -> dict[str, np.ndarray]:

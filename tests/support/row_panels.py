@@ -17,7 +17,7 @@ from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.worker.backends.backend import DeviceBackend, Operations
 
 _HEAD, _UNIT = 4, 32
-_KINDS = ("int4", "e2m1", "nf4", "e4m3")
+_KINDS = ("int4", "e2m1", "nf4", "e4m3", "affine4", "iq4", "affine8")
 
 
 class RowPanels:
@@ -34,8 +34,8 @@ class RowPanels:
         if stored.number == "e4m3":
             rows[:, end : end + 4 * scales.shape[1]].view(torch.float32).copy_(scales)
             return
-        if stored.is_mxfp4:
-            rows[:, end : end + scales.shape[1]].copy_(scales)
+        if stored.is_mxfp4 or stored.is_affine:
+            rows[:, end : end + scales[0].numel()].copy_(scales.flatten(1))
             return
         num_groups = scales.shape[1]
         rows[:, end : end + 4 * num_groups].view(torch.float32).copy_(scales[..., 0])
@@ -45,6 +45,9 @@ class RowPanels:
         held, num_groups = packed[slice(*rows)], stored.num_groups(num_inputs)
         end = _HEAD + num_inputs * stored.bits // 8
         numbers = held[:, _HEAD:end]
+        if stored.is_affine:
+            size = num_groups * stored.group_bytes // 16
+            return stored_weights.values(stored, numbers, held[:, end : end + size].unflatten(1, (num_groups, -1)))
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, held[:, end : end + num_groups])
         scales = held[:, end : end + 4 * num_groups].view(torch.float32)

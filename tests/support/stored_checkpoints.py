@@ -1,6 +1,6 @@
 """Tiny checkpoints with experts in MXFP4, as GPT-OSS's, and in FP8, as Qwen3's with blocks of 128 x 128 and those of
 compressed-tensors with a scale a row; with FP8 linear layers beside plain stacks of experts, which are no linear
-layers (`fp8_linear`); and with all matrices in 4 bits or FP8. Needs no transformers.
+layers (`fp8_linear`); with all matrices in 4 bits or FP8; and GGUF. Needs no transformers.
 """
 
 import json
@@ -12,12 +12,14 @@ from unittest import mock
 
 import quantised_files
 import torch
+from gguf_files import write_gguf
 from quantised_files import FORMATS, Format, awq, compressed, fp8_block, fp8_row, fp8_tensor, gptq, packed_int
 from safetensors.torch import save_file
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.registry import build_model
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import ExpertKernels
@@ -66,17 +68,46 @@ KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
     ),
     "nf4": ({**_DENSE, "architectures": ["LlamaForCausalLM"], "intermediate_size": 256}, FORMATS["nf4_nested"]),
 }
+_GGUF = {**_DENSE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "head_dim": 64}
+_GGUF |= {"intermediate_size": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+_GGUF_EXPERTS = {**_GGUF, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 4}
+_GGUF_EXPERTS |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128, "norm_topk_prob": False}
+GGUF_KINDS: dict[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
+    # In one layer as in files of Q4_K_M, in the other all other formats.
+    "gguf": (_GGUF, {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "1.ffn_down": "IQ4_XS", "1.ffn_": "Q4_0"}),
+    "gguf_experts": (_GGUF_EXPERTS, {"ffn_down_exps": "Q5_0", "ffn_down_shexp": "Q4_1", "attn_v": "Q5_K"}),
+}
+"""Sizes, and types of tensors that are not Q4_K."""
+
+
+def write_stored_gguf(folder: Path, kind: str, seed: int = 0, **types: str) -> Path:
+    """The file of one of `GGUF_KINDS`; `types` by words in names."""
+    (config, usual), folder = GGUF_KINDS[kind], folder / f"{seed}{'-'.join(types.values())}"
+    config = {**SIZES, **config}
+    weights = _weights(config, folder)
+    source = weights.dummy(seed)
+    tensors = {name: source.read(name, full_rectangle(shape)).contiguous() for name, shape in weights.shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return write_gguf(folder, folder / "m.gguf", "Q4_K", types={"token_embd": "F32", **types, **usual})
+
+
+def _weights(config: Mapping[str, Any], folder: Path) -> WeightStore:
+    """The weights' names and shapes of the model of a configuration, which will be in this new folder."""
+    folder.mkdir(parents=True)
+    model_config = model_config_of(config, folder / "config.json")
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    return build_model(context, model_config, complete_model(model_config)).weights
 
 
 @torch.no_grad()
 def write_stored(folder: Path, kind: str, seed: int = 0, **keys: Any) -> Path:
-    """The folder. `keys` replace those of config.json."""
+    """The folder, or the file of one of `GGUF_KINDS`. `keys` replace those of config.json."""
+    if kind in GGUF_KINDS:
+        return write_stored_gguf(folder, kind, seed)
     config, format_ = KINDS[kind]
     config = {**SIZES, **config, **keys}
-    folder.mkdir(parents=True)
-    model_config = model_config_of(config, folder / "config.json")
-    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    weights = build_model(context, model_config, complete_model(model_config)).weights
+    weights = _weights(config, folder)
     source, tensors = weights.dummy(seed), {}
     for name, shape in weights.shapes.items():
         weight = source.read(name, full_rectangle(shape)).contiguous()

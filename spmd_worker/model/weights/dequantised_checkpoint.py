@@ -17,6 +17,8 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, RecutRows, full_rectangle
 from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
+from spmd_worker.model.weights.gguf_checkpoint import GgufCheckpoint
+from spmd_worker.model.weights.gguf_weight import gguf_weights
 from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
@@ -78,6 +80,8 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "nested": (".weight.nested_absmax",),
     },
     "bnb8": {"numbers": (".weight",), "scales": (".SCB",), "layout": (".weight_format",)},
+    # A GGUF alone has such tensors.
+    "gguf": {"numbers": ()},
 }
 """Endings of the name of a part, by layout and role."""
 
@@ -215,7 +219,9 @@ class DequantisedCheckpoint:
 
 
 def _find_weights(files: Checkpoint, quantization: Quantization) -> tuple[dict[str, QuantisedWeight], list[str]]:
-    """Quantised weights by name, and problems of those whose parts do not match."""
+    """Quantised weights by name, and problems of those whose parts do not match. A GGUF itself has their types."""
+    if isinstance(files, GgufCheckpoint):
+        return gguf_weights(files), []
     weights: dict[str, QuantisedWeight] = {}
     problems = []
     known, matcher = dict.fromkeys(files.names()), quantization.matcher()

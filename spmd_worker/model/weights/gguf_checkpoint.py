@@ -1,9 +1,11 @@
 """A GGUF model as a checkpoint of the hub's names: values are dequantised to float32 as they are read.
 
 Rows are read as in safetensors, widened to whole blocks of a quantised type, and to whole heads where converters have
-permuted their rows. The numbers of a block are those of the `gguf` package. Dequantised values are not cached.
+permuted their rows. The numbers of a block are those of the `gguf` package. Dequantised values are not cached. Weights
+that stay as they are stored are read as blocks (`gguf_weight.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -74,16 +76,46 @@ class GgufCheckpoint(Checkpoint):
         self._entry(name)
         return self.tensors[self.stored_name(name)]
 
+    def quantised_types(self) -> dict[str, TensorType]:
+        """Types of the tensors that are stored in blocks, all of each, by name."""
+        types = {name: self._tensor(name).tensor.type for name in self.names() if name not in self._views}
+        return {name: type_ for name, type_ in types.items() if not type_.is_plain}
+
+    def read_blocks(self, name: str, region: Rectangle) -> tuple[torch.Tensor, slice]:
+        """Bytes uint8 [rows, blocks, bytes of a block] of the whole blocks around a region of a matrix that
+        `quantised_types` has, and the slice of the region's inputs in them.
+        """
+        tensor, (rows, columns) = self._tensor(name), region
+        kind, shape = tensor.tensor.type, self._entry(name).shape
+        blocks, inside = full_words(columns, kind.block)
+        raw = self._in_order(tensor, shape, (rows, blocks), lambda wide: self._raw(name, kind, shape, wide))
+        return raw.view(len(raw), -1, kind.block_bytes), inside
+
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, region: Rectangle) -> torch.Tensor:
         tensor = self._tensor(name)
+        return self._in_order(tensor, shape, region, lambda wide: self._values(name, tensor, shape, wide))
+
+    def _in_order(
+        self,
+        tensor: HubTensor,
+        shape: tuple[int, ...],
+        region: Rectangle,
+        read: Callable[[Rectangle], torch.Tensor],
+    ) -> torch.Tensor:
+        """Rows of a region in the hub's order, read by `read` in the file's."""
         if not tensor.num_heads:
-            return self._values(name, tensor, shape, region)
+            return read(region)
         size = shape[0] // tensor.num_heads
         heads, rows = full_words(region[0], size)
-        wide = (heads[0] * size, heads[1] * size)
-        values = self._values(name, tensor, shape, (wide, *region[1:]))
-        pairs = values.reshape(heads[1] - heads[0], size // 2, 2, *values.shape[1:])
-        return pairs.transpose(1, 2).reshape(values.shape)[rows]
+        found = read(((heads[0] * size, heads[1] * size), *region[1:]))
+        pairs = found.reshape(heads[1] - heads[0], size // 2, 2, *found.shape[1:])
+        return pairs.transpose(1, 2).reshape(found.shape)[rows]
+
+    def _raw(self, name: str, kind: TensorType, shape: tuple[int, ...], region: Rectangle) -> torch.Tensor:
+        """Bytes of a region, of whose inputs the blocks are given, in the order of the file."""
+        stored = (*shape[:-1], shape[-1] // kind.block * kind.block_bytes)
+        columns = (region[-1][0] * kind.block_bytes, region[-1][1] * kind.block_bytes)
+        return Checkpoint._read(self, name, stored, torch.uint8, (*region[:-1], columns))
 
     def _values(self, name: str, tensor: HubTensor, shape: tuple[int, ...], region: Rectangle) -> torch.Tensor:
         """The numbers of a region in the order of the file."""
@@ -92,10 +124,7 @@ class GgufCheckpoint(Checkpoint):
             values = Checkpoint._read(self, name, shape, WEIGHT_DTYPES[kind.name], region)
         else:
             blocks, inside = full_words(region[-1], kind.block)
-            stored = (*shape[:-1], shape[-1] // kind.block * kind.block_bytes)
-            columns = (blocks[0] * kind.block_bytes, blocks[1] * kind.block_bytes)
-            raw = Checkpoint._read(self, name, stored, torch.uint8, (*region[:-1], columns))
-            values = _dequantised(raw, kind)[..., inside]
+            values = _dequantised(self._raw(name, kind, shape, (*region[:-1], blocks)), kind)[..., inside]
         # Computed as float32, as converters have added it.
         return values.float() - tensor.offset if tensor.offset else values
 

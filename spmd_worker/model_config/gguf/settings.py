@@ -52,7 +52,19 @@ def config_of(model: GgufModel) -> dict[str, Any]:
         config["intermediate_size"] = model.whole_number("feed_forward_length")
     if architecture.model_type in ("gemma2", "gemma3_text"):
         config["query_pre_attn_scalar"] = hidden // heads if (key, layers) in _WIDER else head_size
-    return config | named_ids(metadata) | {"eos_token_id": end_ids(metadata)}
+    config |= named_ids(metadata) | {"eos_token_id": end_ids(metadata)}
+    types = _types(model)
+    return config | ({"quantization_config": {"quant_method": "gguf", "types": types}} if types else {})
+
+
+def _types(model: GgufModel) -> dict[str, list[str]]:
+    """Modules of quantised matrices by their type, as `quantization.py` reads them."""
+    found: dict[str, list[str]] = {}
+    for name, each in model.hub_tensors().items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and len(each.tensor.shape) > 1 and not each.tensor.type.is_plain:
+            found.setdefault(each.tensor.type.name, []).append(module)
+    return found
 
 
 def generation_config_of(model: GgufModel) -> dict[str, Any]:

@@ -215,8 +215,8 @@ class ExpertKernels(Protocol):
 
 class StoredPanels(Protocol):
     """Weights that stay in memory as their file has them, in panels, and that products expand to the values of
-    dequantised ones as they go: the bits are the same. `stored` is "int4", "nf4", "e2m1", or "e4m3" with scales of
-    single rows.
+    dequantised ones as they go: the bits are the same. `stored` is "int4", "nf4", "e2m1", one of GGUF's, or "e4m3" with
+    scales of single rows.
 
     n: rows; I: inputs of a weight; G: its groups of inputs.
     """
@@ -226,8 +226,9 @@ class StoredPanels(Protocol):
 
     def write_rows(self, packed: Tensor, stored: StoredFormat, start: int, numbers: Tensor, scales: Tensor) -> None:
         """Replace rows from `start` on by a file's: numbers uint8 [n, I / 2], two a byte, the first in the low bits, of
-        "e4m3" [n, I]; scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of "nf4" the same
-        with zeros; of "e2m1" exponents, uint8 [n, G]; of "e4m3" float32 [n, G].
+        "e4m3" and "affine8" [n, I]; scales of "int4" float32 [n, G, 2], a scale and a zero point of 0 to 16 each; of
+        "nf4" the same with zeros; of "e2m1" exponents, uint8 [n, G]; of "e4m3" float32 [n, G]; of GGUF's those of
+        `stored_weights.affine_scales`.
         """
 
     def read_values(self, packed: Tensor, stored: StoredFormat, num_inputs: int, rows: tuple[int, int]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.stored_format import MX_GROUP, NF4_LEVELS, StoredFormat
+from spmd_worker.model_config.stored_format import IQ4_LEVELS, MX_GROUP, NF4_LEVELS, StoredFormat
 
 _MX_SHIFT: Final = 14
 _FP8_FACTOR: Final = 256.0
@@ -21,6 +21,8 @@ _MOST_STEPS: Final = 32.0
 """Above any number less its zero point."""
 _FP8_MOST, _FP8_NAN = 512.0, 0x7F
 """Above any number of FP8 and the factor of its scales; the bits of NaN, but for the sign."""
+_HALF_EXPONENT: Final = 0x7C
+"""Bits of the exponent in a float16's second byte."""
 _MAX_EXPONENT: Final = 254
 """Largest biased exponent of a finite float32."""
 
@@ -60,10 +62,13 @@ def read_values(stored: StoredFormat, numbers: Tensor, scales: Tensor, rows: tup
 
 def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     """Bytes and scales of each row, exponents [n, I / 32] or float32 [n, G] -> float32 [n, I]. Not finite where a
-    kernel's factor would not be. Of "int4" and "nf4" scales are float32 [n, G, 2], scale and zero point.
+    kernel's factor would not be. Of "int4" and "nf4" scales are float32 [n, G, 2], scale and zero point; of GGUF's
+    those of `affine_scales`.
     """
+    if stored.is_affine:
+        return _affine_values(stored, numbers, scales)
     if stored.is_of_panels:
-        whole = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
+        whole = _from_nibbles(numbers)
         levels = whole.to(torch.float32)
         if stored.number == "nf4":
             levels = torch.tensor(NF4_LEVELS, device=numbers.device)[whole.int()]
@@ -84,12 +89,54 @@ def values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
     return halves.mul_(factors.repeat_interleave(size, dim=1)[:, :num_inputs])
 
 
+def affine_scales(steps: Tensor, minima: Tensor, factor_of_minima: Tensor, factors: Tensor) -> Tensor:
+    """Bytes uint8 [n, G, 6 or 7] of float16 steps and steps of minima [n, G], of their factors [n, G], and of those of
+    steps int8 [n, G, 1 or 2].
+    """
+    of_minima = factor_of_minima.unsqueeze(2)
+    both = torch.stack((steps, minima), dim=2).view(torch.uint8)
+    return torch.cat((both, of_minima.view(torch.uint8), factors.view(torch.uint8)), dim=2)
+
+
+def to_nibbles(numbers: Tensor) -> Tensor:
+    """uint8 [n, I / 2] of numbers of 0 to 15, two a byte, the first in the low bits."""
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy: rows that are one alone may have any distance, which views of other dtypes do not take."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _from_nibbles(numbers: Tensor) -> Tensor:
+    return torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
+
+
+def _affine_values(stored: StoredFormat, numbers: Tensor, scales: Tensor) -> Tensor:
+    """`values` of GGUF's types."""
+    if stored.number == "affine8":
+        levels = numbers.view(torch.int8).to(torch.float32)
+    elif stored.number == "iq4":
+        levels = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=numbers.device)[_from_nibbles(numbers).int()]
+    else:
+        levels = _from_nibbles(numbers).to(torch.float32)
+    steps, minima = _copied(scales[..., :4]).view(torch.float16).to(torch.float32).unbind(-1)
+    factors = scales[..., 4:].view(torch.int8).to(torch.float32)
+    of_halves = factors[..., 1:] * steps.unsqueeze(2)
+    levels = levels.view(*of_halves.shape, -1)
+    offsets = (minima * factors[..., 0]).view(*steps.shape, 1, 1)
+    return levels.mul_(of_halves.unsqueeze(3)).sub_(offsets).flatten(1)
+
+
 def are_surely_finite(stored: StoredFormat, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
     """Whether numbers and scales are such that `values` are finite in `dtype`, by a check that is faster than those of
     all values; False of MXFP4.
     """
     if stored.is_mxfp4:
         return False
+    if stored.is_affine:
+        # Values of finite steps are at most 65504 * 2 * 128 * 128.
+        return not ((scales[..., 1:4:2] & _HALF_EXPONENT) == _HALF_EXPONENT).any()
     is_fp8 = stored.number == "e4m3"
     most, factors = (_FP8_MOST, scales) if is_fp8 else (_MOST_STEPS, scales[..., 0])
     if not (factors.abs() * most).amax() < torch.finfo(dtype).max:

@@ -21,11 +21,15 @@ from spmd_worker.model.layers.weight_slice import full_rectangle
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model.weights.checkpoint_files import open_checkpoint
 from spmd_worker.model.weights.content_digest import content_digest
+from spmd_worker.model.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.model.weights.identity import file_identities, tensor_digests
 from spmd_worker.model.weights.sampled_digest import file_digests
 from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
+from spmd_worker.model_config.stored_format import GGUF_FORMATS, MXFP4
+from spmd_worker.model_config.weight_format import Quantization
+from spmd_worker.ops.kernels import stored_weights
 
 FAMILIES = (
     *("llama2", "llama3", "llama_tied", "llama_biased", "llama_head_dim", "linear", "yarn", "qwen2", "qwen3"),
@@ -106,13 +110,12 @@ def test_comparison_detects_another_converter(name: str, option: dict, tmp_path:
     assert other == {each for each in ours if any(word in each for word in words)}
 
 
-@pytest.mark.gate("Q4_0", "Q6_K")
-@pytest.mark.parametrize("kind", [each.name for each in TENSOR_TYPES.values() if not each.is_plain])
-def test_regions_have_the_packages_numbers(kind: str, tmp_path: Path):
+def write_random(kind: str, folder: Path, below: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    """Bytes of two matrices, in a model folder, the package's numbers, and those of permuted rows."""
     type_ = gguf.GGMLQuantizationType[kind]
     block, num_bytes = gguf.GGML_QUANT_SIZES[type_]
-    raw = np.random.default_rng(1).integers(0, 60, (64, 512 // block * num_bytes), np.uint8)
-    path = tmp_path / "m.gguf"
+    raw = np.random.default_rng(1).integers(0, below, (64, 512 // block * num_bytes), np.uint8)
+    path = folder / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {"attention.head_count": 4, "embedding_length": 512, "block_count": 1}.items():
         writer.add_uint32(f"llama.{key}", value)
@@ -122,10 +125,44 @@ def test_regions_have_the_packages_numbers(kind: str, tmp_path: Path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "linked-00001-of-00001.gguf").symlink_to(path)
+    (folder / "folder").mkdir()
+    (folder / "folder" / "linked-00001-of-00001.gguf").symlink_to(path)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, type_))
-    pairs = expected.view(4, 8, 2, 512).transpose(1, 2).reshape(64, 512)
+    return raw, expected, expected.view(4, 8, 2, 512).transpose(1, 2).reshape(64, 512)
+
+
+@pytest.mark.gate("Q4_K", "Q6_K")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_stored_parts_have_the_packages_numbers(kind: str, tmp_path: Path):
+    """To the sign of a zero, in each format that holds the type. Bytes of any kind: some steps are not finite."""
+    _, expected, pairs = write_random(kind, tmp_path, 256)
+    with open_checkpoint(tmp_path / "folder") as files:
+        weights = DequantisedCheckpoint.open(files, Quantization("gguf", ()))
+        for name, wanted in (("mlp.up_proj", expected), ("self_attn.q_proj", pairs)):
+            name = f"model.layers.0.{name}.weight"
+            assert wanted.isfinite().float().mean() > 0.8
+            for region in (((0, 64), (0, 512)), ((3, 21), (32, 288)), ((40, 41), (480, 512)), ((16, 32), (256, 512))):
+                of_region = wanted[tuple(slice(*each) for each in region)]
+                is_finite = of_region.isfinite()
+                for stored in GGUF_FORMATS[kind]:
+                    assert weights.is_stored_as(name, stored)
+                    numbers, scales = weights.read_stored(name, region, stored)
+                    found = stored_weights.values(stored, numbers, scales)
+                    assert torch.equal(found.isfinite(), is_finite)
+                    assert torch.equal(found[is_finite].view(torch.int32), of_region[is_finite].view(torch.int32))
+                    surely = stored_weights.are_surely_finite(stored, numbers, scales, torch.bfloat16)
+                    assert surely <= bool(is_finite.all())
+                    # Negative control: another scale is seen.
+                    scales.view(torch.uint8)[0, 0, 0] ^= 64
+                    assert not torch.equal(stored_weights.values(stored, numbers, scales)[0], found[0])
+        assert not weights.is_stored_as(name, MXFP4)
+
+
+@pytest.mark.gate("Q4_0", "Q6_K")
+@pytest.mark.parametrize("kind", [each.name for each in TENSOR_TYPES.values() if not each.is_plain])
+def test_regions_have_the_packages_numbers(kind: str, tmp_path: Path):
+    raw, expected, pairs = write_random(kind, tmp_path, 60)
     with open_checkpoint(tmp_path / "folder") as files:
         for region in (((0, 64), (0, 512)), ((3, 21), (17, 300)), ((40, 41), (255, 257)), ((16, 32), (256, 512))):
             inside = tuple(slice(*each) for each in region)

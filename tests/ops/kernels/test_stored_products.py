@@ -11,15 +11,17 @@ from native_builds import NATIVE, library_for
 from native_libraries import each_library
 from torch import Tensor
 
-from spmd_worker.model_config.stored_format import MXFP4, NF4_LEVELS, StoredFormat
+from spmd_worker.model_config.stored_format import IQ4_LEVELS, MXFP4, NF4_LEVELS, StoredFormat
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
 from spmd_worker.ops.kernels.cpu.experts import NativeExperts
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.cpu.stored_panels import NativePanels
+from spmd_worker.ops.kernels.stored_weights import affine_scales
 
 BFLOAT16 = torch.bfloat16
 LEVELS = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 # Around the ends of blocks of rows, and more than a group of them.
+OF_GGUF = ("affine4", "iq4", "affine8")
 ROWS = (1, 2, 3, 6, 7, 14, 15, 16, 17, 31, 33, 65, 140)
 # Outputs, of which a last panel is alone, inputs and inputs of a group: parts of 256 inputs begin inside groups, and
 # groups inside parts; 0: one group.
@@ -64,6 +66,8 @@ def weight_of(
         factors[3, 0], factors[5, 0], factors[9, -1] = 0.0, 1e-33, -1e-4
         values = numbers.view(torch.float8_e4m3fn).float() * factors.repeat_interleave(size, 1)
         return Stored(StoredFormat(kind, 1, group), numbers, factors, values)
+    if kind in OF_GGUF:
+        return affine_of(num_outputs, num_inputs, kind, generator)
     q = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
     numbers = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
     if kind == "mxfp4":
@@ -76,6 +80,24 @@ def weight_of(
     levels = q.float() if kind == "int4" else torch.tensor(NF4_LEVELS)[q]
     values = (levels - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
     return Stored(StoredFormat(kind, 1, group), numbers, torch.stack((scales, zeros), dim=-1), values)
+
+
+def affine_of(num_outputs: int, num_inputs: int, kind: str, generator: torch.Generator) -> Stored:
+    """With steps of both signs, some subnormal. Products are exact in float32, as those of files are."""
+    shape, has_bytes = (num_outputs, num_inputs // 32), kind == "affine8"
+    steps, minima = ((torch.rand(2, *shape, generator=generator) - 0.5) * 2e-3).half()
+    steps[3, 0], minima[5, 0], steps[7, -1] = 6e-8, 6e-8, 0.0
+    factors = torch.randint(-63, 64, (*shape, 1 + has_bytes), generator=generator).to(torch.int8)
+    of_minima = torch.randint(0, 64, shape, generator=generator).to(torch.int8)
+    q = torch.randint(
+        -128 if has_bytes else 0, 128 if has_bytes else 16, (num_outputs, num_inputs), generator=generator
+    )
+    numbers = q.to(torch.int8).view(torch.uint8) if has_bytes else (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
+    levels = torch.tensor(IQ4_LEVELS)[q] if kind == "iq4" else q
+    scales = (steps.unsqueeze(2).double() * factors).repeat_interleave(32 // factors.shape[2], 2).flatten(1)
+    offsets = (minima.double() * of_minima).repeat_interleave(32, 1)
+    values = (levels * scales).float() - offsets.float()
+    return Stored(StoredFormat(kind, 1, 32), numbers, affine_scales(steps, minima, of_minima, factors), values)
 
 
 def numbers_of(*shape: int) -> Tensor:
@@ -98,7 +120,7 @@ def kernels_of(instruction_set: str) -> CpuKernels:
 
 
 @each_library
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3", *OF_GGUF])
 def test_products_are_those_of_dequantised_weights(instruction_set: str, kind: str):
     kernels = kernels_of(instruction_set)
     for shape in SHAPES:
@@ -132,7 +154,7 @@ def test_exponents_at_their_ends_are_exact(instruction_set: str, exponents_of: t
 
 
 @each_library
-@pytest.mark.parametrize("kind", ["int4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "e4m3", "affine8"])
 def test_gated_products_and_leaves_follow_too(instruction_set: str, kind: str):
     kernels = kernels_of(instruction_set)
     weight, num_inputs = weight_of(64, 1376, 32, kind=kind), 1376
@@ -150,7 +172,7 @@ def test_gated_products_and_leaves_follow_too(instruction_set: str, kind: str):
                 assert torch.equal(*parts), (num_rows, ends, dtype)
 
 
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "e4m3", "affine8"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_joined_experts_have_the_same_bits(kind: str, activation: str):
     kernels, hidden, size = kernels_of(NATIVE), 128, 96
@@ -188,7 +210,7 @@ def test_joined_experts_have_the_same_bits(kind: str, activation: str):
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nf4", "e4m3", *OF_GGUF])
 @each_library
 def test_rows_are_read_as_written(instruction_set: str, kind: str, is_gated: bool):
     kernels, weight = kernels_of(instruction_set), weight_of(96, 160, 32, kind=kind)

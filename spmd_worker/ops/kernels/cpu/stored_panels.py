@@ -14,18 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_worker.model_config.int8_format import PANEL, STEP
-from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.model_config.stored_format import AFFINE4, AFFINE8, StoredFormat
 from spmd_worker.ops.kernels import stored_weights
 from spmd_worker.ops.kernels.cpu.panels import byte_panel_indices, contiguous_rows
 
 _HEAD_BYTES: Final = 64
-_KINDS: Final = {"int4": 0, "e2m1": 1, "nf4": 2, "e4m3": 3}
+_KINDS: Final = {"int4": 0, "e2m1": 1, "nf4": 2, "e4m3": 3, "affine4": 5, "iq4": 6, "affine8": 7}
 """Kinds of numbers, as in `stored.h`."""
-_WIDTHS: Final = (StoredFormat("int4", 1, STEP), StoredFormat("e4m3", 1, STEP))
-"""Formats of 4 and of 8 bits."""
+_WIDTHS: Final = (AFFINE4, AFFINE8)
+"""Formats of 4 and of 8 bits, those with the largest groups."""
 _MOST_GROUP_BYTES: Final = max(each.group_bytes for each in _WIDTHS)
 _HALF: Final = STEP // 2
+_STEP_BYTES: Final = 2
+"""Bytes of an output's step in a group, and of its step of minima."""
 _LINE_INPUTS: Final = 4 * STEP
+_BYTE_BITS: Final = 8
 _LINES: Final = 4
 """Lines of a block, and outputs of a line."""
 
@@ -53,6 +56,14 @@ class NativePanels:
             self._write_bytes(numbers_of, (panel, part, output), numbers)
             groups.view(torch.float32)[panel, part, :, output] = scales
             return
+        if stored.is_affine:
+            write = self._write_bytes_in_order if stored.bits == _BYTE_BITS else self._write_numbers
+            write(numbers_of, (panel, part, output), numbers)
+            steps, minima, factors = _affine_parts(groups)
+            both = scales[..., : 2 * _STEP_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int16)
+            steps[panel, part, :, output], minima[panel, part, :, output] = both.unbind(-1)
+            factors[panel, part, :, :, output] = scales[..., 4:]
+            return
         self._write_numbers(numbers_of, (panel, part, output), numbers)
         if stored.is_mxfp4:
             groups[panel, part, :, output] = scales
@@ -67,7 +78,12 @@ class NativePanels:
         if stored.number == "e4m3":
             numbers = self._read_bytes(numbers_of, (panel, part, output))[:, :num_inputs]
             return stored_weights.values(stored, numbers, groups.view(torch.float32)[panel, part, :, output])
+        if stored.number == "affine8":
+            numbers = self._read_bytes_in_order(numbers_of, (panel, part, output))[:, :num_inputs]
+            return stored_weights.values(stored, numbers, _affine_scales(groups, (panel, part, output)))
         numbers = self._read_numbers(numbers_of, (panel, part, output))[:, : num_inputs // 2]
+        if stored.is_affine:
+            return stored_weights.values(stored, numbers, _affine_scales(groups, (panel, part, output)))
         if stored.is_mxfp4:
             return stored_weights.values(stored, numbers, groups[panel, part, :, output])
         found = groups[..., : 4 * PANEL].view(torch.float32)[panel, part, :, output]
@@ -120,6 +136,39 @@ class NativePanels:
             numbers = _parted(lines, 2, STEP, 2).transpose(3, 4).flatten(1)
             return (numbers & 0xE0) >> 1 | (numbers & 0x10) << 3 | numbers & 0x0F
         return _parted(source, -1, _LINES, _LINES, _HALF)[panel, part, :, output % _LINES, output // _LINES].flatten(1)
+
+    def _write_bytes_in_order(self, to: Tensor, index: "tuple[Tensor, Tensor, Tensor]", numbers: Tensor) -> None:
+        """Write whole numbers, bytes [n, I], as rows `index` of panels [..., bytes]."""
+        panel, part, output = index
+        if self.are_rows:
+            padded = F.pad(numbers, (0, -numbers.shape[1] % _LINE_INPUTS)).view(len(numbers), -1, _LINE_INPUTS)
+            _parted(to, -1, PANEL, _LINE_INPUTS)[panel, part, :, output] = padded
+            return
+        _parted(to[..., : numbers.shape[1] * PANEL], -1, PANEL)[panel, part, :, output] = numbers
+
+    def _read_bytes_in_order(self, source: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
+        """The numbers that `_write_bytes_in_order` wrote, uint8 [n, a multiple of 128]."""
+        panel, part, output = index
+        if self.are_rows:
+            return _parted(source, -1, PANEL, _LINE_INPUTS)[panel, part, :, output].flatten(1)
+        return _parted(source, -1, PANEL)[panel, part, :, output]
+
+
+def _affine_parts(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of groups of GGUF's types [..., G, bytes]: bits of steps and of those of minima int16 [..., G, 16], and
+    factors uint8 [..., G, 2 or 3, 16], of minima first.
+    """
+    size = PANEL * _STEP_BYTES
+    steps, minima = (groups[..., first : first + size].view(torch.int16) for first in (0, size))
+    return steps, minima, _parted(groups[..., 2 * size :], -1, PANEL)
+
+
+def _affine_scales(groups: Tensor, index: "tuple[Tensor, Tensor, Tensor]") -> Tensor:
+    """Scales of rows as `StoredPanels.write_rows` takes them."""
+    panel, part, output = index
+    *steps, factors = _affine_parts(groups)
+    both = torch.stack([each[panel, part, :, output] for each in steps], dim=2).view(torch.uint8)
+    return torch.cat((both, factors[panel, part, :, :, output]), dim=2)
 
 
 def _parted(tensor: Tensor, *sizes: int) -> Tensor:
