@@ -18,21 +18,23 @@ _STATE_BYTES: Final = 4
 class BlockLayer:
     """Keys and values that one layer keeps of each token: `num_heads` of this rank, sizes in elements of the dtype.
 
-    `value_size` 0: a layer that keeps keys alone, such as latent attention.
+    `value_size` 0: a layer that keeps keys alone, such as latent attention. `index_size`: numbers of a token's further
+    key, by which an indexer chooses; every rank has them.
     """
 
     num_heads: int
     key_size: int
     value_size: int
+    index_size: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.num_heads, self.key_size, self.value_size + 1)
+        sizes = (self.num_heads, self.key_size, self.value_size + 1, self.index_size + 1)
         assert min(sizes) >= 1, f"every size of a layer's keys is at least 1: {self}"
 
     @property
     def token_size(self) -> int:
         """Elements of one token."""
-        return self.num_heads * (self.key_size + self.value_size)
+        return self.num_heads * (self.key_size + self.value_size) + self.index_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,10 @@ MODEL_METHODS: Final = (DRAFT_MODEL, *HEAD_METHODS)
 _INSTEAD: Final = "use speculative_config.method=suffix, or draft_model with a smaller model"
 _NUM_AUX_LAYERS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 2**28
-_MTP_NAMES: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_MTP_NAMES: Final = (
+    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+)
 QWEN_MTP_NAMES: Final = (
     "Qwen3NextForCausalLM",
     *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -172,6 +175,11 @@ def _deepseek_mtp(target: Target) -> ModelConfig:
         raise ConfigError(
             f"speculative_config.method=mtp: {target.location.name} ({config.architecture}) has no layer for "
             f"multi-token prediction that runs here (those of DeepSeek V3, GLM, Qwen3-Next and Qwen3.5 do): {_INSTEAD}"
+        )
+    if config.layers[-1].takes_choice:
+        raise ConfigError(
+            f"speculative_config.method=mtp: the last layer of {target.location.name} takes its choice of keys from "
+            f"another, which a layer for multi-token prediction does not have here: {_INSTEAD}"
         )
     # The layer's number in the checkpoint; the others are not this model's.
     return replace(config, layers=config.layers[-1:], image_layers=tuple(range(number)), vision=None)

@@ -123,6 +123,7 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._shares_choice = any(layer.takes_choice for layer in model_config.layers)
         self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
         self._sees_in_windows = vision is not None and vision.sees_in_windows
@@ -210,6 +211,7 @@ class DecoderStack(nn.Module):
         num_joined = 0 if joined is None else len(cache) - (wanted is not None)
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
+        choice: list[Tensor] | None = [] if self._shares_choice else None
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -223,6 +225,8 @@ class DecoderStack(nn.Module):
                 options["states"] = states[index]
             if routes is not None:
                 options["routes"] = routes
+            if choice is not None:
+                options["choice"] = choice
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]

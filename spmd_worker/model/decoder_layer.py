@@ -71,13 +71,14 @@ class DecoderLayer(nn.Module):
         distances: StepDistances | None = None,
         seen: AttentionMetadata | None = None,
         routes: list[Tensor] | None = None,
+        choice: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
         attention, if layers share one; `distances` are those of the step, if it multiplies by them; `seen` is
         `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with experts appends those of each token to
-        `routes`.
+        `routes`. `choice` is as in `LatentAttention.forward`, if layers share a choice of keys.
         """
         parallel_input = None
         if self._mixers:
@@ -90,6 +91,8 @@ class DecoderLayer(nn.Module):
             biases: dict[str, Any] = {} if distance_bias is None else {"distance_bias": distance_bias}
             if distances is not None:
                 biases["distances"] = distances
+            if choice is not None:
+                biases["choice"] = choice
             part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
             if wanted is not None:
                 residual, adapters = residual[wanted.rows], wanted.adapters
@@ -136,9 +139,13 @@ class DecoderLayer(nn.Module):
     @property
     def supports_wanted(self) -> bool:
         """Whether tokens can be left out: each is computed by itself, and no tokens of experts are counted. A state is
-        a function of all tokens.
+        a function of all tokens, and a choice that is taken from another layer is that of all.
         """
-        return self._defers and isinstance(self.mlp, FeedForward) and not self.config.has_states
+        return (
+            self._defers
+            and isinstance(self.mlp, FeedForward)
+            and not (self.config.has_states or self.config.takes_choice)
+        )
 
     def _added(self, part: Tensor, norm: Norm | None, residual: Tensor) -> Tensor | None:
         """The scaled part if it is still to be added; None if it was added here."""

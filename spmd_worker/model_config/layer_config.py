@@ -283,12 +283,29 @@ class Mamba1Config:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """Choice of the keys that a token sees in a layer of latent attention (https://arxiv.org/abs/2512.02556): the
+    `num_chosen` ones of the highest scores, ties by position, all if there are no more.
+
+    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent.
+    The first numbers of both are rotated like the layer's queries, as many; neighbours are paired if `is_interleaved`.
+    A layer whose choice `is_shared` takes that of the layer before it, and has no projections and no such key.
+    """
+
+    num_heads: int
+    head_size: int
+    num_chosen: int
+    is_interleaved: bool
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention (https://arxiv.org/abs/2405.04434): keys and values of all heads come from one latent
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state.
+    of `query_rank` numbers; 0: from the hidden state. An `indexer`, which needs that latent, chooses the keys.
     """
 
     rank: int
@@ -296,6 +313,7 @@ class LatentConfig:
     rope_size: int
     value_size: int
     query_rank: int = 0
+    indexer: IndexerConfig | None = None
 
     @property
     def query_size(self) -> int:
@@ -304,8 +322,13 @@ class LatentConfig:
 
     @property
     def key_size(self) -> int:
-        """Numbers that are cached of a token."""
+        """Numbers that are cached of a token, without an indexer's."""
         return self.rank + self.rope_size
+
+    @property
+    def own_indexer(self) -> IndexerConfig | None:
+        """The indexer, if the layer does not take the choice of another."""
+        return None if self.indexer is None or self.indexer.is_shared else self.indexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +531,12 @@ class LayerConfig:
     def attends(self) -> bool:
         """Whether a token attends to others in this layer: keys and values, or latents, are cached."""
         return self.has_attention or self.mixer == "latent"
+
+    @property
+    def takes_choice(self) -> bool:
+        """Whether a token sees the keys that another layer has chosen for it."""
+        latent = self.latent
+        return latent is not None and latent.indexer is not None and latent.indexer.is_shared
 
     @property
     def is_plain_attention(self) -> bool:

@@ -5,7 +5,7 @@ with the parameters of real models.
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.model_config.layer_config import LayerConfig, LayerShare
+from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig, LayerShare
 
 _NUM_NORMS_BESIDE: Final = 3
 """Norms of a dense feed-forward beside experts: two outputs and one input."""
@@ -31,6 +31,8 @@ def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) ->
     kinds = (layer.mamba1, layer.mamba, layer.delta)
     scans = [each.share(share.num_ranks) for each in kinds if each is not None]
     sinks = share.num_heads * (layer.has_sinks and layer.has_attention)
+    indexer = None if layer.latent is None else layer.latent.own_indexer
+    sinks += 0 if indexer is None else indexer.num_heads * hidden_size
     return router + sinks + sum(each.num_float32_elements for each in scans)
 
 
@@ -113,16 +115,28 @@ def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> 
         LinearSizes(hidden_size, latents),
         LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
         LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+        *_indexer_linears(latent, hidden_size),
     )
 
 
+def _indexer_linears(latent: LatentConfig, hidden_size: int) -> tuple[LinearSizes, ...]:
+    """Projections to queries and to a key; every rank has them."""
+    if latent.own_indexer is None:
+        return ()
+    num_heads, size = latent.own_indexer.num_heads, latent.own_indexer.head_size
+    return LinearSizes(latent.query_rank, (num_heads * size,)), LinearSizes(hidden_size, (size,))
+
+
 def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of the projection from latents, which is not quantised, of norms and biases."""
+    """Elements of the projection from latents, which is not quantised, of norms, biases and weights of heads."""
     assert layer.latent is not None, layer
     latent = layer.latent
     projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
     biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    return projection + latent.rank + latent.query_rank + biases
+    indexer = latent.own_indexer
+    # Weights of its heads, and the norm of its key.
+    of_indexer = 0 if indexer is None else indexer.num_heads * hidden_size + 2 * indexer.head_size
+    return projection + latent.rank + latent.query_rank + biases + of_indexer
 
 
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

@@ -212,11 +212,13 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
             f"parallel.pipeline_parallel_size={size} is more than the model's {model_config.num_layers} layers: each "
             f"stage has one at least; lower it to {model_config.num_layers} or less"
         )
-    reads_others = model_config.num_layer_inputs or any(layer.kv_layer is not None for layer in model_config.layers)
+    reads_others = model_config.num_layer_inputs or any(
+        layer.kv_layer is not None or layer.takes_choice for layer in model_config.layers
+    )
     if size > 1 and reads_others:
         raise ConfigError(
             f"parallel.pipeline_parallel_size={size} is not supported for this model: its layers read keys of other "
-            f"layers, or inputs of each token id, which one stage alone has; set it to 1"
+            f"layers, or choices of keys, or inputs of each token id, which one stage alone has; set it to 1"
         )
     if not layers:
         return

@@ -114,6 +114,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     assert seen == {name for name, family in known.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
+    with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
     with_bias |= {"MiMoV2FlashForCausalLM"}

@@ -27,6 +27,7 @@ from spmd_worker.model.drafts.eagle3 import embedding_store
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import VocabularyParallelEmbedding
 from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.attention.backend import block_shape_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.communicator import single_group
@@ -63,7 +64,7 @@ def _ours(draft: LoadedDraft, hidden: Tensor, aux: tuple[Tensor, ...], chunk: in
     ((layer, share),) = rank_layers(draft.draft.model_config, draft.draft.layout, 0)
     kept = block_layer(layer, share)
     assert kept is not None
-    shape = draft.attention.block_shape(kept.num_heads, BLOCK_SIZE, kept.key_size, has_values=kept.value_size > 0)
+    shape = block_shape_of(draft.attention, kept, BLOCK_SIZE)
     cache = torch.full((1, 4, *shape), torch.nan)
     given = head.project(hidden, aux)
     ids, parts = torch.tensor(PROMPT[1:]), []
@@ -101,7 +102,7 @@ def check_head(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm4_moe"])
 def test_mtp_layer_equals_its_definition(name: str):
     folder = mtp_folder(name)
     config = AutoConfig.from_pretrained(folder)

@@ -81,7 +81,15 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     assert worst_error(name, prompt_logits(load_model(thin), PROMPTS)) < TOLERANCE / 5
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", "float32"), ("mistral4", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("deepseek_v3", "float32"), ("mistral4", "bfloat16"), ("deepseek_v32", "float32")),
+        *(pytest.param("glm_moe_dsa", each, marks=pytest.mark.stress) for each in ("float32", "bfloat16")),
+        pytest.param("glm_moe_dsa_shared", "bfloat16", marks=pytest.mark.stress),
+        pytest.param("deepseek_v32", "bfloat16", marks=pytest.mark.stress),
+    ],
+)
 def test_row_has_equal_bits_alone_batched_and_chunked(name: str, dtype: str):
     model = load_model(latent_folder(name), dtype=dtype)
     whole = prompt_logits(model, LONG)
@@ -147,7 +155,13 @@ def test_absorbed_attention_equals_expanded():
     assert relative_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v2_lite", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek_v3", "deepseek_v32"),
+        *(pytest.param(each, marks=pytest.mark.stress) for each in ("deepseek_v2_lite", "glm_moe_dsa")),
+    ],
+)
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = latent_folder(name)
 
@@ -182,12 +196,15 @@ def greedy_ids(name: str, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_greedy_rows_are_transformers_in_any_schedule():
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "deepseek_v32", pytest.param("glm_moe_dsa_shared", marks=pytest.mark.stress)]
+)
+def test_greedy_rows_are_transformers_in_any_schedule(name: str):
     """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping."""
-    folder, given = latent_folder("deepseek_v3"), {"max_model_len": 64}
+    folder, given = latent_folder(name), {"max_model_len": 64}
     with LLM(folder, num_blocks=60, enable_prefix_caching=False, **given) as llm:
         cold = [outputs(llm, [row])[0] for row in ROWS]
-    assert [ids for ids, _ in cold] == [greedy_ids("deepseek_v3", row) for row in ROWS]
+    assert [ids for ids, _ in cold] == [greedy_ids(name, row) for row in ROWS]
     with LLM(folder, num_blocks=60, **given) as llm:
         assert outputs(llm, ROWS) == cold
         assert outputs(llm, ROWS) == cold
@@ -200,7 +217,9 @@ def all_equal(one: DecoderForCausalLM, other: DecoderForCausalLM) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("kimi_k25", marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *(pytest.param(each, marks=pytest.mark.stress) for each in ("kimi_k25", "deepseek_v32"))]
+)
 def test_weights_are_viewed_and_updated_by_name(name: str):
     """Packed ones by the compiled kernels, and those of two ranks."""
     folder = latent_folder(name)
@@ -274,14 +293,15 @@ def test_keys_of_virtual_tokens_are_rejected():
         keys_values_for(given, config, torch.float32, stage, (0, 1))
 
 
-def test_fp8_blocks_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v32", marks=pytest.mark.stress)])
+def test_fp8_blocks_are_dequantised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quantised_files, "BLOCK", (16, 16))
     blocks = Format({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, fp8_block)
     monkeypatch.setitem(FORMATS, "latent blocks", blocks)
-    stored, plain = quantise(latent_folder("deepseek_v3"), tmp_path, "latent blocks")
+    stored, plain = quantise(latent_folder(name), tmp_path, "latent blocks")
     one, other = (prompt_logits(load_model(folder), PROMPTS) for folder in (stored, plain))
     assert all(map(torch.equal, one, other))
-    assert worst_error("deepseek_v3", one) > TOLERANCE
+    assert worst_error(name, one) > TOLERANCE
 
 
 def test_layers_that_speculate_are_ignored(tmp_path: Path):
@@ -300,6 +320,16 @@ def with_layers(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig
 def with_experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
     def change(layer: LayerConfig) -> LayerConfig:
         return layer if layer.experts is None else replace(layer, experts=replace(layer.experts, **changes))
+
+    return lambda config: with_layers(config, change)
+
+
+def with_indexer(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
+    def change(layer: LayerConfig) -> LayerConfig:
+        latent = layer.latent
+        assert latent is not None
+        assert latent.indexer is not None
+        return replace(layer, latent=replace(latent, indexer=replace(latent.indexer, **changes)))
 
     return lambda config: with_layers(config, change)
 
@@ -325,6 +355,10 @@ MISTAKES: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "queries that do not grow": ("mistral4", with_rope(query_growth=0.0)),
     "a part of the part": ("mistral4", with_rope(partial_factor=0.5)),
     "sigmoid": ("mistral4", with_experts(score="sigmoid")),
+    "every key is seen": ("deepseek_v32", with_indexer(num_chosen=1000)),
+    "a key too few": ("deepseek_v32", with_indexer(num_chosen=11)),
+    "neighbours are rotated": ("deepseek_v32", with_indexer(is_interleaved=True)),
+    "halves are rotated by an indexer": ("glm_moe_dsa", with_indexer(is_interleaved=False)),
 }
 
 
@@ -355,7 +389,7 @@ def is_case_noticed(name: str) -> bool:
 MINIMAL = {"vocab_size": 300_000, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 5}
 MINIMAL |= {"num_attention_heads": 64, "num_experts_per_tok": 2}
 TYPES = {"DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3", "Glm4MoeLite": "glm4_moe_lite"}
-TYPES |= {"Mistral4": "mistral4"}
+TYPES |= {"Mistral4": "mistral4", "DeepseekV32": "deepseek_v32", "GlmMoeDsa": "glm_moe_dsa"}
 _UNSEEN = ("models", "defaults", "required", "names.ignores_later_layers", "variants")
 
 
@@ -385,6 +419,7 @@ def readings(architecture: str) -> list[Any]:
         {**whole, **other} for other in ({"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 3})
     ]
     files += [{**whole, "mlp_layer_types": ["sparse"] * 5, "routed_scaling_factor": 2.0, "n_group": 2}]
+    files += [{**whole, "q_lora_rank": None}, {**whole, "mlp_layer_types": ["sparse"] * 5}]
     found: list[Any] = []
     for config in files:
         try:
@@ -422,6 +457,10 @@ def test_defaults_of_omitted_keys_equal_transformers(family: str):
     assert (layer.latent.rank, layer.latent.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
     parts = (layer.latent.nope_size, layer.latent.rope_size, layer.latent.value_size)
     assert parts == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, theirs.v_head_dim)
+    if layer.latent.indexer is not None:
+        found = (layer.latent.indexer.num_heads, layer.latent.indexer.head_size, layer.latent.indexer.num_chosen)
+        assert found == (theirs.index_n_heads, theirs.index_head_dim, theirs.index_topk)
+    assert (layer.latent.indexer is not None) == hasattr(theirs, "index_topk")
     assert layer.norm.eps == theirs.rms_norm_eps
     assert ours.eos_token_ids == (theirs.eos_token_id,)
     assert (experts.num_experts, experts.num_chosen) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
@@ -443,9 +482,19 @@ BAD = [
     ("DeepseekV3", {"kv_lora_rank": 0}, "kv_lora_rank=0 must be a whole number from 1"),
     ("DeepseekV3", {"q_lora_rank": 1.5}, "q_lora_rank=1.5 must be a whole number from 1"),
     ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=['dense'] must list 5 of dense and sparse"),
-    ("DeepseekV32", {}, "chooses the keys that a token sees by an indexer"),
     ("DeepseekV4", {}, "chooses the keys that a token sees by an indexer"),
-    ("GlmMoeDsa", {}, "chooses the keys that a token sees by an indexer"),
+    ("DeepseekV32", {"index_topk": 0}, "index_topk=0 must be a whole number from 1"),
+    ("DeepseekV32", {"index_n_heads": 1.5}, "index_n_heads=1.5 must be a whole number from 1"),
+    ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim=32 must be at least qk_rope_head_dim, 64"),
+    (
+        "GlmMoeDsa",
+        {"indexer_types": ["full"] * 4},
+        "indexer_types=['full', 'full', 'full', 'full'] must list 5 of full",
+    ),
+    ("GlmMoeDsa", {"index_topk_pattern": "SFFFF"}, "must let the first layer choose the keys"),
+    ("GlmMoeDsa", {"index_topk_pattern": 5}, "index_topk_pattern=5 must list 5 of F and S"),
+    ("GlmMoeDsa", {"index_topk_freq": 1.5}, "index_topk_freq=1.5 must be a whole number from 0"),
+    ("GlmMoeDsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not supported, only True"),
 ]
 
 
@@ -457,7 +506,7 @@ def test_invalid_latent_keys_are_rejected_by_key(family: str, keys: dict[str, An
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared"])
 def test_planned_weights_equal_parameters(name: str):
     config = read_model_files(latent_folder(name)).model_config
     for size in (1, 2):
@@ -473,6 +522,9 @@ REAL: dict[str, tuple[str, dict[str, Any], float]] = {
     "DeepSeek-V3": ("DeepseekV3", {}, 68.6),
     "GLM-4.7-Flash": ("Glm4MoeLite", {}, 52.9),
     "Mistral Small 4": ("Mistral4", {}, 22.5),
+    # Latents and an indexer's keys.
+    "DeepSeek-V3.2": ("DeepseekV32", {}, 83.9),
+    "GLM-5": ("GlmMoeDsa", {}, 107.3),
 }
 
 

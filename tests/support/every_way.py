@@ -27,7 +27,10 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "convolutions": (("lfm2", "lfm2_moe", "lfm3"), state_folder),
     "delta nets": (("qwen3_5", "qwen3_5_images", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"), delta_folder),
     "latent": (
-        ("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k25"),
+        (
+            *("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared"),
+            *("glm4_moe_lite", "mistral4", "kimi_k25"),
+        ),
         latent_folder,
     ),
     "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),

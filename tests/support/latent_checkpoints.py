@@ -26,6 +26,7 @@ _YARN |= {"beta_fast": 8.0, "beta_slow": 0.5}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 _LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0, 2.1, 2.5]}
 _LONG |= {"long_factor": [2.0, 3.0, 3.5, 4.0, 6.0, 8.0, 9.0, 9.5]}
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 12}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 _K2 = {**LATENT, **_EXPERTS, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 1, "topk_group": 1}
@@ -45,6 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**LATENT, **_EXPERTS, **_GROUPS, "q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.3}
         | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    # Fewer keys than tokens; heads so many that hardly a score is zero.
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**LATENT, **_EXPERTS, **_GROUPS, **_INDEXER, "q_lora_rank": 32, "first_k_dense_replace": 1}
+        | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**LATENT, **_EXPERTS, **_INDEXER, "q_lora_rank": 32, "v_head_dim": 64, "index_head_dim": 24}
+        | {"first_k_dense_replace": 2, "attention_bias": True},
+    ),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsa",
+        {**LATENT, **_EXPERTS, **_INDEXER, "q_lora_rank": 32, "num_hidden_layers": 4}
+        | {"indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **_EXPERTS, "q_lora_rank": 32, "v_head_dim": 64}),
     "mistral4": (
@@ -138,6 +155,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     thin["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     if kind != "default":
         thin["rope_scaling"] = {"type": kind, **rope}
-    if name == "glm4_moe_lite":
+    if name in ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"):
         thin.pop("mlp_layer_types", None)
+    if thin.pop("indexer_types", ["full"])[1:2] == ["shared"]:
+        thin |= {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     path.write_text(json.dumps({**complete, "text_config": thin} if "text_config" in complete else thin))

@@ -133,6 +133,8 @@ MODEL_TYPES: Final = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "MiniCPM3ForCausalLM": "minicpm3",
     "Mistral4ForCausalLM": "mistral4",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import LayerCaches
+from kv_cache.cache_spec import BlockLayer
 from spmd_worker.base.config.schema import ModelOptions, RowLimits, RunConfig
 from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ops.attention.backend import block_shape_of
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
@@ -161,12 +163,13 @@ class _Run:
     def _new_cache(self, num_blocks: int) -> LayerCaches:
         attention = self.model.model.layers[0].self_attn
         backend, num_ranks = attention._backend, attention.o_proj._group.size
-        shapes = [
-            backend.block_shape(
-                max(layer.num_kv_heads // num_ranks, 1), BLOCK_SIZE, layer.head_size, has_values=layer.latent is None
-            )
-            for layer in self.model.model_config.layers
-        ]
+        shapes = []
+        for layer in self.model.model_config.layers:
+            sizes = max(layer.num_kv_heads // num_ranks, 1), layer.head_size
+            latent = layer.latent
+            index_size = latent.own_indexer.head_size if latent is not None and latent.own_indexer is not None else 0
+            kept = BlockLayer(*sizes, layer.head_size if latent is None else 0, index_size)
+            shapes.append(block_shape_of(backend, kept, BLOCK_SIZE))
         dtype = self.model.model.dtype
         # NaN where nothing was written: a key that should not be looked at shows.
         if len(dict.fromkeys(shapes)) == 1:

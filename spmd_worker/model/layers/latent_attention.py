@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
+from spmd_worker.model.layers.chosen_keys import ChosenKeys
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.indexer import Indexer
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model.layers.rotary import Angles
@@ -135,6 +137,12 @@ class LatentAttention(nn.Module):
         inputs = (heads[0] * latent.value_size, heads[1] * latent.value_size)
         num_values = layer.num_heads * latent.value_size
         self.o_proj = RowParallelLinear(context, inputs, num_values, hidden_size, layer.has_output_bias)
+        self._chosen: ChosenKeys | None = None
+        self.indexer: Indexer | None = None
+        if latent.indexer is not None:
+            self._chosen = ChosenKeys(context.attention, context.kernels.plain, latent)
+            if not latent.indexer.is_shared:
+                self.indexer = Indexer(context, latent, hidden_size, self._chosen)
 
     def forward(
         self,
@@ -147,8 +155,12 @@ class LatentAttention(nn.Module):
         states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
+        choice: list[Tensor] | None = None,
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads.
+
+        `choice` is the step's last choice of keys (`ChosenKeys.choose`), which a layer with an indexer replaces.
+        """
         del states, is_fused
         angles, latent = None if self._rope is None else ropes[self._rope], self._latent
         projected = self.latent_proj(x, adapters)
@@ -159,15 +171,27 @@ class LatentAttention(nn.Module):
         if angles is not None:
             key_part = angles.rotate(self._kernels, key_part)
         key = torch.cat((self.kv_a_layernorm(latents).unsqueeze(1), key_part), dim=-1)
-        self._backend.write(key, None, layer_cache, metadata)
+        latent_cache, index_cache = layer_cache, None
+        if self.indexer is not None and self._chosen is not None:
+            latent_cache, index_cache = self._chosen.parts_of(layer_cache)
+            self.indexer.write(x, angles, index_cache, metadata, adapters)
+        self._backend.write(key, None, latent_cache, metadata)
         if wanted is not None and not len(wanted.rows):
             return x[:0]
+        hidden, of_all = x, adapters
         if self.q_a_layernorm is not None:
             x = self.q_a_layernorm(query_latents)
-        query = self._query(self.query_proj(x, adapters), angles)
+        query, rows = self._query(self.query_proj(x, adapters), angles), None
         if wanted is not None:
-            query, metadata, adapters = query[wanted.rows], wanted.metadata, wanted.adapters
-        attended = self._backend.attend(query, layer_cache, metadata, self._scale, 0, value_size=latent.rank)
+            query, metadata, adapters, rows = query[wanted.rows], wanted.metadata, wanted.adapters, wanted.rows
+        if self.indexer is not None and index_cache is not None:
+            choice = [] if choice is None else choice
+            choice[:] = self.indexer.choose((hidden, x, angles), index_cache, metadata, of_all, rows)
+        if self._chosen is not None:
+            assert choice is not None, "the decoder passes on what layers choose for others"
+            attended = self._chosen.attend(query, latent_cache, metadata, self._scale, choice)
+        else:
+            attended = self._backend.attend(query, latent_cache, metadata, self._scale, 0, value_size=latent.rank)
         output: Tensor = self.o_proj(self.kv_b_proj.to_values(attended).flatten(1), adapters)
         return output
 

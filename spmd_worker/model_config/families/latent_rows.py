@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.model_config.config_reader import ConfigReader, checked_number
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
     Attention,
@@ -21,10 +21,11 @@ from spmd_worker.model_config.families.family import (
     Rope,
     Variant,
 )
-from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
+from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig, LayerConfig
 from spmd_worker.model_config.rope import RopeParameters, given_rope, rope_of
 
 _PARTIAL: Final = "partial_rotary_factor"
+_CHOICES: Final = ("full", "shared")
 
 
 def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
@@ -65,6 +66,64 @@ def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
             for layer in layers
         ]
     )
+
+
+def _with_indexers(
+    reader: ConfigReader, layers: tuple[LayerConfig, ...], *, is_interleaved: bool = False
+) -> tuple[LayerConfig, ...]:
+    """Layers each of which chooses the keys that a token sees."""
+    indexer = IndexerConfig(
+        num_heads=reader.count("index_n_heads"),
+        head_size=reader.count("index_head_dim"),
+        num_chosen=reader.count("index_topk"),
+        is_interleaved=is_interleaved,
+    )
+    found = []
+    for layer in _with_latents(reader, layers):
+        latent = layer.latent
+        assert latent is not None, layer
+        if not latent.query_rank:
+            raise reader.error("q_lora_rank", "must be a number: the indexer's queries come from that latent")
+        if indexer.head_size < latent.rope_size:
+            raise reader.error("index_head_dim", f"must be at least qk_rope_head_dim, {latent.rope_size}")
+        found.append(replace(layer, latent=replace(latent, indexer=indexer)))
+    return tuple(found)
+
+
+def _glm_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Layers that choose, and behind each those that take its choice."""
+    indexed = _with_indexers(reader, layers, is_interleaved=True)
+    return tuple(map(_with_choice, indexed, _takes_choice(reader, len(layers))))
+
+
+def _with_choice(layer: LayerConfig, is_shared: bool) -> LayerConfig:
+    latent = layer.latent
+    assert latent is not None, layer
+    assert latent.indexer is not None, layer
+    return replace(layer, latent=replace(latent, indexer=replace(latent.indexer, is_shared=is_shared)))
+
+
+def _takes_choice(reader: ConfigReader, num_layers: int) -> list[bool]:
+    """Whether each layer takes the choice of the one before: listed, as letters, or by a period and an offset."""
+    for key, kinds in (("indexer_types", _CHOICES), ("index_topk_pattern", ("F", "S"))):
+        listed = reader.get(key)
+        if listed is None:
+            continue
+        # A pattern may be a list of words too.
+        kinds = _CHOICES if isinstance(listed, list) else kinds
+        if not isinstance(listed, list | str) or len(listed) != num_layers or any(each not in kinds for each in listed):
+            raise reader.error(key, f"must list {num_layers} of {' and '.join(kinds)}, one for each layer")
+        found = [each == kinds[1] for each in listed]
+        break
+    else:
+        key = "index_topk_freq"
+        where = reader.where("index_skip_topk_offset")
+        offset = checked_integer(reader.get("index_skip_topk_offset", 2), where, 0, MAX_INT)
+        every = max(checked_integer(reader.get(key, 1), reader.where(key), 0, MAX_INT), 1)
+        found = [max(layer - offset + 1, 0) % every != 0 for layer in range(num_layers)]
+    if found[0]:
+        raise reader.error(key, "must let the first layer choose the keys that a token sees")
+    return found
 
 
 def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
@@ -124,6 +183,20 @@ _HEADS: Final[dict[str, Any]] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+
+
+_INDEXED: Final[dict[str, Any]] = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "eos_token_id": 1,
+    "index_topk": 2048,
+    "index_head_dim": 128,
 }
 
 
@@ -214,6 +287,53 @@ LATENT_ROWS: Final[dict[str, Family]] = {
             "moe_intermediate_size": 2048,
             "eos_token_id": 1,
         },
+    ),
+    "DeepseekV32ForCausalLM": replace(
+        _latent_family(
+            models="DeepSeek-V3.2",
+            names=DEEPSEEK_V3_NAMES,
+            experts=replace(_V3_EXPERTS, kinds_key="mlp_layer_types"),
+            required={**_V3_CHOICE, **_NEIGHBOURS},
+            defaults={
+                **_HEADS,
+                **_INDEXED,
+                "vocab_size": 129280,
+                "hidden_size": 7168,
+                "intermediate_size": 18432,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "max_position_embeddings": 163840,
+                "q_lora_rank": 1536,
+                "n_group": 8,
+                "topk_group": 4,
+                "index_n_heads": 64,
+            },
+        ),
+        layers=_with_indexers,
+    ),
+    "GlmMoeDsaForCausalLM": replace(
+        _latent_family(
+            models="GLM-5",
+            names=DEEPSEEK_V3_NAMES,
+            experts=replace(_V3_EXPERTS, kinds_key="mlp_layer_types"),
+            required={**_V3_CHOICE, **_NEIGHBOURS, "indexer_rope_interleave": True},
+            defaults={
+                **_HEADS,
+                **_INDEXED,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "vocab_size": 154880,
+                "hidden_size": 6144,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 78,
+                "num_attention_heads": 64,
+                "max_position_embeddings": 202752,
+                "rms_norm_eps": 1e-5,
+                "q_lora_rank": 2048,
+                "index_n_heads": 32,
+            },
+        ),
+        layers=_glm_layers,
     ),
     "Glm4MoeLiteForCausalLM": _latent_family(
         models="GLM-4.7-Flash",

@@ -255,7 +255,7 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
-_INDEXER: Final = "its attention chooses the keys that a token sees by an indexer"
+_INDEXER: Final = "its attention chooses the keys that a token sees by an indexer of a form that does not run"
 _TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
 _STREAMS: Final = "its layers have several residual streams"
@@ -280,10 +280,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: (
-        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM"),
-        *("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
-    ),
+    _INDEXER: (*("DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),),
     _STREAMS: (
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),

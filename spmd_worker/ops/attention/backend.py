@@ -5,9 +5,11 @@ other code copies complete blocks.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kv_cache.cache_engine import LayerCaches
@@ -64,6 +66,11 @@ class AttentionBackend(Protocol):
 
     def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         """Write keys and values [T, Hkv, D] of this step to `layer_cache` [blocks, *block_shape]; None: keys alone."""
+
+    def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys [N, D], of `dtype`, of a cache that has one key-value head and no values, in `blocks` at `offsets`,
+        int64 [N].
+        """
 
     def attend(
         self,
@@ -131,10 +138,13 @@ def draft_block_shapes(backend: AttentionBackend, spec: CacheSpec) -> tuple[tupl
 
 
 def _shapes(backend: AttentionBackend, layers: tuple[BlockLayer, ...], block_size: int) -> tuple[tuple[int, ...], ...]:
-    assert all(each.value_size in (each.key_size, 0) for each in layers), layers
-    return tuple(
-        [
-            backend.block_shape(each.num_heads, block_size, each.key_size, has_values=each.value_size > 0)
-            for each in layers
-        ]
-    )
+    return tuple([block_shape_of(backend, each, block_size) for each in layers])
+
+
+def block_shape_of(backend: AttentionBackend, layer: BlockLayer, block_size: int) -> tuple[int, ...]:
+    """Shape of one block of a layer. With an indexer's keys it is flat: the backend's block, then these keys in the
+    order of tokens.
+    """
+    assert layer.value_size in (layer.key_size, 0), layer
+    shape = backend.block_shape(layer.num_heads, block_size, layer.key_size, has_values=layer.value_size > 0)
+    return (math.prod(shape) + block_size * layer.index_size,) if layer.index_size else shape

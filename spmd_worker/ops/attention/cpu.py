@@ -19,7 +19,7 @@ from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.attention.cache_dtype import FP8, cache_constants
+from spmd_worker.ops.attention.cache_dtype import FP8, cache_constants, from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -128,6 +128,12 @@ class CpuBackend(AttentionBackend):
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
             *(checked.num_tokens, num_threads()),
         )
+
+    def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        # [blocks, D / pair, block size, pair], as in native/paged_cache.h
+        pair = 2 if self._dtype == torch.bfloat16 else 1
+        cells = layer_cache.view(len(layer_cache), -1, self._block_size, pair)
+        return from_cache(cells[blocks, :, offsets].flatten(1), dtype)
 
     def attend(
         self,

@@ -50,6 +50,9 @@ class SdpaBackend(AttentionBackend):
         if value is not None:
             layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = to_cache(value, layer_cache.dtype)
 
+    def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        return from_cache(layer_cache[blocks, 0, offsets, 0], dtype)
+
     def attend(
         self,
         query: Tensor,

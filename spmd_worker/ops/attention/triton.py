@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.attention.cache_dtype import cache_constants
+from spmd_worker.ops.attention.cache_dtype import cache_constants, from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -168,6 +168,9 @@ class TritonBackend(AttentionBackend):
 
     def write(self, key: Tensor, value: Tensor | None, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         rows.write_rows(key, value, layer_cache, self._slots(metadata, layer_cache))
+
+    def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        return from_cache(layer_cache[blocks, 0, 0, offsets], dtype)
 
     def attend(
         self,

@@ -373,12 +373,18 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
 
 def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of queries as projected and five copies of their parts, absorbed queries, latents, their
-    weighted sums, and values.
+    weighted sums, and values; of an indexer's queries and keys, copies of both, and the choice.
     """
     assert layer.latent is not None, layer
     latent = layer.latent
     of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
-    return share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
+    elements = share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
+    indexer = latent.indexer
+    return (
+        elements
+        if indexer is None
+        else elements + 4 * (indexer.num_heads + 1) * indexer.head_size + 2 * indexer.num_chosen
+    )
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -477,7 +483,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
-        return BlockLayer(1, layer.latent.key_size, 0)
+        indexer = layer.latent.own_indexer
+        return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 

@@ -24,7 +24,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 7),
     "triton_recurrent_cases.py": (("gate",), 8),
-    "triton_latent_cases.py": (("gate",), 4),
+    "triton_latent_cases.py": (("gate",), 5),
     "triton_tower_cases.py": (("gate",), 1),
     "triton_cross_cases.py": (("gate",), 1),
 }
@@ -37,7 +37,7 @@ ALL_CASES = {
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 16),
     "triton_recurrent_cases.py": ((), 8),
-    "triton_latent_cases.py": ((), 4),
+    "triton_latent_cases.py": ((), 5),
     "triton_cross_cases.py": ((), 3),
     "triton_tower_cases.py": ((), 3),
 }

@@ -10,12 +10,16 @@ import math
 import sys
 from collections.abc import Callable
 from itertools import accumulate, islice
+from unittest import mock
 
 import torch
 from decoding_steps import decoding
 from triton_attention_cases import tiles
 from triton_cases import BLOCK, assert_near, in_gate, run
 
+from spmd_worker.model.layers import chosen_keys
+from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
+from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, head_products
@@ -128,7 +132,31 @@ def heads_are_multiplied_with_their_own_weights() -> None:
     assert not torch.equal(halves[0] + halves[1], whole)
 
 
+def chosen_keys_are_those_of_the_highest_scores() -> None:
+    """Tokens that see all keys and tokens that choose, in tiles of keys."""
+    length, num_chosen, step = 21, 6, Latents([21], 2, 48, 32, torch.float32)
+    chosen = ChosenKeys(
+        step.backend, TritonKernels(), LatentConfig(32, 16, 16, 16, 32, IndexerConfig(2, 16, num_chosen, False))
+    )
+    at, keys = torch.arange(length), torch.randn(len(step.cache), BLOCK, 16)
+    places = (step.tables[0, at // BLOCK], at % BLOCK)
+    metadata = AttentionMetadata((0, length), (length,), step.tables, *places)
+    choosing = IndexQueries(torch.randn(length, 2, 16), torch.randn(length, 2))
+    with mock.patch.object(chosen_keys, "_TILE", 16):
+        positions = chosen.choose(choosing, keys, metadata)
+    found = chosen.attend(step.queries[0], step.cache, metadata, 0.2, positions)
+    products = torch.einsum("thd,sd->hts", choosing.queries.double(), keys[places].double()).relu()
+    scores = (products * choosing.weights.double().T.unsqueeze(2)).sum(0)
+    for token in range(length):
+        # A score of 0 is that of several keys.
+        order = scores[token, : token + 1].sort(descending=True, stable=True).indices
+        seen = step.keys[0][order[:num_chosen].sort().values, 0].double()
+        weights = (step.queries[0][token].double() @ seen.T * 0.2).softmax(-1)
+        assert_near(found[token], weights @ seen[:, :32], torch.float32)
+
+
 CASES: tuple[Callable[[], None], ...] = (
+    chosen_keys_are_those_of_the_highest_scores,
     latents_are_attended_as_the_formula_says,
     a_rows_bits_do_not_depend_on_how_it_was_cut,
     a_plan_in_tensors_that_stay_gives_the_same_bits,
