@@ -144,6 +144,7 @@ _CLASSES: Final = {
     "qwen2_vl_vision": (0, 14),
     "glm4v_vision": (0, 14),
     "glm4v_moe_vision": (0, 14),
+    "glm_ocr_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""

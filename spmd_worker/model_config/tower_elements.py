@@ -74,7 +74,8 @@ def _layer_elements(config: TowerConfig) -> int:
     qkv = 3 * size * (size + config.has_qkv_bias)
     gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
     linears = qkv + size * (size + bias) + gates + size * (inner + bias)
-    others = (2 * bool(config.names.query_norm) + len(config.names.scales)) * size
+    of_norm = config.head_size if config.norms_heads else size
+    others = 2 * bool(config.names.query_norm) * of_norm + len(config.names.scales) * size
     return linears + others + 2 * _norm_elements(config, size)
 
 

@@ -45,7 +45,8 @@ class TowerNames:
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
     """Sizes of a tower and its projector. `num_layers` are those that run. An image is cut into patches of `patch_size`
-    pixels a side, each `num_frames` times. `norm` is "layer" or "rms". Feed-forwards are gated if `is_gated`.
+    pixels a side, each `num_frames` times. `norm` is "layer" or "rms". Feed-forwards are gated if `is_gated`. Norms of
+    queries and keys, if there are any, are of each head if `norms_heads`.
 
     Positions are a table of `num_positions` rows, or angles to the base `rope_theta`, or both; 0 for none. Squares of
     `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
@@ -75,6 +76,7 @@ class TowerConfig:
     has_qkv_bias: bool = True
     has_bias: bool = True
     has_patch_bias: bool = True
+    norms_heads: bool = False
     num_frames: int = 1
     num_positions: int = 0
     rope_theta: float = 0.0

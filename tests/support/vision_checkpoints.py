@@ -101,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {**_GLM, "model_type": "glm4v_vision", "hidden_size": 48, "intermediate_size": 64}},
     ),
     "glm4v_moe": ("Glm4vMoe", {**_EXPERTS, "rope_parameters": _HALF}, {"vision_config": _GLM}),
+    "glm_ocr": ("GlmOcr", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "hidden_size": 48}}),
     "gemma3": (
         "Gemma3",
         {},

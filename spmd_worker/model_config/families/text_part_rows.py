@@ -260,7 +260,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         text=TextPart(families={"glm4v_text": "Glm4vForConditionalGeneration"}),
     ),
     "GlmOcrForConditionalGeneration": Family(
-        models="GLM-OCR, the text",
+        models="GLM-OCR",
+        vision="glm_ocr",
         names=replace(next_to(GLM_NAMES, "visual"), ignores_later_layers=True),
         attention=Attention(qkv_bias=False, output_bias=False),
         rope=Rope(is_interleaved=True, may_be_partial=True, sections=(8, 12, 12)),

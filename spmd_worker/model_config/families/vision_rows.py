@@ -183,6 +183,33 @@ def _glm4v_moe(files: VisionFiles) -> VisionConfig:
     return _glm4v(files, default_token=151363)
 
 
+def _glm_ocr(files: VisionFiles) -> VisionConfig:
+    """Patches have angles alone, and layers as wide as a file says; the projector is three times the text."""
+    defaults = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "patch_size": 14, "num_heads": 16}
+    vision, sizes = files.vision, _qwen_sizes(files, defaults, "silu", default_width=1536)
+    beginning, has_bias = "model.visual.", vision.flag("attention_bias", True)
+    names = _qwen_names(
+        beginning,
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        query_norm="attn.q_norm",
+        key_norm="attn.k_norm",
+        last_norm=f"{beginning}post_layernorm",
+    )
+    tower = TowerConfig(
+        names=names,
+        norm="rms",
+        norms_heads=True,
+        is_gated=True,
+        has_qkv_bias=has_bias,
+        has_bias=has_bias,
+        projector_size=3 * files.hidden_size,
+        projector_activation=sizes["activation"],
+        projector_eps=1e-5,
+        **{**sizes, "eps": vision.number("rms_norm_eps", 1e-5)},
+    )
+    return _qwen_vision(files, "glm4v", tower, 59280)
+
+
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
 
 _PIXTRAL_NAMES: Final = TowerNames(
@@ -255,6 +282,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
+    "glm_ocr": _glm_ocr,
     "llama4": llama4,
     "gemma3": gemma3,
     "gemma4": gemma4,
@@ -278,10 +306,11 @@ _FILE_KEYS: Final = {
     "qwen3_5": _DEPTH,
     "glm4v": _DEPTH,
     "glm4v_moe": _DEPTH,
+    "glm_ocr": _DEPTH,
 }
 """Row -> the file's names of our keys of `vision_config`."""
 
-_WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm4v_moe", "llama4")
+_WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "llama4")
 """Rows of classes that have no tower by default, or one that fits no text."""
 
 

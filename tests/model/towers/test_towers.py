@@ -144,6 +144,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     ],
     "gemma4_unified": [{"eps": 0.1}, {"projector_eps": 1e-6}, {"image_mean": (0.5,) * 3}],
     "glm4v": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_eps": 0.03}],
+    "glm_ocr": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_activation": "gelu"}],
     "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],

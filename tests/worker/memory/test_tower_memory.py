@@ -30,7 +30,18 @@ from spmd_worker.worker.memory.estimate import tower_bytes
 from spmd_worker.worker.memory.media_memory import longest_media
 from spmd_worker.worker.memory.tower_memory import max_tower_patches
 
-ALIKE: Final = ("llava_next_mistral", "glm46v", "glm4v_moe", "internvl_of_6b", "gemma4_clipped", "qwen3_5", "idefics3")
+ALIKE: Final = (
+    *(
+        "llava_next_mistral",
+        "glm46v",
+        "glm4v_moe",
+        "glm_ocr",
+        "internvl_of_6b",
+        "gemma4_clipped",
+        "qwen3_5",
+        "idefics3",
+    ),
+)
 # As in real towers rows are as wide as a patch has numbers.
 _WIDTHS: Final = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "own_head_size": 0}
 CASES_AND_SIZES: Final = [
