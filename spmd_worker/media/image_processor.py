@@ -144,12 +144,25 @@ def _frame_pixels(settings: ProcessorSettings, key: str, edge: str, default: int
     return settings.side("size", edge, default, _MAX_PIXELS)
 
 
-def _of_any_size(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, least: int, most: int) -> Values:
+def _paddleocr(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", 384 * 384)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", 1536 * 1536)
+    return _of_any_size(settings, model, tower, least, most, num_frames=1)
+
+
+def _of_any_size(
+    settings: ProcessorSettings,
+    model: ConfigReader,
+    tower: TowerSizes,
+    least: int,
+    most: int,
+    num_frames: int = NUM_FRAMES,
+) -> Values:
     """Numbers of pictures of `least` to `most` pixels."""
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     _check_is_towers(settings, "patch_size", patch, tower.patch)
-    settings.file.choice("temporal_patch_size", (2,), 2)
+    settings.file.choice("temporal_patch_size", (num_frames,), num_frames)
     _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
     if least > most:
         key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
@@ -325,6 +338,7 @@ _RULES: Final = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
+    "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,

@@ -72,9 +72,12 @@ def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
     return _padded(pixels, (side, side), tuple([int(level * 255) for level in processor.mean]))
 
 
+_SIZES: Final = {"glm4v": sizes.glm_size, "paddleocr_vl": sizes.paddleocr_size}
+
+
 def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     unit = processor.patch_size * processor.merge_size
-    size_of = sizes.glm_size if processor.kind == "glm4v" else sizes.qwen_size
+    size_of = _SIZES.get(processor.kind, sizes.qwen_size)
     height, width = size_of(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
     lines, columns = height // unit, width // unit
     text = placeholders.run_text(processor.kind, lines * columns)
@@ -181,6 +184,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "glm4v": _qwen,
+    "paddleocr_vl": _qwen,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,

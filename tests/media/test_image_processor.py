@@ -27,6 +27,9 @@ EXPECTED = {
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
     "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
+    "paddleocr_vl": ImageProcessor(
+        "paddleocr_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
+    ),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
@@ -89,6 +92,7 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
+    "paddleocr_vl": ({}, {}, {"min_pixels": 147456, "max_pixels": 2359296, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
@@ -193,6 +197,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("glm4v", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
     ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
     ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
+    ("paddleocr_vl", {"temporal_patch_size": 2}, {}, r"temporal_patch_size=2 is not supported, only 1"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),

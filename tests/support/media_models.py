@@ -23,6 +23,7 @@ SPECIAL: Final = (
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
     *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 GEMMA4_SPECIAL: Final = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
@@ -61,6 +62,11 @@ MODELS: Final = {
         {"vision_config": {}},
         {"size": {"shortest_edge": 6272, "longest_edge": 100352}},
         ("glm4v", "Glm4vImageProcessorPil"),
+    ),
+    "paddleocr_vl": MediaModel(
+        {"vision_config": {}},
+        {"size": {"shortest_edge": 3136, "longest_edge": 100352}},
+        ("paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},

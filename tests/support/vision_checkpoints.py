@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.media.sizes import best_pinpoint
+from spmd_worker.model.towers.pixels import patches_of
 
 if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
@@ -102,6 +103,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4v_moe": ("Glm4vMoe", {**_EXPERTS, "rope_parameters": _HALF}, {"vision_config": _GLM}),
     "glm_ocr": ("GlmOcr", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "hidden_size": 48}}),
+    "paddleocr_vl": (
+        "PaddleOCRVL",
+        {"rope_parameters": _ROPE, "use_bias": True},
+        {"vision_config": {**_VIT, "hidden_size": 48, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+    ),
     "gemma3": (
         "Gemma3",
         {},
@@ -228,7 +234,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
-OF_TOKEN_GRIDS = ("qwen", "glm")
+OF_TOKEN_GRIDS = ("qwen", "glm", "paddleocr")
 """Beginnings of cases whose tokens have lines and columns, which their positions follow."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
@@ -331,6 +337,11 @@ def in_bfloat16(pixels: Any) -> Tensor:
 
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
+    if name == "paddleocr_vl":
+        patches = patches_of(planes[0], config.vision_config.patch_size).view(
+            -1, 3, *[config.vision_config.patch_size] * 2
+        )
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *image.grid]])}
     if name.startswith(OF_TOKEN_GRIDS):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)

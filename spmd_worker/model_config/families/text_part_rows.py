@@ -270,7 +270,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
     ),
     "PaddleOCRVLForConditionalGeneration": Family(
-        models="PaddleOCR-VL, the text",
+        models="PaddleOCR-VL",
+        vision="paddleocr_vl",
         names=Names(
             ignored_prefixes=("visual.", "mlp_AR."),
             aliases={
@@ -280,6 +281,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             },
         ),
         attention=Attention(qkv_bias="use_bias", output_bias="use_bias", head_size=128),
+        rope=Rope(sections=(16, 24, 24)),
         feed_forward=FeedForward(bias="use_bias"),
         text=TextPart(tie="also", ties_by_default=True),
         defaults={

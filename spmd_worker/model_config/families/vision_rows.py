@@ -14,6 +14,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
+from spmd_worker.model_config.families.ocr_rows import paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -283,6 +284,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
+    "paddleocr_vl": paddleocr_vl,
     "llama4": llama4,
     "gemma3": gemma3,
     "gemma4": gemma4,
@@ -310,7 +312,16 @@ _FILE_KEYS: Final = {
 }
 """Row -> the file's names of our keys of `vision_config`."""
 
-_WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm4v_moe", "glm_ocr", "llama4")
+_WITHOUT_DEFAULT: Final = (
+    "gemma4",
+    "gemma4_unified",
+    "qwen2_vl",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "paddleocr_vl",
+    "llama4",
+)
 """Rows of classes that have no tower by default, or one that fits no text."""
 
 
