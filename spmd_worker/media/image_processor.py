@@ -43,11 +43,12 @@ class ImageProcessor:
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
-    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of
-    `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the
-    picture is squeezed into the square), `is_padded` to a square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes
-    of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops`
-    tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`, LightOnOCR with sides of
+    multiples of `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes
+    the short side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a
+    square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens
+    of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long
+    side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class ImageProcessor:
     min_pixels: int = 0
     max_pixels: int = 0
     longest_edge: int = 0
+    resize_unit: int = 0
     side: int = 0
     tokens_per_crop: int = 0
     short_edge: int = 0
@@ -303,6 +305,16 @@ def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes
     return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest}
 
 
+def _lighton(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """Images are resized to multiples of the file's patch, which need not fill tokens."""
+    unit, longest = settings.square("patch_size", 16), settings.side("size", "longest_edge", 1024)
+    if -(-longest // unit) * unit > tower.side:
+        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
+        raise settings.of("size").error("size", rule)
+    merge = model.count("spatial_merge_size", 2)
+    return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest, "resize_unit": unit}
+
+
 def _smolvlm(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.side("max_image_size", "longest_edge", 364)
     _check_is_towers(settings, "max_image_size", side, tower.side)
@@ -349,6 +361,7 @@ _RULES: Final = {
     "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
+    "lighton_ocr": _Rule(_lighton, overrides=("size",)),
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }
 KINDS: Final = frozenset(_RULES)

@@ -46,6 +46,11 @@ def _pixtral(processor: ImageProcessor) -> int:
     return ceil(processor.longest_edge / (processor.patch_size * processor.merge_size)) ** 2
 
 
+def _lighton(processor: ImageProcessor) -> int:
+    longest = ceil(processor.longest_edge / processor.resize_unit) * processor.resize_unit
+    return (longest // (processor.patch_size * processor.merge_size)) ** 2
+
+
 def _smolvlm(processor: ImageProcessor) -> int:
     # Short sides are made even.
     most = ceil((processor.longest_edge + 1) / processor.side) ** 2 + 1
@@ -57,6 +62,7 @@ _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),
+    "lighton_ocr": _lighton,
     "smolvlm": _smolvlm,
 }
 """Others take squares alone."""

@@ -212,6 +212,10 @@ _GLM: Final = (
     *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
 )
+_LIGHTON: Final = (
+    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
+    ("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+)
 _PADDLEOCR: Final = (
     *("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_PLACEHOLDER|>"),
     ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
@@ -250,6 +254,7 @@ PLACEHOLDERS: Final = {
         ),
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
+        "lighton_ocr": _LIGHTON,
         "smolvlm": (
             *("<image>", "<image>", "<image>"),
             ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),

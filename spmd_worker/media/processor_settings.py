@@ -166,6 +166,7 @@ _DEFAULTS: Final = {
     "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
     "mistral3": ("pixtral", 1540, 14),
+    "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
     "smolvlm": ("smolvlm_vision", 224, 32),
 }

@@ -98,7 +98,8 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         return hidden_size * width
     inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
-    others = {"internvl": 2 * width, "mistral3": size + size * width}
+    merger = size + size * width
+    others = {"internvl": 2 * width, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
 
 

@@ -53,6 +53,9 @@ EXPECTED = {
     "llama4": ImageProcessor(
         "llama4", 14, HALVES, HALVES, resampling="bilinear", side=56, tokens_per_crop=4, max_crops=6
     ),
+    "lighton_ocr": ImageProcessor(
+        "lighton_ocr", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140, resize_unit=14
+    ),
     "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
     "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
     "smolvlm": ImageProcessor(
@@ -116,6 +119,7 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 336, "tokens_per_crop": 144, "max_crops": 16, "mean": HALVES, "resampling": "bilinear"},
     ),
+    "lighton_ocr": ({}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2, "resize_unit": 16}),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
     "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
     "smolvlm": (
@@ -236,6 +240,9 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama4", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 56, not 84"),
     ("llama4", {"resize_to_max_canvas": True}, {}, r"resize_to_max_canvas=True is not supported, only false"),
     ("llama4", {"max_patches": 65}, {}, r"max_patches=65 must be a whole number from 1 to 64"),
+    ("lighton_ocr", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
+    ("lighton_ocr", {"patch_size": {"height": 14, "width": 28}}, {}, r"patch_size=.* must be a square"),
+    ("lighton_ocr", {"patch_size": 0}, {}, r"patch_size=0 must be a whole number"),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),

@@ -57,7 +57,7 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
-    if kind in ("mistral3", "pixtral"):
+    if kind in ("mistral3", "pixtral", "lighton_ocr"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
     elif kind == "smolvlm":
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
@@ -185,6 +185,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     ),
     "size of both sides": ("llava_next", {"size": {"height": 84, "width": 84}, "do_center_crop": False}, {}, None),
     "pixels that its class has no keys for": ("glm4v", {"min_pixels": 99, "max_pixels": 3136}, {}, None),
+    "sides of whole tokens": ("lighton_ocr", {"patch_size": {"height": 28, "width": 28}}, {}, None),
+    "sides of no whole patches": ("lighton_ocr", {"patch_size": 35}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
@@ -230,6 +232,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": NEXT},
     ),
     "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
+    "lighton_ocr": (
+        {"vision_config": {"image_size": 1540, "patch_size": 14}},
+        {"patch_size": 14, "size": {"longest_edge": 1540}},
+    ),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
     "smolvlm": (
         {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},

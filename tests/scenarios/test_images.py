@@ -499,7 +499,17 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
         for kind, name in [
             *product(WHOLE_KINDS, LAYOUTS),
             *product(
-                ("qwen2_vl", "llava_next", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "llama4", "gemma4_clipped"),
+                (
+                    "qwen2_vl",
+                    "llava_next",
+                    "glm4v",
+                    "glm4v_moe",
+                    "glm_ocr",
+                    "paddleocr_vl",
+                    "lighton_ocr",
+                    "llama4",
+                    "gemma4_clipped",
+                ),
                 ("tensor",),
             ),
         ]

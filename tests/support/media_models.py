@@ -19,6 +19,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 SPECIAL: Final = (
     *("<eos>", "<bos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>"),
+    "<|vision_pad|>",
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
@@ -125,6 +126,11 @@ MODELS: Final = {
     "pixtral": MediaModel(
         {"model_type": "llava", "vision_config": {"model_type": "pixtral", "image_size": 128, "patch_size": 16}},
         {"size": {"longest_edge": 128}, "patch_size": {"height": 16, "width": 16}},
+        ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "lighton_ocr": MediaModel(
+        {"vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},
+        {"size": {"longest_edge": 140}, "patch_size": 14},
         ("pixtral", "PixtralImageProcessorPil"),
     ),
     "smolvlm": MediaModel(

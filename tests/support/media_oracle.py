@@ -183,6 +183,10 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         ),
         "mistral3": ("pixtral", "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
         "pixtral": ("pixtral", "PixtralProcessor", {"patch_size": 16, "spatial_merge_size": 1}),
+        "lighton_ocr": (
+            *("lighton_ocr", "LightOnOcrProcessor"),
+            {"image_token": "<|image_pad|>", "effective_patch_size": 28},
+        ),
         "smolvlm": (
             *("idefics3", "Idefics3Processor"),
             {

@@ -169,6 +169,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
+    "lighton_ocr": (
+        "LightOnOcr",
+        {"model_type": "qwen3", "rms_norm_eps": 0.05},
+        {"vision_config": {**_PIXTRAL, "image_size": 182}, "spatial_merge_size": 2},
+    ),
     "pixtral": (
         "Llava",
         {"model_type": "mistral"},
@@ -298,6 +303,8 @@ OF_PICTURES = ("llava_next", "llava_onevision")
 """Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
+ODD_GRIDS = ((5, 6), (2, 5), (13, 11))
+"""Of images with patches in no token."""
 SIZES = ((100, 140), (84, 50), (500, 490))
 """Images of LLaVA-NeXT and LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
@@ -306,8 +313,8 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral")):
-        grid = GRIDS[number]
+    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral", "lighton")):
+        grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
@@ -358,7 +365,7 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
         return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
     sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
-    if name in ("mistral3", "pixtral"):
+    if name in ("mistral3", "pixtral", "lighton_ocr"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}

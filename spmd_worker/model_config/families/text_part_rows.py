@@ -214,7 +214,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "VideoLLaMA 3, the text", next_to(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", next_to(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
+        "LightOnOCR",
+        next_to(Names(), "vision_encoder", "vision_projection"),
+        "qwen3",
+        vision="lighton_ocr",
+        **_TIED,
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",

@@ -213,19 +213,23 @@ def _glm_ocr(files: VisionFiles) -> VisionConfig:
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
 
-_PIXTRAL_NAMES: Final = TowerNames(
-    beginnings=OUTSIDE,
-    layers="vision_tower.transformer.layers",
-    qkv=tuple([f"attention.{each}" for each in SEPARATE]),
-    output="attention.o_proj",
-    norms=("attention_norm", "ffn_norm"),
-    mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
-    patches="vision_tower.patch_conv",
-    first_norm="vision_tower.ln_pre",
-)
+
+def _pixtral_names(tower: str, *beginnings: str) -> TowerNames:
+    return TowerNames(
+        beginnings=beginnings,
+        layers=f"{tower}transformer.layers",
+        qkv=tuple([f"attention.{each}" for each in SEPARATE]),
+        output="attention.o_proj",
+        norms=("attention_norm", "ffn_norm"),
+        mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+        patches=f"{tower}patch_conv",
+        first_norm=f"{tower}ln_pre",
+    )
 
 
-def _pixtral_tower(files: VisionFiles, default_patch: int, *, has_bias: bool) -> TowerConfig:
+def _pixtral_tower(
+    files: VisionFiles, default_patch: int, *, has_bias: bool, default_activation: str = "gelu"
+) -> TowerConfig:
     vision = files.vision
     hidden_size = vision.count("hidden_size", 1024)
     num_heads = heads_of(vision, "num_attention_heads", 16, hidden_size, 4)
@@ -233,13 +237,13 @@ def _pixtral_tower(files: VisionFiles, default_patch: int, *, has_bias: bool) ->
     vision.choice("num_channels", (3,), 3)
     files.whole.choice("vision_feature_layer", (-1,), -1)
     return TowerConfig(
-        names=_PIXTRAL_NAMES,
+        names=_pixtral_names("vision_tower.", *OUTSIDE),
         hidden_size=hidden_size,
         intermediate_size=vision.count("intermediate_size", 4096),
         num_layers=vision.count("num_hidden_layers", 24),
         num_heads=num_heads,
         patch_size=side_of(vision, "patch_size", default_patch),
-        activation=activation_of(vision, "hidden_act", "gelu"),
+        activation=activation_of(vision, "hidden_act", default_activation),
         eps=1e-5,
         norm="rms",
         is_gated=True,
@@ -267,10 +271,37 @@ def _llava(files: VisionFiles) -> VisionConfig:
     return llava_of_squares(files)
 
 
-def _mistral3(files: VisionFiles) -> VisionConfig:
+def _check_is_pixtral(files: VisionFiles) -> None:
     kind = files.vision.get("model_type", "pixtral")
     if kind != "pixtral":
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
+
+
+def _lighton_ocr(files: VisionFiles) -> VisionConfig:
+    """Defaults are those of Pixtral's class; a file without `vision_config` has the tower of its own."""
+    _check_is_pixtral(files)
+    is_given = files.whole.get("vision_config") is not None
+    patch, side, activation = (16, 1024, "gelu") if is_given else (14, 1540, "silu")
+    tower = _pixtral_tower(files, patch, has_bias=False, default_activation=activation)
+    top = "model.vision_encoder."
+    max_side = side_of(files.vision, "image_size", side) // tower.patch_size
+    if not max_side:
+        raise files.vision.error("image_size", f"must hold a patch of {tower.patch_size} pixels{WAY_OUT}")
+    return VisionConfig(
+        "lighton_ocr",
+        image_token_id=files.whole.count("image_token_id", 151655),
+        merge_size=files.whole.count("spatial_merge_size", 2),
+        tower=replace(
+            tower,
+            names=_pixtral_names(top, top, "model.vision_projection."),
+            max_side=max_side,
+            projector_activation="gelu",
+        ),
+    )
+
+
+def _mistral3(files: VisionFiles) -> VisionConfig:
+    _check_is_pixtral(files)
     has_bias = files.whole.flag("multimodal_projector_bias", False)
     tower, merge_size = _pixtral_tower(files, 16, has_bias=has_bias), files.whole.count("spatial_merge_size", 2)
     return VisionConfig("mistral3", image_token_id=image_token_of(files, 10), merge_size=merge_size, tower=tower)
@@ -294,6 +325,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "llava_onevision": llava_onevision,
     "internvl": internvl,
     "mistral3": _mistral3,
+    "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
     **AUDIO_ROWS,
 }

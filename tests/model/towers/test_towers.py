@@ -155,6 +155,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "internvl_of_6b": [{"eps": 1e-6}],
     "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
+    "lighton_ocr": [{"projector_eps": 1e-6}, {"projector_activation": "silu"}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
@@ -416,8 +417,8 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "gemma")):
-        assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma")):
+        assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
 @pytest.mark.parametrize("name", EVERY)
