@@ -24,7 +24,10 @@ from gpu_figures import Findings, NotOfferedError
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import ConfigError
 
-KINDS = ("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "gemma4_clipped", "internvl", "pixtral", "qwen3_5")
+KINDS = (
+    *("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "gemma4_clipped", "internvl", "pixtral", "qwen3_5"),
+    *("glm_ocr", "paddleocr_vl", "lighton_ocr"),
+)
 DRY_KINDS = ("qwen3_vl",)
 SHAPES = ("t5-small", "bart-base", "whisper-tiny")
 DRY_SHAPES = ("t5-small",)

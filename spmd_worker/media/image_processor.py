@@ -43,11 +43,12 @@ class ImageProcessor:
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
-    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`. The others take squares of
-    `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge` and takes the middle (0: the
-    picture is squeezed into the square), `is_padded` to a square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes
-    of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops`
-    tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`, LightOnOCR with sides of
+    multiples of `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes
+    the short side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a
+    square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens
+    of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long
+    side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class ImageProcessor:
     min_pixels: int = 0
     max_pixels: int = 0
     longest_edge: int = 0
+    resize_unit: int = 0
     side: int = 0
     tokens_per_crop: int = 0
     short_edge: int = 0
@@ -144,12 +146,25 @@ def _frame_pixels(settings: ProcessorSettings, key: str, edge: str, default: int
     return settings.side("size", edge, default, _MAX_PIXELS)
 
 
-def _of_any_size(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, least: int, most: int) -> Values:
+def _paddleocr(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", 384 * 384)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", 1536 * 1536)
+    return _of_any_size(settings, model, tower, least, most, num_frames=1)
+
+
+def _of_any_size(
+    settings: ProcessorSettings,
+    model: ConfigReader,
+    tower: TowerSizes,
+    least: int,
+    most: int,
+    num_frames: int = NUM_FRAMES,
+) -> Values:
     """Numbers of pictures of `least` to `most` pixels."""
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     _check_is_towers(settings, "patch_size", patch, tower.patch)
-    settings.file.choice("temporal_patch_size", (2,), 2)
+    settings.file.choice("temporal_patch_size", (num_frames,), num_frames)
     _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
     if least > most:
         key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
@@ -290,6 +305,16 @@ def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes
     return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest}
 
 
+def _lighton(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """Images are resized to multiples of the file's patch, which need not fill tokens."""
+    unit, longest = settings.square("patch_size", 16), settings.side("size", "longest_edge", 1024)
+    if -(-longest // unit) * unit > tower.side:
+        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
+        raise settings.of("size").error("size", rule)
+    merge = model.count("spatial_merge_size", 2)
+    return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest, "resize_unit": unit}
+
+
 def _smolvlm(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.side("max_image_size", "longest_edge", 364)
     _check_is_towers(settings, "max_image_size", side, tower.side)
@@ -325,6 +350,7 @@ _RULES: Final = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
+    "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
@@ -335,6 +361,7 @@ _RULES: Final = {
     "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
+    "lighton_ocr": _Rule(_lighton, overrides=("size",)),
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }
 KINDS: Final = frozenset(_RULES)

@@ -46,6 +46,11 @@ def _pixtral(processor: ImageProcessor) -> int:
     return ceil(processor.longest_edge / (processor.patch_size * processor.merge_size)) ** 2
 
 
+def _lighton(processor: ImageProcessor) -> int:
+    longest = ceil(processor.longest_edge / processor.resize_unit) * processor.resize_unit
+    return (longest // (processor.patch_size * processor.merge_size)) ** 2
+
+
 def _smolvlm(processor: ImageProcessor) -> int:
     # Short sides are made even.
     most = ceil((processor.longest_edge + 1) / processor.side) ** 2 + 1
@@ -53,10 +58,11 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v", "paddleocr_vl"), _qwen),
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),
+    "lighton_ocr": _lighton,
     "smolvlm": _smolvlm,
 }
 """Others take squares alone."""

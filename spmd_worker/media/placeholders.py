@@ -212,6 +212,14 @@ _GLM: Final = (
     *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
 )
+_LIGHTON: Final = (
+    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
+    ("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+)
+_PADDLEOCR: Final = (
+    *("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_PLACEHOLDER|>"),
+    ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -226,6 +234,7 @@ PLACEHOLDERS: Final = {
         "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
         "glm4v": _GLM,
+        "paddleocr_vl": _PADDLEOCR,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -245,6 +254,7 @@ PLACEHOLDERS: Final = {
         ),
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
+        "lighton_ocr": _LIGHTON,
         "smolvlm": (
             *("<image>", "<image>", "<image>"),
             ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),

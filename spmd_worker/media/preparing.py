@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from spmd_worker.media import placeholders, sizes
+from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.media_id import media_id_of
 from spmd_worker.media.prepared import NUM_CHANNELS, ImagePixels, Pixels, PreparedImage
@@ -72,9 +73,12 @@ def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
     return _padded(pixels, (side, side), tuple([int(level * 255) for level in processor.mean]))
 
 
+_SIZES: Final = {"glm4v": sizes.glm_size, "paddleocr_vl": sizes.paddleocr_size}
+
+
 def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     unit = processor.patch_size * processor.merge_size
-    size_of = sizes.glm_size if processor.kind == "glm4v" else sizes.qwen_size
+    size_of = _SIZES.get(processor.kind, sizes.qwen_size)
     height, width = size_of(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
     lines, columns = height // unit, width // unit
     text = placeholders.run_text(processor.kind, lines * columns)
@@ -161,6 +165,18 @@ def _pixtral(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns)
 
 
+def _lighton(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Patches at the right and at the bottom may fill no token, but are seen."""
+    height, width = sizes.pixtral_size(*_size_of(pixels), processor.longest_edge, processor.resize_unit)
+    patch, unit = processor.patch_size, processor.patch_size * processor.merge_size
+    num_rows = (height // unit) * (width // unit)
+    if not num_rows:
+        size = f"{pixels.shape[1]} x {len(pixels)} pixels are resized to {width} x {height}"
+        raise MediaError("image_too_narrow", f"{size}: a token is of {unit} x {unit}")
+    resized = _resized(pixels, (height, width), processor)[: height // patch * patch, : width // patch * patch]
+    return _Parts([resized], placeholders.run_text(processor.kind, num_rows), num_rows)
+
+
 def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     """Resized so that squares fill it, the squares if they are several, and the complete image behind them."""
     side, lines, columns = processor.side, 0, 0
@@ -181,6 +197,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "glm4v": _qwen,
+    "paddleocr_vl": _qwen,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
@@ -191,5 +208,6 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "llama4": _llama4,
     "mistral3": _pixtral,
     "pixtral": _pixtral,
+    "lighton_ocr": _lighton,
     "smolvlm": _smolvlm,
 }

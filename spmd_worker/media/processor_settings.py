@@ -123,7 +123,9 @@ class ProcessorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """`side` is that of the pictures for which it has positions; 0 in Qwen's, GLM's and Gemma 4's, which take any."""
+    """`side` is that of the pictures for which it has positions; it does not count in Qwen's, GLM's, PaddleOCR-VL's and
+    Gemma 4's, which take any.
+    """
 
     model_type: str
     side: int
@@ -144,6 +146,8 @@ _CLASSES: Final = {
     "qwen2_vl_vision": (0, 14),
     "glm4v_vision": (0, 14),
     "glm4v_moe_vision": (0, 14),
+    "glm_ocr_vision": (0, 14),
+    "paddleocr_vl_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
@@ -152,6 +156,7 @@ _DEFAULTS: Final = {
     "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "glm4v": ("glm4v_vision", 0, 14),
+    "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "gemma4": ("gemma4_vision", 0, 16),
     "gemma4_unified": ("gemma4_unified_vision", 0, 16),
@@ -161,6 +166,7 @@ _DEFAULTS: Final = {
     "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
     "mistral3": ("pixtral", 1540, 14),
+    "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
     "smolvlm": ("smolvlm_vision", 224, 32),
 }

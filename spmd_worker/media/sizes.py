@@ -65,6 +65,15 @@ def glm_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: in
     return qwen_size(height, width, unit, min_pixels / NUM_FRAMES, max_pixels / NUM_FRAMES)
 
 
+def paddleocr_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+    """Qwen's, of images with sides of `unit` and more; a shorter height is made as long first, then the width."""
+    if height < unit:
+        height, width = unit, round(width * unit / height)
+    if width < unit:
+        height, width = round(height * unit / width), unit
+    return qwen_size(height, width, unit, min_pixels, max_pixels)
+
+
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:
     """The short side becomes `short_edge`; the long one is rounded down."""
     if width <= height:

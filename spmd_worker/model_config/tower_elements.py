@@ -74,14 +74,15 @@ def _layer_elements(config: TowerConfig) -> int:
     qkv = 3 * size * (size + config.has_qkv_bias)
     gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
     linears = qkv + size * (size + bias) + gates + size * (inner + bias)
-    others = (2 * bool(config.names.query_norm) + len(config.names.scales)) * size
+    of_norm = config.head_size if config.norms_heads else size
+    others = 2 * bool(config.names.query_norm) * of_norm + len(config.names.scales) * size
     return linears + others + 2 * _norm_elements(config, size)
 
 
 def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
     size = config.hidden_size
     width = size * vision.merge_size**2
-    if vision.kind.startswith("qwen"):
+    if vision.kind.startswith(("qwen", "paddleocr")):
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
@@ -97,7 +98,8 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         return hidden_size * width
     inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
-    others = {"internvl": 2 * width, "mistral3": size + size * width}
+    merger = size + size * width
+    others = {"internvl": 2 * width, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
 
 

@@ -45,11 +45,13 @@ class TowerNames:
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
     """Sizes of a tower and its projector. `num_layers` are those that run. An image is cut into patches of `patch_size`
-    pixels a side, each `num_frames` times. `norm` is "layer" or "rms". Feed-forwards are gated if `is_gated`.
+    pixels a side, each `num_frames` times. `norm` is "layer" or "rms". Feed-forwards are gated if `is_gated`. Norms of
+    queries and keys, if there are any, are of each head if `norms_heads`.
 
     Positions are a table of `num_positions` rows, or angles to the base `rope_theta`, or both; 0 for none. Squares of
-    `crop_size` pixels a side are read one by one if it is above 0. Layers but `full_layers` see windows of
-    `window_size` pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
+    `crop_size` pixels a side are read one by one if it is above 0. If `max_side` is above 0, images have at most so
+    many patches a side, those at the ends perhaps in no token. Layers but `full_layers` see windows of `window_size`
+    pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
     A head has `own_head_size` numbers, 0 for a share of `hidden_size`; the first `rotary_size` of them turn, 0 for all;
     scores are multiplied by `score_scale`, 0 for
@@ -75,10 +77,12 @@ class TowerConfig:
     has_qkv_bias: bool = True
     has_bias: bool = True
     has_patch_bias: bool = True
+    norms_heads: bool = False
     num_frames: int = 1
     num_positions: int = 0
     rope_theta: float = 0.0
     crop_size: int = 0
+    max_side: int = 0
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     added_layers: tuple[int, ...] = ()

@@ -2,11 +2,12 @@
 
 import io
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hostile_images import CASES, WHOLE
-from media_models import noise, saved
+from media_models import media_processor, noise, saved
 from PIL import Image, features
 
 from spmd_worker.base.errors import ConfigError
@@ -14,6 +15,7 @@ from spmd_worker.media.decode import check_pillow, checked_array, decode, pixels
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.prepared import Pixels
+from spmd_worker.media.preparing import prepare
 
 LIMITS = MediaLimits()
 
@@ -115,6 +117,13 @@ def test_limits_of_bytes_and_pixels_are_exact():
     assert code_of(WHOLE, MediaLimits(max_image_pixels=2399)) == "image_too_large"
     assert decode(saved(noise(200, 1)), LIMITS).shape == (200, 1, 3)
     assert code_of(saved(noise(201, 1))) == "image_too_narrow"
+
+
+def test_images_of_no_token_are_rejected(tmp_path: Path):
+    processor = media_processor(tmp_path, "lighton_ocr")
+    with pytest.raises(MediaError, match="14 x 20 pixels are resized to 14 x 28: a token is of 28 x 28") as raised:
+        prepare(noise(20, 14), processor, is_alone=True)
+    assert raised.value.code == "image_too_narrow"
 
 
 @pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}, {"save_all": True}])

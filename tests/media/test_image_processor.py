@@ -27,6 +27,9 @@ EXPECTED = {
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
     "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
+    "paddleocr_vl": ImageProcessor(
+        "paddleocr_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
+    ),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
@@ -49,6 +52,9 @@ EXPECTED = {
     ),
     "llama4": ImageProcessor(
         "llama4", 14, HALVES, HALVES, resampling="bilinear", side=56, tokens_per_crop=4, max_crops=6
+    ),
+    "lighton_ocr": ImageProcessor(
+        "lighton_ocr", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140, resize_unit=14
     ),
     "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
     "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
@@ -89,6 +95,7 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
+    "paddleocr_vl": ({}, {}, {"min_pixels": 147456, "max_pixels": 2359296, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
@@ -112,6 +119,7 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 336, "tokens_per_crop": 144, "max_crops": 16, "mean": HALVES, "resampling": "bilinear"},
     ),
+    "lighton_ocr": ({}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2, "resize_unit": 16}),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
     "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
     "smolvlm": (
@@ -193,6 +201,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("glm4v", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
     ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
     ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
+    ("paddleocr_vl", {"temporal_patch_size": 2}, {}, r"temporal_patch_size=2 is not supported, only 1"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),
@@ -231,6 +240,9 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama4", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 56, not 84"),
     ("llama4", {"resize_to_max_canvas": True}, {}, r"resize_to_max_canvas=True is not supported, only false"),
     ("llama4", {"max_patches": 65}, {}, r"max_patches=65 must be a whole number from 1 to 64"),
+    ("lighton_ocr", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
+    ("lighton_ocr", {"patch_size": {"height": 14, "width": 28}}, {}, r"patch_size=.* must be a square"),
+    ("lighton_ocr", {"patch_size": 0}, {}, r"patch_size=0 must be a whole number"),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),

@@ -18,6 +18,7 @@ from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_t
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as paddleocr_resize
 
 from spmd_worker.media import resize
 from spmd_worker.media.errors import MediaError
@@ -26,7 +27,7 @@ from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size
+from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size, paddleocr_size
 from spmd_worker.model.towers.pixels import PixelTable
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
@@ -50,13 +51,13 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith(("qwen", "glm")):
-        return values
+    if kind.startswith(("qwen", "glm", "paddleocr")):
+        return values.reshape(len(values), -1)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
-    if kind in ("mistral3", "pixtral"):
+    if kind in ("mistral3", "pixtral", "lighton_ocr"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
     elif kind == "smolvlm":
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
@@ -152,6 +153,23 @@ def test_tiles_of_llama4_are_those_of_transformers():
         assert [*llama4_size(height, width, side, (lines * side, columns * side))] == theirs
 
 
+def test_sizes_of_paddleocr_are_those_of_transformers():
+    """Sides from 1 on, of any ratio."""
+    generator, num_refused = random.Random(2), 0
+    for _ in range(2000):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        bounds = generator.choice([(147456, 2359296), (3136, 100352), (1, 3136), (100001, 100353)])
+        try:
+            theirs = paddleocr_resize(height, width, 28, *bounds)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(MediaError, match="at most 200 times the other"):
+                paddleocr_size(height, width, 28, *bounds)
+        else:
+            assert paddleocr_size(height, width, 28, *bounds) == theirs
+    assert 100 < num_refused < 1000
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -167,6 +185,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     ),
     "size of both sides": ("llava_next", {"size": {"height": 84, "width": 84}, "do_center_crop": False}, {}, None),
     "pixels that its class has no keys for": ("glm4v", {"min_pixels": 99, "max_pixels": 3136}, {}, None),
+    "sides of whole tokens": ("lighton_ocr", {"patch_size": {"height": 28, "width": 28}}, {}, None),
+    "sides of no whole patches": ("lighton_ocr", {"patch_size": 35}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
@@ -194,6 +214,7 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "glm4v": ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}),
+    "paddleocr_vl": ({}, {"min_pixels": 147384, "max_pixels": 2822400}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},
@@ -211,6 +232,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": NEXT},
     ),
     "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
+    "lighton_ocr": (
+        {"vision_config": {"image_size": 1540, "patch_size": 14}},
+        {"patch_size": 14, "size": {"longest_edge": 1540}},
+    ),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
     "smolvlm": (
         {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},

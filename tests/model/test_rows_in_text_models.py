@@ -50,6 +50,8 @@ CASES = {
     "gemma4": Case(image_folder, image_reference, {**SIGHT, "sees_in_windows": True}),
     "gemma4_clipped": Case(image_folder, image_reference, {"input_token_id": 3}),
     "glm4v": Case(family_folder, family_reference, THREE),
+    "paddleocr_vl": Case(family_folder, family_reference, THREE),
+    "glm_ocr": Case(family_folder, family_reference, THREE),
     "glm4v_moe": Case(expert_folder, expert_reference, THREE),
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }

@@ -24,6 +24,9 @@ CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
     "glm4v": ("Glm4vConfig", 4096),
     "glm4v_moe": ("Glm4vMoeConfig", 4096),
+    "glm_ocr": ("GlmOcrConfig", 1536),
+    "lighton_ocr": ("LightOnOcrConfig", 1024),
+    "paddleocr_vl": ("PaddleOCRVLConfig", 1024),
     "gemma3": ("Gemma3Config", 2304),
     "gemma4": ("Gemma4Config", 2304),
     "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
@@ -77,6 +80,14 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
         assert (tower.projector_size, tower.num_positions) == (bare.intermediate_size, 24**2)
         assert (tower.eps, tower.has_qkv_bias) == (bare.rms_norm_eps, bare.attention_bias)
         assert tower.rope_theta == bare.rope_parameters["rope_theta"]
+    if row == "glm_ocr":
+        sizes = [bare.hidden_size, bare.intermediate_size, bare.num_heads]
+        assert (tower.projector_size, tower.num_positions) == (3 * bare.out_hidden_size, 0)
+        assert (tower.eps, tower.has_qkv_bias, tower.has_bias) == (bare.rms_norm_eps, *[bare.attention_bias] * 2)
+        assert tower.rope_theta == bare.rope_parameters["rope_theta"]
+    if row == "paddleocr_vl":
+        numbers = (tower.num_positions, vision.merge_size, tower.eps, tower.rope_theta, tower.crop_size)
+        assert numbers == (27**2, bare.spatial_merge_size, bare.layer_norm_eps, bare.rope_parameters["rope_theta"], 0)
     assert [getattr(tower, ours) for _, ours in SIZES] == sizes
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
@@ -138,6 +149,14 @@ def test_every_row_is_of_a_family():
         ("glm4v", {}, {"out_hidden_size": 64}, "vision_config.out_hidden_size=64 is not the hidden size of the text"),
         ("glm4v", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
         ("glm4v", {}, {"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ("glm_ocr", {}, {"out_hidden_size": 1024}, "out_hidden_size=1024 is not the hidden size of the text, 1536"),
+        ("glm_ocr", {}, {"attention_bias": "no"}, "attention_bias='no' must be true or false"),
+        ("glm_ocr", {}, {"rms_norm_eps": None, "num_heads": 7}, "num_heads=7 must divide hidden_size=1024"),
+        ("paddleocr_vl", {}, {"num_attention_heads": 64}, "num_attention_heads=64 must divide hidden_size=1152"),
+        ("paddleocr_vl", {}, {"spatial_merge_size": 0}, "spatial_merge_size=0 must be a whole number"),
+        ("lighton_ocr", {}, {"image_size": 8}, "image_size=8 must hold a patch of 16 pixels"),
+        ("lighton_ocr", {"spatial_merge_size": -2}, {}, "spatial_merge_size=-2 must be a whole number"),
+        ("paddleocr_vl", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
         ("glm4v_moe", {}, {"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
@@ -239,7 +258,7 @@ def test_towers_normalise_as_their_image_processor(
     assert (processor.mean, processor.std, processor.scale) == expected
 
 
-@pytest.mark.parametrize("row", ["gemma4", "glm4v", "llama4", "qwen2_vl"])
+@pytest.mark.parametrize("row", ["gemma4", "glm4v", "glm_ocr", "llama4", "paddleocr_vl", "qwen2_vl"])
 @pytest.mark.parametrize("config", [{}, {"vision_config": None}])
 def test_files_without_a_tower_run_with_text_alone(row: str, config: dict[str, Any]):
     """Their class has none by default, or one that fits no text: texts that ran were refused."""

@@ -498,7 +498,20 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
         pytest.param(kind, name, marks=pytest.mark.matrix if (kind, name) in IN_LAYOUTS else pytest.mark.stress)
         for kind, name in [
             *product(WHOLE_KINDS, LAYOUTS),
-            *product(("qwen2_vl", "llava_next", "glm4v", "glm4v_moe", "llama4", "gemma4_clipped"), ("tensor",)),
+            *product(
+                (
+                    "qwen2_vl",
+                    "llava_next",
+                    "glm4v",
+                    "glm4v_moe",
+                    "glm_ocr",
+                    "paddleocr_vl",
+                    "lighton_ocr",
+                    "llama4",
+                    "gemma4_clipped",
+                ),
+                ("tensor",),
+            ),
         ]
     ],
 )

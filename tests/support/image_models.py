@@ -33,6 +33,7 @@ _MEDIA_KINDS: Final = {
     "llava_next_mistral": "llava_next",
     "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
+    "glm_ocr": "glm4v",
 }
 KINDS: Final = (*MODELS, *_MEDIA_KINDS)
 NUM_TOKENS: Final = 8

@@ -19,10 +19,12 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 SPECIAL: Final = (
     *("<eos>", "<bos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>"),
+    "<|vision_pad|>",
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
     *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 GEMMA4_SPECIAL: Final = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
@@ -61,6 +63,11 @@ MODELS: Final = {
         {"vision_config": {}},
         {"size": {"shortest_edge": 6272, "longest_edge": 100352}},
         ("glm4v", "Glm4vImageProcessorPil"),
+    ),
+    "paddleocr_vl": MediaModel(
+        {"vision_config": {}},
+        {"size": {"shortest_edge": 3136, "longest_edge": 100352}},
+        ("paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},
@@ -119,6 +126,11 @@ MODELS: Final = {
     "pixtral": MediaModel(
         {"model_type": "llava", "vision_config": {"model_type": "pixtral", "image_size": 128, "patch_size": 16}},
         {"size": {"longest_edge": 128}, "patch_size": {"height": 16, "width": 16}},
+        ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "lighton_ocr": MediaModel(
+        {"vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},
+        {"size": {"longest_edge": 140}, "patch_size": 14},
         ("pixtral", "PixtralImageProcessorPil"),
     ),
     "smolvlm": MediaModel(

@@ -143,6 +143,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
             {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
         ),
         "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
+        "paddleocr_vl": ("paddleocr_vl", "PaddleOCRVLProcessor", {"image_token": "<|IMAGE_PLACEHOLDER|>"}),
         "llama4": ("llama4", "Llama4Processor", {"patch_size": 14, "downsample_ratio": 4}),
         "llava": (
             *("llava", "LlavaProcessor"),
@@ -182,6 +183,10 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         ),
         "mistral3": ("pixtral", "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
         "pixtral": ("pixtral", "PixtralProcessor", {"patch_size": 16, "spatial_merge_size": 1}),
+        "lighton_ocr": (
+            *("lighton_ocr", "LightOnOcrProcessor"),
+            {"image_token": "<|image_pad|>", "effective_patch_size": 28},
+        ),
         "smolvlm": (
             *("idefics3", "Idefics3Processor"),
             {

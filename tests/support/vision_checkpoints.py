@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.media.sizes import best_pinpoint
+from spmd_worker.model.towers.pixels import patches_of
 
 if TYPE_CHECKING:
     # Importing it takes seconds, which ranks that run these files would pay for each.
@@ -101,6 +102,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {**_GLM, "model_type": "glm4v_vision", "hidden_size": 48, "intermediate_size": 64}},
     ),
     "glm4v_moe": ("Glm4vMoe", {**_EXPERTS, "rope_parameters": _HALF}, {"vision_config": _GLM}),
+    "glm_ocr": ("GlmOcr", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "hidden_size": 48}}),
+    "paddleocr_vl": (
+        "PaddleOCRVL",
+        {"rope_parameters": _ROPE, "use_bias": True},
+        {"vision_config": {**_VIT, "hidden_size": 48, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+    ),
     "gemma3": (
         "Gemma3",
         {},
@@ -162,6 +169,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
+    "lighton_ocr": (
+        "LightOnOcr",
+        {"model_type": "qwen3", "rms_norm_eps": 0.05},
+        {"vision_config": {**_PIXTRAL, "image_size": 182}, "spatial_merge_size": 2},
+    ),
     "pixtral": (
         "Llava",
         {"model_type": "mistral"},
@@ -227,7 +239,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
-OF_TOKEN_GRIDS = ("qwen", "glm")
+OF_TOKEN_GRIDS = ("qwen", "glm", "paddleocr")
 """Beginnings of cases whose tokens have lines and columns, which their positions follow."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
@@ -291,6 +303,8 @@ OF_PICTURES = ("llava_next", "llava_onevision")
 """Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
 """Patches of images of any size."""
+ODD_GRIDS = ((5, 6), (2, 5), (13, 11))
+"""Of images with patches in no token."""
 SIZES = ((100, 140), (84, 50), (500, 490))
 """Images of LLaVA-NeXT and LLaVA-OneVision: padded above and below, at the sides, of more squares than its most."""
 
@@ -299,8 +313,8 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral")):
-        grid = GRIDS[number]
+    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral", "lighton")):
+        grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
@@ -330,6 +344,11 @@ def in_bfloat16(pixels: Any) -> Tensor:
 
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
+    if name == "paddleocr_vl":
+        patches = patches_of(planes[0], config.vision_config.patch_size).view(
+            -1, 3, *[config.vision_config.patch_size] * 2
+        )
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *image.grid]])}
     if name.startswith(OF_TOKEN_GRIDS):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
@@ -346,7 +365,7 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
         return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
     sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
-    if name in ("mistral3", "pixtral"):
+    if name in ("mistral3", "pixtral", "lighton_ocr"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}

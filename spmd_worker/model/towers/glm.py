@@ -1,5 +1,5 @@
-"""Tower of GLM-4.1V, 4.5V and 4.6V: images of any size, axial angles and resampled positions, squares of patches as
-tokens.
+"""Tower of GLM-4.1V, 4.5V, 4.6V and GLM-OCR: images of any size, axial angles and, but for OCR, resampled positions,
+squares of patches as tokens.
 
 N: patches; E: width of the tower; M: tokens of the image; H: hidden size of the text.
 """
@@ -41,26 +41,31 @@ class GlmMerger(nn.Module):
 
 
 class GlmTower(QwenTower):
-    """Patches are normed before their positions are added, and behind the layers; a token's are one linear layer's."""
+    """Patches are normed before their positions are added, if they have any, and behind the layers; a token's are one
+    linear layer's.
+    """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__(context, vision)
         config, names, size = self._config, self._config.names, self._config.hidden_size
         (beginning,) = names.beginnings
         self._side = round(config.num_positions**0.5)
-        self.first_norm, self.last_norm = (
-            TowerNorm(context, name, size, config.norm, config.eps) for name in (names.first_norm, names.last_norm)
-        )
-        self.positions = TowerTable(context, names.positions, config.num_positions, size)
+        self.first_norm, self.positions = None, None
+        if config.num_positions:
+            self.first_norm = TowerNorm(context, names.first_norm, size, config.norm, config.eps)
+            self.positions = TowerTable(context, names.positions, config.num_positions, size)
+        self.last_norm = TowerNorm(context, names.last_norm, size, config.norm, config.eps)
         parts, square = ((f"{beginning}downsample", hidden_size),), (vision.merge_size, vision.merge_size)
         self.downsample = TowerLinear(context, parts, (size, *square), has_bias=True)
         self.merger = GlmMerger(context, config, hidden_size, f"{beginning}merger.")
 
     def forward(self, image: ImagePixels) -> TowerRows:
-        x, (rows, columns), config = self.first_norm(self._embedded(image)), self._places(image.grid), self._config
-        # Computed in float32 and rounded once.
-        positions = resampled(self.positions().view(self._side, self._side, -1), image.grid)
-        x = x.add_(merged_rows(positions.flatten(0, 1), *image.grid, self._vision.merge_size).to(x.dtype))
+        x, (rows, columns), config = self._embedded(image), self._places(image.grid), self._config
+        if self.first_norm is not None and self.positions is not None:
+            # Computed in float32 and rounded once.
+            positions = resampled(self.positions().view(self._side, self._side, -1), image.grid)
+            merged = merged_rows(positions.flatten(0, 1), *image.grid, self._vision.merge_size)
+            x = self.first_norm(x).add_(merged.to(x.dtype))
         angles = axial_angles(rows, columns, config.head_size, config.rope_theta, torch.float32).to(self._device)
         x = self.last_norm(self.trunk(x, ImageSequences([len(x)], self._device), angles))
         # A number of all patches of a token, then the next one, as the weights of a convolution.

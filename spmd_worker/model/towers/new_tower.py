@@ -11,8 +11,8 @@ from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
-from spmd_worker.model.towers.pixtral import Mistral3Tower, PixtralTower
-from spmd_worker.model.towers.qwen import Qwen2_5Tower, Qwen2Tower, Qwen3Tower
+from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
+from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model_config.encoder_part import EncoderPart
@@ -24,6 +24,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "glm4v": GlmTower,
+    "paddleocr_vl": PaddleocrTower,
     "llama4": Llama4Tower,
     "gemma3": Gemma3Tower,
     "gemma4": Gemma4Tower,
@@ -33,6 +34,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "llava_onevision": OnevisionTower,
     "internvl": InternvlTower,
     "mistral3": Mistral3Tower,
+    "lighton_ocr": LightonTower,
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
     "qwen2_audio": WhisperTower,

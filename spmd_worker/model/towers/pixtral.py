@@ -1,4 +1,4 @@
-"""Towers of Pixtral and Mistral 3: images of any size, angles by row and by column in turns.
+"""Towers of Pixtral, Mistral 3 and LightOnOCR: images of any size, angles by row and by column in turns.
 
 N: patches; E: width of the tower; H: hidden size of the text.
 """
@@ -20,6 +20,8 @@ from spmd_worker.model_config.vision_config import VisionConfig
 class PixtralTower(Tower):
     """A row for each patch."""
 
+    _top = "multi_modal_projector"
+
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__()
         assert vision.tower is not None, vision
@@ -29,7 +31,7 @@ class PixtralTower(Tower):
         self.patches = PatchEmbedding(context, config)
         self.first_norm = TowerNorm(context, config.names.first_norm, config.hidden_size, "rms", config.eps)
         self.trunk = Trunk(context, config)
-        self.projector = TwoLinears(context, config, config.hidden_size, hidden_size)
+        self.projector = TwoLinears(context, config, config.hidden_size, hidden_size, self._top)
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projector(self._states(image)))
@@ -46,17 +48,26 @@ class PixtralTower(Tower):
 
 
 class Mistral3Tower(PixtralTower):
-    """Squares of patches, each number of all of them together, through one more linear layer."""
+    """Squares of patches, each number of all of them together, through one more linear layer. Patches that fill no
+    square, at the right and at the bottom, are left out behind the layers.
+    """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__(context, vision, hidden_size)
         size, self._merge_size = self._config.hidden_size, vision.merge_size
-        self.norm = TowerNorm(context, "multi_modal_projector.norm", size, "rms", self._config.projector_eps)
-        name = "multi_modal_projector.patch_merger.merging_layer"
+        self.norm = TowerNorm(context, f"{self._top}.norm", size, "rms", self._config.projector_eps)
+        name = f"{self._top}.patch_merger.merging_layer"
         self.merger = TowerLinear(context, ((name, size),), (size * vision.merge_size**2,), has_bias=False)
 
     def forward(self, image: ImagePixels) -> TowerRows:
         x, size = self.norm(self._states(image)), self._merge_size
         lines, columns = image.grid[0] // size, image.grid[1] // size
-        squares = x.view(lines, size, columns, size, -1).permute(0, 2, 4, 1, 3)
+        filled = x.view(*image.grid, -1)[: lines * size, : columns * size]
+        squares = filled.reshape(lines, size, columns, size, -1).permute(0, 2, 4, 1, 3)
         return TowerRows(self.projector(self.merger(squares.reshape(lines * columns, -1))))
+
+
+class LightonTower(Mistral3Tower):
+    """Mistral 3's, by other names."""
+
+    _top = "model.vision_projection"

@@ -1,4 +1,5 @@
-"""Towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size, axial angles, squares of patches as tokens.
+"""Towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and PaddleOCR-VL: images of any size, axial angles, squares of
+patches as tokens.
 
 N: patches; E: width of the tower; M: tokens of the image.
 """
@@ -37,7 +38,9 @@ class QwenMerger(nn.Module):
         norm, first, second = names
         self._kernels, self._norms_tokens = context.kernels, norms_tokens
         self._width = width = config.hidden_size * merge_size**2
-        self.norm = TowerNorm(context, norm, width if norms_tokens else config.hidden_size, config.norm, config.eps)
+        self.norm = TowerNorm(
+            context, norm, width if norms_tokens else config.hidden_size, config.norm, config.projector_eps
+        )
         self.first = TowerLinear(context, ((first, width),), (width,), has_bias=True)
         self.second = TowerLinear(context, ((second, hidden_size),), (width,), has_bias=True)
 
@@ -108,10 +111,12 @@ class Qwen3Tower(QwenTower):
 
 
 def _taps(
-    rows: Tensor, columns: Tensor, grid: tuple[int, int], side: int, device: torch.device
+    rows: Tensor, columns: Tensor, grid: tuple[int, int], side: int, device: torch.device, *, has_middles: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """The four positions around each patch and their weights: bilinear, corners on corners."""
-    row_taps, column_taps = (_line_taps(index, size, side) for index, size in ((rows, grid[0]), (columns, grid[1])))
+    """The four positions around each patch and their weights: bilinear, corners on corners or by patches' middles."""
+    row_taps, column_taps = (
+        _line_taps(index, size, side, has_middles=has_middles) for index, size in ((rows, grid[0]), (columns, grid[1]))
+    )
     return [
         ((row * side + column).to(device), (row_weight * column_weight).to(device))
         for row, row_weight in row_taps
@@ -119,14 +124,39 @@ def _taps(
     ]
 
 
-def _line_taps(index: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    source = index.float() * (side - 1) / max(size - 1, 1)
+def _line_taps(index: Tensor, size: int, side: int, *, has_middles: bool) -> list[tuple[Tensor, Tensor]]:
+    if has_middles:
+        source = (index.float() + 0.5) * side / size - 0.5
+    else:
+        source = index.float() * (side - 1) / max(size - 1, 1)
     low = source.floor().long()
     found = []
     for tap in (low, low + 1):
         weight = (1 - (source - tap).abs()).clamp(min=0)
-        found.append((tap.clamp(max=side - 1), weight))
+        found.append((tap.clamp(0, side - 1), weight))
     return found
+
+
+class PaddleocrTower(QwenTower):
+    """Learned positions too, resampled by the middles of patches; a norm behind the layers."""
+
+    def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
+        super().__init__(context, vision)
+        config, size = self._config, self._config.hidden_size
+        self._side = round(config.num_positions**0.5)
+        self.positions = TowerTable(context, config.names.positions, config.num_positions, size)
+        self.last_norm = TowerNorm(context, config.names.last_norm, size, config.norm, config.eps)
+        names = ("mlp_AR.pre_norm", "mlp_AR.linear_1", "mlp_AR.linear_2")
+        self.merger = QwenMerger(context, config, vision.merge_size, hidden_size, names)
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        x, (rows, columns), config = self._embedded(image), self._places(image.grid), self._config
+        taps = _taps(rows, columns, image.grid, self._side, self._device, has_middles=True)
+        # Summed in float32 and rounded once.
+        x = x.add_(interpolated(self.positions(), taps).to(x.dtype))
+        angles = axial_angles(rows, columns, config.head_size, config.rope_theta, torch.float32).to(self._device)
+        x = self.trunk(x, ImageSequences([len(x)], self._device), angles)
+        return TowerRows(self.merger(self.last_norm(x)))
 
 
 class Qwen2Tower(QwenTower):

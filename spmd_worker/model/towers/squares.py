@@ -26,12 +26,14 @@ _PROJECTOR = "multi_modal_projector"
 class TwoLinears(nn.Module):
     """[rows, inputs] -> [rows, H], with an activation between two linear layers."""
 
-    def __init__(self, context: LayerContext, config: TowerConfig, input_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, context: LayerContext, config: TowerConfig, input_size: int, hidden_size: int, name: str = _PROJECTOR
+    ) -> None:
         super().__init__()
         self._kernels, self._activation = context.kernels, config.projector_activation
         sizes, has_bias = (input_size, config.projector_size, hidden_size), config.projector_has_bias
         self.first, self.second = (
-            TowerLinear(context, ((f"{_PROJECTOR}.linear_{number}", outputs),), (inputs,), has_bias=has_bias)
+            TowerLinear(context, ((f"{name}.linear_{number}", outputs),), (inputs,), has_bias=has_bias)
             for number, inputs, outputs in ((1, *sizes[:2]), (2, *sizes[1:]))
         )
 

@@ -34,10 +34,14 @@ class TowerLayer(nn.Module):
         names, size = config.names, config.hidden_size
         beginning = f"{names.layers}.{index}."
         self._num_heads, self._head_size, self._kernels = config.num_heads, config.head_size, context.kernels
-        self._activation = config.activation
+        self._activation, self._norms_heads = config.activation, config.norms_heads
 
-        def norm(name: str, kind: str = config.norm, eps: float = config.eps) -> TowerNorm:
-            return TowerNorm(context, beginning + name, size, kind, eps)
+        def norm(name: str) -> TowerNorm:
+            return TowerNorm(context, beginning + name, size, config.norm, config.eps)
+
+        def inner_norm(name: str) -> TowerNorm | None:
+            sizes = (config.head_size, "rms", config.eps) if self._norms_heads else (size, "rms", _QK_NORM_EPS)
+            return TowerNorm(context, beginning + name, *sizes) if name else None
 
         def linear(name: str, input_size: int, output_size: int, *, has_bias: bool) -> TowerLinear:
             return TowerLinear(context, ((beginning + name, output_size),), (input_size,), has_bias=has_bias)
@@ -48,8 +52,7 @@ class TowerLayer(nn.Module):
         unbiased = tuple([beginning + name for name in names.unbiased])
         self.qkv = TowerLinear(context, parts, (size,), has_bias=config.has_qkv_bias, unbiased=unbiased)
         self.output = linear(names.output, size, size, has_bias=config.has_bias)
-        self.query_norm = norm(names.query_norm, "rms", _QK_NORM_EPS) if names.query_norm else None
-        self.key_norm = norm(names.key_norm, "rms", _QK_NORM_EPS) if names.key_norm else None
+        self.query_norm, self.key_norm = inner_norm(names.query_norm), inner_norm(names.key_norm)
         *first, down = names.mlp
         self.up: TowerGates | TowerLinear
         if config.is_gated:
@@ -78,9 +81,15 @@ class TowerLayer(nn.Module):
         projected = self.qkv(self.attention_norm(x))
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.chunk(3, dim=1)
-            normed = (self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value)
-            query, key, value = (each.view(len(x), self._num_heads, self._head_size) for each in normed)
-            return query, key, value
+            shape = (len(x), self._num_heads, self._head_size)
+            of_norm = shape if self._norms_heads else (len(x), -1)
+            normed = [
+                norm(each.contiguous().view(of_norm)).view(shape)
+                for norm, each in ((self.query_norm, query), (self.key_norm, key))
+            ]
+            if angles is not None:
+                normed = [angles.rotate(self._kernels, each) for each in normed]
+            return normed[0], normed[1], value.view(shape)
         heads = projected.view(len(x), 3 * self._num_heads, self._head_size)
         value = heads[:, 2 * self._num_heads :]
         # Queries and keys are rotated in one call.

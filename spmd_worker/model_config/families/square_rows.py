@@ -23,10 +23,10 @@ from spmd_worker.model_config.families.vision_files import (
 )
 from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
 
-_SIGLIP: Final[dict[str, Any]] = {"hidden_act": "gelu_pytorch_tanh", "eps": 1e-6, "image_size": 224, "patch_size": 16}
+SIGLIP: Final[dict[str, Any]] = {"hidden_act": "gelu_pytorch_tanh", "eps": 1e-6, "image_size": 224, "patch_size": 16}
 _CLIP: Final[dict[str, Any]] = {"hidden_act": "quick_gelu", "eps": 1e-5, "image_size": 224, "patch_size": 32}
 _VIT_SIZES: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-_IDEFICS: Final[dict[str, Any]] = {**_SIGLIP, "patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16}
+_IDEFICS: Final[dict[str, Any]] = {**SIGLIP, "patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16}
 _OF_LLAVA: Final[dict[str, Any]] = {
     "model_type": "clip_vision_model",
     "image_size": 336,
@@ -52,7 +52,8 @@ _NEWER_VIT: Final = ((_VIT, _VIT), ("vision_tower.", _VIT))
 """Files of transformers from 5 on leave out a module's name."""
 
 
-def _vit_names(beginning: str, *, is_clip: bool, has_last_norm: bool) -> TowerNames:
+def vit_names(beginning: str, *, is_clip: bool, has_last_norm: bool) -> TowerNames:
+    """Names of a tower like CLIP's or SigLIP's, behind a `beginning`."""
     return TowerNames(
         beginnings=OUTSIDE if beginning == _VIT else ("model.vision_model.", "model.connector."),
         layers=f"{beginning}encoder.layers",
@@ -69,8 +70,10 @@ def _vit_names(beginning: str, *, is_clip: bool, has_last_norm: bool) -> TowerNa
     )
 
 
-def _vit(files: VisionFiles, defaults: Mapping[str, Any], names: TowerNames, num_left_out: int = 0) -> TowerConfig:
-    """`num_left_out`: layers of the file that do not run, the last."""
+def vit(files: VisionFiles, defaults: Mapping[str, Any], names: TowerNames, num_left_out: int = 0) -> TowerConfig:
+    """Numbers of a tower like CLIP's or SigLIP's; `defaults` are those of its class. `num_left_out`: layers of the file
+    that do not run, the last.
+    """
     vision, defaults = files.vision, {**_VIT_SIZES, **defaults}
     hidden_size = vision.count("hidden_size", defaults["hidden_size"])
     num_layers = vision.count("num_hidden_layers", defaults["num_hidden_layers"])
@@ -104,7 +107,7 @@ def _unused(names: TowerNames, num_run: int, num_layers: int) -> tuple[str, ...]
 
 def gemma3(files: VisionFiles) -> VisionConfig:
     """Gemma 3: SigLIP, means of patches."""
-    tower = _vit(files, _SIGLIP, _vit_names(_VIT, is_clip=False, has_last_norm=True))
+    tower = vit(files, SIGLIP, vit_names(_VIT, is_clip=False, has_last_norm=True))
     num_tokens, side = files.whole.count("mm_tokens_per_image", 256), tower.crop_size // tower.patch_size
     token_side = round(num_tokens**0.5)
     if token_side**2 != num_tokens or side % token_side:
@@ -143,11 +146,11 @@ def _llava_tower(files: VisionFiles, default_layer: int, strategy: str, absent: 
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
     is_clip = kind == "clip_vision_model"
-    defaults = {**_VIT_SIZES, **(_CLIP if is_clip else _SIGLIP)}
+    defaults = {**_VIT_SIZES, **(_CLIP if is_clip else SIGLIP)}
     defaults |= absent if files.whole.get("vision_config") is None else {}
     num_layers = files.vision.count("num_hidden_layers", defaults["num_hidden_layers"])
-    names = _vit_names(_VIT, is_clip=is_clip, has_last_norm=False)
-    tower = _vit(files, defaults, names, _num_left_out(files, default_layer, num_layers))
+    names = vit_names(_VIT, is_clip=is_clip, has_last_norm=False)
+    tower = vit(files, defaults, names, _num_left_out(files, default_layer, num_layers))
     has_bias = files.whole.flag("multimodal_projector_bias", True)
     drops = _drops_first(files, strategy)
     return replace(tower, drops_first_row=drops, projector_has_bias=has_bias, **two_linears(files))
@@ -194,8 +197,8 @@ def _every_pinpoint(side: int) -> list[list[int]]:
 
 def smolvlm(files: VisionFiles) -> VisionConfig:
     """SmolVLM and Idefics3: SigLIP, squares of patches."""
-    names = _vit_names("model.vision_model.", is_clip=False, has_last_norm=True)
-    tower, scale = _vit(files, _IDEFICS, names), files.whole.count("scale_factor", 2)
+    names = vit_names("model.vision_model.", is_clip=False, has_last_norm=True)
+    tower, scale = vit(files, _IDEFICS, names), files.whole.count("scale_factor", 2)
     side = tower.crop_size // tower.patch_size
     if side % scale:
         raise files.whole.error("scale_factor", f"must divide a square of {side} x {side} patches{WAY_OUT}")
@@ -232,7 +235,7 @@ def internvl(files: VisionFiles) -> VisionConfig:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
     has_last_norm = not vision.flag("use_mean_pooling", True)
     names = _internvl_names(has_query_norm=vision.flag("use_qk_norm", False), has_last_norm=has_last_norm)
-    tower = _vit(files, {**defaults, **sizes}, names)
+    tower = vit(files, {**defaults, **sizes}, names)
     whole.choice("vision_feature_layer", (-1,), -1)
     whole.choice("vision_feature_select_strategy", ("default",), "default")
     vision.choice("use_absolute_position_embeddings", (True,), True)

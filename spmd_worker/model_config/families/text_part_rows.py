@@ -214,7 +214,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "VideoLLaMA 3, the text", next_to(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", next_to(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
+        "LightOnOCR",
+        next_to(Names(), "vision_encoder", "vision_projection"),
+        "qwen3",
+        vision="lighton_ocr",
+        **_TIED,
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
@@ -260,7 +264,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         text=TextPart(families={"glm4v_text": "Glm4vForConditionalGeneration"}),
     ),
     "GlmOcrForConditionalGeneration": Family(
-        models="GLM-OCR, the text",
+        models="GLM-OCR",
+        vision="glm_ocr",
         names=replace(next_to(GLM_NAMES, "visual"), ignores_later_layers=True),
         attention=Attention(qkv_bias=False, output_bias=False),
         rope=Rope(is_interleaved=True, may_be_partial=True, sections=(8, 12, 12)),
@@ -269,7 +274,8 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
     ),
     "PaddleOCRVLForConditionalGeneration": Family(
-        models="PaddleOCR-VL, the text",
+        models="PaddleOCR-VL",
+        vision="paddleocr_vl",
         names=Names(
             ignored_prefixes=("visual.", "mlp_AR."),
             aliases={
@@ -279,6 +285,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             },
         ),
         attention=Attention(qkv_bias="use_bias", output_bias="use_bias", head_size=128),
+        rope=Rope(sections=(16, 24, 24)),
         feed_forward=FeedForward(bias="use_bias"),
         text=TextPart(tie="also", ties_by_default=True),
         defaults={

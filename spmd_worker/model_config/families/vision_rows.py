@@ -14,6 +14,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
+from spmd_worker.model_config.families.ocr_rows import paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -183,21 +184,52 @@ def _glm4v_moe(files: VisionFiles) -> VisionConfig:
     return _glm4v(files, default_token=151363)
 
 
+def _glm_ocr(files: VisionFiles) -> VisionConfig:
+    """Patches have angles alone, and layers as wide as a file says; the projector is three times the text."""
+    defaults = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "patch_size": 14, "num_heads": 16}
+    vision, sizes = files.vision, _qwen_sizes(files, defaults, "silu", default_width=1536)
+    beginning, has_bias = "model.visual.", vision.flag("attention_bias", True)
+    names = _qwen_names(
+        beginning,
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        query_norm="attn.q_norm",
+        key_norm="attn.k_norm",
+        last_norm=f"{beginning}post_layernorm",
+    )
+    tower = TowerConfig(
+        names=names,
+        norm="rms",
+        norms_heads=True,
+        is_gated=True,
+        has_qkv_bias=has_bias,
+        has_bias=has_bias,
+        projector_size=3 * files.hidden_size,
+        projector_activation=sizes["activation"],
+        projector_eps=1e-5,
+        **{**sizes, "eps": vision.number("rms_norm_eps", 1e-5)},
+    )
+    return _qwen_vision(files, "glm4v", tower, 59280)
+
+
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
 
-_PIXTRAL_NAMES: Final = TowerNames(
-    beginnings=OUTSIDE,
-    layers="vision_tower.transformer.layers",
-    qkv=tuple([f"attention.{each}" for each in SEPARATE]),
-    output="attention.o_proj",
-    norms=("attention_norm", "ffn_norm"),
-    mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
-    patches="vision_tower.patch_conv",
-    first_norm="vision_tower.ln_pre",
-)
+
+def _pixtral_names(tower: str, *beginnings: str) -> TowerNames:
+    return TowerNames(
+        beginnings=beginnings,
+        layers=f"{tower}transformer.layers",
+        qkv=tuple([f"attention.{each}" for each in SEPARATE]),
+        output="attention.o_proj",
+        norms=("attention_norm", "ffn_norm"),
+        mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+        patches=f"{tower}patch_conv",
+        first_norm=f"{tower}ln_pre",
+    )
 
 
-def _pixtral_tower(files: VisionFiles, default_patch: int, *, has_bias: bool) -> TowerConfig:
+def _pixtral_tower(
+    files: VisionFiles, default_patch: int, *, has_bias: bool, default_activation: str = "gelu"
+) -> TowerConfig:
     vision = files.vision
     hidden_size = vision.count("hidden_size", 1024)
     num_heads = heads_of(vision, "num_attention_heads", 16, hidden_size, 4)
@@ -205,13 +237,13 @@ def _pixtral_tower(files: VisionFiles, default_patch: int, *, has_bias: bool) ->
     vision.choice("num_channels", (3,), 3)
     files.whole.choice("vision_feature_layer", (-1,), -1)
     return TowerConfig(
-        names=_PIXTRAL_NAMES,
+        names=_pixtral_names("vision_tower.", *OUTSIDE),
         hidden_size=hidden_size,
         intermediate_size=vision.count("intermediate_size", 4096),
         num_layers=vision.count("num_hidden_layers", 24),
         num_heads=num_heads,
         patch_size=side_of(vision, "patch_size", default_patch),
-        activation=activation_of(vision, "hidden_act", "gelu"),
+        activation=activation_of(vision, "hidden_act", default_activation),
         eps=1e-5,
         norm="rms",
         is_gated=True,
@@ -239,10 +271,37 @@ def _llava(files: VisionFiles) -> VisionConfig:
     return llava_of_squares(files)
 
 
-def _mistral3(files: VisionFiles) -> VisionConfig:
+def _check_is_pixtral(files: VisionFiles) -> None:
     kind = files.vision.get("model_type", "pixtral")
     if kind != "pixtral":
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
+
+
+def _lighton_ocr(files: VisionFiles) -> VisionConfig:
+    """Defaults are those of Pixtral's class; a file without `vision_config` has the tower of its own."""
+    _check_is_pixtral(files)
+    is_given = files.whole.get("vision_config") is not None
+    patch, side, activation = (16, 1024, "gelu") if is_given else (14, 1540, "silu")
+    tower = _pixtral_tower(files, patch, has_bias=False, default_activation=activation)
+    top = "model.vision_encoder."
+    max_side = side_of(files.vision, "image_size", side) // tower.patch_size
+    if not max_side:
+        raise files.vision.error("image_size", f"must hold a patch of {tower.patch_size} pixels{WAY_OUT}")
+    return VisionConfig(
+        "lighton_ocr",
+        image_token_id=files.whole.count("image_token_id", 151655),
+        merge_size=files.whole.count("spatial_merge_size", 2),
+        tower=replace(
+            tower,
+            names=_pixtral_names(top, top, "model.vision_projection."),
+            max_side=max_side,
+            projector_activation="gelu",
+        ),
+    )
+
+
+def _mistral3(files: VisionFiles) -> VisionConfig:
+    _check_is_pixtral(files)
     has_bias = files.whole.flag("multimodal_projector_bias", False)
     tower, merge_size = _pixtral_tower(files, 16, has_bias=has_bias), files.whole.count("spatial_merge_size", 2)
     return VisionConfig("mistral3", image_token_id=image_token_of(files, 10), merge_size=merge_size, tower=tower)
@@ -255,6 +314,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
+    "glm_ocr": _glm_ocr,
+    "paddleocr_vl": paddleocr_vl,
     "llama4": llama4,
     "gemma3": gemma3,
     "gemma4": gemma4,
@@ -264,6 +325,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "llava_onevision": llava_onevision,
     "internvl": internvl,
     "mistral3": _mistral3,
+    "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
     **AUDIO_ROWS,
 }
@@ -278,10 +340,20 @@ _FILE_KEYS: Final = {
     "qwen3_5": _DEPTH,
     "glm4v": _DEPTH,
     "glm4v_moe": _DEPTH,
+    "glm_ocr": _DEPTH,
 }
 """Row -> the file's names of our keys of `vision_config`."""
 
-_WITHOUT_DEFAULT: Final = ("gemma4", "gemma4_unified", "qwen2_vl", "glm4v", "glm4v_moe", "llama4")
+_WITHOUT_DEFAULT: Final = (
+    "gemma4",
+    "gemma4_unified",
+    "qwen2_vl",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "paddleocr_vl",
+    "llama4",
+)
 """Rows of classes that have no tower by default, or one that fits no text."""
 
 

@@ -62,6 +62,8 @@ def max_tower_patches(vision: VisionConfig, num_tokens: int) -> int:
         return -(-num_tokens * vision.merge_size // vision.audio.num_rows) * vision.audio.num_rows
     if vision.audio is not None:
         return num_tokens * vision.merge_size + 1
+    if config.max_side:
+        return _most_patches(config.max_side, vision.merge_size, num_tokens)
     if not config.crop_size:
         return num_patches
     side = config.crop_size // config.patch_size
@@ -70,6 +72,13 @@ def max_tower_patches(vision: VisionConfig, num_tokens: int) -> int:
     else:
         num_squares = max(num_patches // side**2, 1)
     return num_squares * (side**2 + bool(config.names.class_token))
+
+
+def _most_patches(max_side: int, merge_size: int, num_tokens: int) -> int:
+    """Patches of `num_tokens`, with those at the right and at the bottom that fill no square: most in a long image."""
+    longest = max(min(num_tokens, max_side // merge_size), 1)
+    behind, num_lines = merge_size - 1, -(-num_tokens // longest)
+    return min(max_side**2, num_tokens * merge_size**2 + behind * merge_size * (longest + num_lines) + behind**2)
 
 
 @lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, llama4, pixtral, squares
+from spmd_worker.model.towers import gemma4, glm, llama4, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import TowerLinear, TowerTable
@@ -144,7 +144,9 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     ],
     "gemma4_unified": [{"eps": 0.1}, {"projector_eps": 1e-6}, {"image_mean": (0.5,) * 3}],
     "glm4v": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_eps": 0.03}],
+    "glm_ocr": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_activation": "gelu"}],
     "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
+    "paddleocr_vl": [{"rope_theta": 100.0}, {"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_next": [{"max_crops": 1}, {"activation": "gelu"}, {"projector_activation": "silu"}],
@@ -153,6 +155,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "internvl_of_6b": [{"eps": 1e-6}],
     "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
+    "lighton_ocr": [{"projector_eps": 1e-6}, {"projector_activation": "silu"}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
@@ -192,7 +195,7 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
 right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpadded, TowerTable.forward
 right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
-right_resampled = glm.resampled
+right_resampled, right_taps = glm.resampled, qwen._taps
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -210,6 +213,10 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
     "lines and columns of positions exchanged": (
         *("glm4v", glm, "resampled"),
         lambda table, grid: right_resampled(table.transpose(0, 1), grid),
+    ),
+    "corners of positions on corners": (
+        *("paddleocr_vl", qwen, "_taps"),
+        lambda *arguments, has_middles: right_taps(*arguments),
     ),
     "another curve between positions": ("glm46v", glm, "_A", 0.0),
     "padding of a picture cut at one end": ("llava_next", squares, "_unpadded", cut_at_end),
@@ -365,6 +372,23 @@ def test_infinite_bounds_are_loaded_and_bound_nothing(tmp_path: Path):
         model.load_weights([(bounds[0].replace("_min", "_max"), torch.tensor(math.nan))])
 
 
+def test_tables_and_head_of_paddleocr_are_ignored(tmp_path: Path):
+    """The hub's files have them, and no image goes through them."""
+    name, top = "paddleocr_vl", "visual.vision_model."
+    files = load_file(vision_folder(name) / "model.safetensors")
+    files |= {
+        f"{top}embeddings.packing_position_embedding.weight": torch.ones(9, 48),
+        f"{top}head.probe": torch.ones(1),
+    }
+    save_file(files, tmp_path / "model.safetensors")
+    model = build_model(context(), config_of(name))
+    with model.weights.open(tmp_path) as source:
+        model.weights.fill(source)
+    model.pack_weights()
+    image = image_of(name, 0)
+    assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
+
+
 def test_text_alone_has_no_tower():
     config = read_model_files(vision_folder("qwen3_vl")).model_config
     model = new_model("qwen3_vl", config)
@@ -393,8 +417,8 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "gemma")):
-        assert len(rows[0]) == image.grid[0] * image.grid[1] // vision.merge_size**2
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma")):
+        assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
 @pytest.mark.parametrize("name", EVERY)
