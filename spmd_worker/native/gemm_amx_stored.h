@@ -51,7 +51,7 @@ class RowExpansion : public Expansion {
     has_one_group_ = head_.group_inputs % kLineInputs == 0 || head_.group_inputs == num_inputs_;
     skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
     levels_ = load<Floats>(kLevels[head_.kind]);
-    fetch_scales(group_at(input_));
+    fetch_scales(group_at(input_), has_one_group_ ? 1 : kLineInputs / kBlockInputs);
     is_plain_ = has_all && has_one_group_;
     int64_t input = input_;
     for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kBlockInputs, ++block) {

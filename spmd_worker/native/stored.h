@@ -590,9 +590,10 @@ class Expansion {
   const uint8_t* group_at(int64_t input) const {
     return panel_ + kLine + head_.number_bytes(num_inputs_) + input / head_.group_inputs * head_.group_bytes();
   }
-  void fetch_scales(const uint8_t* group) const {
-    __builtin_prefetch(group + scales_ahead_, 0, 2);
-    __builtin_prefetch(group + scales_ahead_ + kLine, 0, 2);
+  // Of one group, or of several from it on.
+  void fetch_scales(const uint8_t* group, int64_t num_groups = 1) const {
+    const int64_t num_bytes = num_groups * head_.group_bytes();
+    for (int64_t at = 0; at <= num_bytes; at += kLine) __builtin_prefetch(group + scales_ahead_ + at, 0, 2);
   }
   // Inputs of the panel before `end` are done.
   void advance(int64_t end) {

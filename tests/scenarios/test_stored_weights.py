@@ -107,12 +107,15 @@ def test_two_ranks_answer_as_with_dequantised_weights(tmp_path: Path, kinds: Seq
 
 
 @pytest.mark.matrix
-def test_adapters_and_drafts_take_stored_weights(tmp_path: Path):
-    folder = write_stored(tmp_path / "gptq", "gptq")
+@pytest.mark.parametrize("kind", ["gptq", pytest.param("gguf", marks=pytest.mark.stress)])
+def test_adapters_and_drafts_take_stored_weights(tmp_path: Path, kind: str):
+    folder, adapted_shapes = write_stored(tmp_path / kind, kind), ADAPTED[kind]
     # Adapters are written for plain files, by names and shapes.
-    names = [(f"model.layers.{index}.{name}.weight", shape) for index in (0, 1) for name, shape in ADAPTED.items()]
+    names = [
+        (f"model.layers.{index}.{name}.weight", shape) for index in (0, 1) for name, shape in adapted_shapes.items()
+    ]
     save_file({name: torch.zeros(shape) for name, shape in names}, tmp_path / "plain.safetensors")
-    targets = [name.rpartition(".")[2] for name in ADAPTED]
+    targets = [name.rpartition(".")[2] for name in adapted_shapes]
     adapter = str(write_adapter(tmp_path / "adapter", tmp_path, 1, targets))
     draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     found = []
@@ -203,5 +206,8 @@ def test_weights_in_4_bits_are_saved_dequantised(tmp_path: Path, kind: str):
 
 OTHER_TYPES: Any = ((0, {}), (1, {}), (2, {"0.attn_q": "Q5_0"}), (3, {"0.attn_output": "Q8_0"}))
 """Seeds and types of tensors: layer 0 has queries, keys and values in 8 bits anyway."""
-ADAPTED = {"self_attn.q_proj": (128, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 192)}
-"""Outputs and inputs of modules."""
+ADAPTED = {
+    "gptq": {"self_attn.q_proj": (128, 128), "mlp.up_proj": (192, 128), "mlp.down_proj": (128, 192)},
+    "gguf": {"self_attn.q_proj": (256, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)},
+}
+"""Outputs and inputs of modules by kind."""
