@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.drafts.draft_head import DraftHead
 from spmd_worker.model.drafts.eagle3 import embedding_store
 from spmd_worker.model.layers.context import LayerContext
@@ -232,3 +233,8 @@ def test_copy_of_the_targets_embedding_is_filled(prefix: str, tmp_path: Path):
     with store.open(tmp_path) as source:
         store.fill(source)
     assert torch.equal(embedding.weight[: len(expected)], expected)
+
+
+def test_mtp_without_a_choice_of_its_own_is_refused():
+    with pytest.raises(ConfigError, match="takes its choice of keys from another"):
+        _loaded(mtp_folder("glm_moe_dsa_shared"), "mtp")

@@ -26,7 +26,7 @@ from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import AdapterError, ModelConfigError, SpmdError
+from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError, SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.prompt_adapter import keys_values_for
 from spmd_worker.model.adapters.source import adapter_from_tensors
@@ -40,7 +40,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.topology import RankLayout, Stage
+from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
 from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
 
 TOLERANCE = 1e-4
@@ -282,6 +282,32 @@ def test_adapters_of_the_projection_from_latents_are_rejected():
     adapted = prompt_logits(model, PROMPTS[1:2], loaded=loaded, digests=[others.digest])[0]
     assert relative_error(adapted, plain) > 0.01
     assert torch.equal(prompt_logits(model, PROMPTS[1:2], 5, loaded=loaded, digests=[others.digest])[0], adapted)
+
+
+def test_adapters_of_indexers_change_the_choice():
+    model = load_model(latent_folder("deepseek_v32"))
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=1, max_lora_rank=4, max_cpu_loras=1))
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for layer in range(3):
+        for module, num_outputs, num_inputs in (("wq_b", 16 * 32, 32), ("wk", 32, 64)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.indexer.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(4, num_inputs, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(num_outputs, 4, generator=generator)
+    adapter = adapter_from_tensors({"peft_type": "LORA", "r": 4, "lora_alpha": 4}, tensors)
+    loaded.commit(loaded.prepare(adapter))
+    plain, given = prompt_logits(model, PROMPTS[1:2])[0], {"loaded": loaded, "digests": [adapter.digest]}
+    adapted = prompt_logits(model, PROMPTS[1:2], **given)[0]
+    assert torch.equal(adapted[:12], plain[:12]), "these tokens see all keys"
+    assert relative_error(adapted, plain) > 0.01
+    assert torch.equal(prompt_logits(model, PROMPTS[1:2], 5, **given)[0], adapted)
+
+
+def test_shared_choices_stay_on_one_stage():
+    config = read_model_files(latent_folder("glm_moe_dsa_shared")).model_config
+    check_divides(RankLayout(2), config)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 .* choices of keys"):
+        check_divides(RankLayout(1, 2), config)
+    check_divides(RankLayout(1, 2), read_model_files(latent_folder("glm_moe_dsa")).model_config)
 
 
 def test_keys_of_virtual_tokens_are_rejected():

@@ -368,23 +368,23 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
+        indexer = layer.latent.indexer
+        if indexer is not None and indexer.num_chosen < model_config.max_model_len:
+            # The choice, int32.
+            elements += 2 * indexer.num_chosen
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
 def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
     """Elements per token of queries as projected and five copies of their parts, absorbed queries, latents, their
-    weighted sums, and values; of an indexer's queries and keys, copies of both, and the choice.
+    weighted sums, and values; of an indexer's queries and keys, and copies of both.
     """
     assert layer.latent is not None, layer
     latent = layer.latent
     of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
     elements = share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
-    indexer = latent.indexer
-    return (
-        elements
-        if indexer is None
-        else elements + 4 * (indexer.num_heads + 1) * indexer.head_size + 2 * indexer.num_chosen
-    )
+    indexer = latent.own_indexer
+    return elements if indexer is None else elements + 4 * (indexer.num_heads + 1) * indexer.head_size
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
