@@ -46,9 +46,10 @@ class ImageProcessor:
     of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`, LightOnOCR with sides of
     multiples of `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes
     the short side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a
-    square first if set. LLaVA-NeXT and LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens
-    of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long
-    side to `longest_edge` and, if `splits`, cuts.
+    square first if set; DeepSeek-VL pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and
+    LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes
+    `min_crops` to `max_crops` tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if
+    `splits`, cuts.
     """
 
     kind: str
@@ -228,6 +229,20 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
     }
 
 
+def _deepseek(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    side = settings.square("size", 384)
+    _check_is_towers(settings, "size", side, tower.side)
+    settings.file.choice("do_pad", (True,), True)
+    shortest = settings.integer("min_size", 14, 1, side)
+    return {
+        "patch_size": tower.patch,
+        "side": side,
+        "tokens_per_crop": (side // tower.patch) ** 2,
+        "short_edge": shortest,
+        "is_padded": True,
+    }
+
+
 def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 384)
     _check_is_towers(settings, "size", side, tower.side)
@@ -355,6 +370,7 @@ _RULES: Final = {
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
     "llava": _Rule(_llava),
+    "deepseek_vl": _Rule(_deepseek),
     "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),

@@ -212,6 +212,7 @@ _GLM: Final = (
     *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
     ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
 )
+_DEEPSEEK: Final = ("<image_placeholder>", "<image_placeholder>", "<image_placeholder>", ("<image_placeholder>",))
 _LIGHTON: Final = (
     *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
@@ -242,6 +243,7 @@ PLACEHOLDERS: Final = {
         "gemma4": _GEMMA4,
         "gemma4_unified": _GEMMA4,
         "llava": _LLAVA,
+        "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
         "llava_onevision": _LLAVA,
         "internvl": (

@@ -110,6 +110,14 @@ def _llava(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
 
 
+def _deepseek(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Resized to the square, which is filled with the mean's colour."""
+    size = sizes.deepseek_size(*_size_of(pixels), processor.side, processor.short_edge)
+    num_rows = processor.tokens_per_crop
+    crop = _square(_resized(pixels, size, processor), processor)
+    return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+
+
 def _onevision(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     """Alone the image and crops of it, each line of tokens with a newline row; beside others one padded square."""
     if not is_alone:
@@ -202,6 +210,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
     "llava": _llava,
+    "deepseek_vl": _deepseek,
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,

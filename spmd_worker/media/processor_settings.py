@@ -163,6 +163,7 @@ _DEFAULTS: Final = {
     "llava": ("clip_vision_model", 336, 14),
     "llava_next": ("clip_vision_model", 336, 14),
     "llava_onevision": ("siglip_vision_model", 384, 14),
+    "deepseek_vl": ("siglip_vision_model", 224, 16),
     "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
     "mistral3": ("pixtral", 1540, 14),

@@ -81,6 +81,12 @@ def short_edge_size(height: int, width: int, short_edge: int) -> Size:
     return short_edge, int(short_edge * width / height)
 
 
+def deepseek_size(height: int, width: int, side: int, shortest: int) -> Size:
+    """The long side becomes `side`, the short one at least `shortest`."""
+    scale = side / max(height, width)
+    return max(round(height * scale), shortest), max(round(width * scale), shortest)
+
+
 def best_pinpoint(height: int, width: int, pinpoints: Sequence[Size]) -> Size:
     """The size that keeps most pixels of an image, and of such the one that wastes least."""
 

@@ -34,6 +34,9 @@ EXPECTED = {
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "llava": ImageProcessor("llava", 14, CLIP_MEAN, CLIP_STD, side=84, tokens_per_crop=36, short_edge=84),
+    "deepseek_vl": ImageProcessor(
+        *("deepseek_vl", 14, CLIP_MEAN, CLIP_STD), side=84, tokens_per_crop=36, short_edge=20, is_padded=True
+    ),
     "llava_next": ImageProcessor(
         *("llava_next", 14, CLIP_MEAN, CLIP_STD),
         side=84,
@@ -118,6 +121,11 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"image_size": 336}},
         {},
         {"side": 336, "tokens_per_crop": 144, "max_crops": 16, "mean": HALVES, "resampling": "bilinear"},
+    ),
+    "deepseek_vl": (
+        {"vision_config": {"image_size": 384}},
+        {},
+        {"side": 384, "tokens_per_crop": 576, "short_edge": 14, "resampling": "bicubic", "is_padded": True},
     ),
     "lighton_ocr": ({}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2, "resize_unit": 16}),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
@@ -243,6 +251,14 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("lighton_ocr", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("lighton_ocr", {"patch_size": {"height": 14, "width": 28}}, {}, r"patch_size=.* must be a square"),
     ("lighton_ocr", {"patch_size": 0}, {}, r"patch_size=0 must be a whole number"),
+    ("deepseek_vl", {"do_pad": False}, {}, r"do_pad=False is not supported, only true"),
+    ("deepseek_vl", {"min_size": 85}, {}, r"min_size=85 must be a whole number from 1 to 84"),
+    (
+        "deepseek_vl",
+        {"size": {"height": 98, "width": 98}},
+        {},
+        r"size=.*must be the size that the tower has.* 84, not 98",
+    ),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),

@@ -232,6 +232,10 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "image_grid_pinpoints": NEXT},
     ),
     "internvl": ({"vision_config": {}}, {"size": {"height": 448, "width": 448}, "max_patches": 12}),
+    "deepseek_vl": (
+        {"vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}},
+        {"size": {"height": 384, "width": 384}, "min_size": 14},
+    ),
     "lighton_ocr": (
         {"vision_config": {"image_size": 1540, "patch_size": 14}},
         {"patch_size": 14, "size": {"longest_edge": 1540}},

@@ -19,7 +19,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 SPECIAL: Final = (
     *("<eos>", "<bos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>"),
-    "<|vision_pad|>",
+    *("<|vision_pad|>", "<image_placeholder>"),
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
@@ -92,6 +92,11 @@ MODELS: Final = {
         {"vision_config": _CLIP},
         {"size": {"shortest_edge": 84}, "crop_size": {"height": 84, "width": 84}},
         ("clip", "CLIPImageProcessorPil"),
+    ),
+    "deepseek_vl": MediaModel(
+        {"vision_config": _SIGLIP},
+        {"size": {"height": 84, "width": 84}, "min_size": 20},
+        ("deepseek_vl", "DeepseekVLImageProcessorPil"),
     ),
     "llava_next": MediaModel(
         {"vision_config": _CLIP, "image_grid_pinpoints": PINPOINTS},

@@ -154,6 +154,10 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
                 "vision_feature_select_strategy": "default",
             },
         ),
+        "deepseek_vl": (
+            *("deepseek_vl", "DeepseekVLProcessor"),
+            {"image_token": "<image_placeholder>", "num_image_tokens": 36},
+        ),
         "llava_next": (
             *("llava_next", "LlavaNextProcessor"),
             {

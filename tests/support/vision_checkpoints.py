@@ -137,6 +137,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen2"},
         {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
     ),
+    "deepseek_vl": (
+        "DeepseekVL",
+        {"model_type": "llama"},
+        {"vision_config": {**_VIT, "model_type": "siglip_vision_model"}},
+    ),
     "llava_next": (
         "LlavaNext",
         {"model_type": "llama"},

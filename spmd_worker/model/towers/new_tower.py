@@ -13,7 +13,14 @@ from spmd_worker.model.towers.glm import GlmTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
-from spmd_worker.model.towers.squares import Gemma3Tower, InternvlTower, LlavaTower, OnevisionTower, SmolvlmTower
+from spmd_worker.model.towers.squares import (
+    DeepseekTower,
+    Gemma3Tower,
+    InternvlTower,
+    LlavaTower,
+    OnevisionTower,
+    SmolvlmTower,
+)
 from spmd_worker.model.towers.tower import Tower
 from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.vision_config import VisionConfig
@@ -30,6 +37,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "gemma4": Gemma4Tower,
     "gemma4_unified": Gemma4Embedder,
     "llava": LlavaTower,
+    "deepseek_vl": DeepseekTower,
     "llava_next": OnevisionTower,
     "llava_onevision": OnevisionTower,
     "internvl": InternvlTower,

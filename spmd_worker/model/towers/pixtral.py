@@ -31,7 +31,7 @@ class PixtralTower(Tower):
         self.patches = PatchEmbedding(context, config)
         self.first_norm = TowerNorm(context, config.names.first_norm, config.hidden_size, "rms", config.eps)
         self.trunk = Trunk(context, config)
-        self.projector = TwoLinears(context, config, config.hidden_size, hidden_size, self._top)
+        self.projector = TwoLinears(context, config, config.hidden_size, hidden_size, f"{self._top}.linear_")
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projector(self._states(image)))

@@ -24,16 +24,21 @@ _PROJECTOR = "multi_modal_projector"
 
 
 class TwoLinears(nn.Module):
-    """[rows, inputs] -> [rows, H], with an activation between two linear layers."""
+    """[rows, inputs] -> [rows, H], with an activation between two linear layers, whose names are `name` and 1 or 2."""
 
     def __init__(
-        self, context: LayerContext, config: TowerConfig, input_size: int, hidden_size: int, name: str = _PROJECTOR
+        self,
+        context: LayerContext,
+        config: TowerConfig,
+        input_size: int,
+        hidden_size: int,
+        name: str = f"{_PROJECTOR}.linear_",
     ) -> None:
         super().__init__()
         self._kernels, self._activation = context.kernels, config.projector_activation
         sizes, has_bias = (input_size, config.projector_size, hidden_size), config.projector_has_bias
         self.first, self.second = (
-            TowerLinear(context, ((f"{name}.linear_{number}", outputs),), (inputs,), has_bias=has_bias)
+            TowerLinear(context, ((f"{name}{number}", outputs),), (inputs,), has_bias=has_bias)
             for number, inputs, outputs in ((1, *sizes[:2]), (2, *sizes[1:]))
         )
 
@@ -110,12 +115,20 @@ class Gemma3Tower(SquareTower):
 class LlavaTower(SquareTower):
     """A row for each patch."""
 
+    _linears = f"{_PROJECTOR}.linear_"
+
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__(context, vision)
-        self.projector = TwoLinears(context, self._config, self._config.hidden_size, hidden_size)
+        self.projector = TwoLinears(context, self._config, self._config.hidden_size, hidden_size, self._linears)
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projector(self._squares(image).flatten(0, 1)))
+
+
+class DeepseekTower(LlavaTower):
+    """LLaVA's, by other names."""
+
+    _linears = "model.aligner.linear"
 
 
 class OnevisionTower(LlavaTower):

@@ -25,7 +25,7 @@ from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, Visi
 
 SIGLIP: Final[dict[str, Any]] = {"hidden_act": "gelu_pytorch_tanh", "eps": 1e-6, "image_size": 224, "patch_size": 16}
 _CLIP: Final[dict[str, Any]] = {"hidden_act": "quick_gelu", "eps": 1e-5, "image_size": 224, "patch_size": 32}
-_VIT_SIZES: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+VIT_SIZES: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 _IDEFICS: Final[dict[str, Any]] = {**SIGLIP, "patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16}
 _OF_LLAVA: Final[dict[str, Any]] = {
     "model_type": "clip_vision_model",
@@ -74,7 +74,7 @@ def vit(files: VisionFiles, defaults: Mapping[str, Any], names: TowerNames, num_
     """Numbers of a tower like CLIP's or SigLIP's; `defaults` are those of its class. `num_left_out`: layers of the file
     that do not run, the last.
     """
-    vision, defaults = files.vision, {**_VIT_SIZES, **defaults}
+    vision, defaults = files.vision, {**VIT_SIZES, **defaults}
     hidden_size = vision.count("hidden_size", defaults["hidden_size"])
     num_layers = vision.count("num_hidden_layers", defaults["num_hidden_layers"])
     patch_size = side_of(vision, "patch_size", defaults["patch_size"])
@@ -146,7 +146,7 @@ def _llava_tower(files: VisionFiles, default_layer: int, strategy: str, absent: 
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
     is_clip = kind == "clip_vision_model"
-    defaults = {**_VIT_SIZES, **(_CLIP if is_clip else SIGLIP)}
+    defaults = {**VIT_SIZES, **(_CLIP if is_clip else SIGLIP)}
     defaults |= absent if files.whole.get("vision_config") is None else {}
     num_layers = files.vision.count("num_hidden_layers", defaults["num_hidden_layers"])
     names = vit_names(_VIT, is_clip=is_clip, has_last_norm=False)

@@ -237,7 +237,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         **_TIED,
     ),
     "DeepseekVLForConditionalGeneration": _text_of(
-        "DeepSeek-VL 1.3B, the text", next_to(Names(), "vision_model", "aligner"), "llama", **_TIED
+        "DeepSeek-VL 1.3B", next_to(Names(), "vision_model", "aligner"), "llama", vision="deepseek_vl", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": _text_of(
         "EXAONE 4.5, the text",

@@ -14,7 +14,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
-from spmd_worker.model_config.families.ocr_rows import paddleocr_vl
+from spmd_worker.model_config.families.siglip_rows import deepseek_vl, paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -316,6 +316,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
     "paddleocr_vl": paddleocr_vl,
+    "deepseek_vl": deepseek_vl,
     "llama4": llama4,
     "gemma3": gemma3,
     "gemma4": gemma4,

@@ -149,6 +149,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "paddleocr_vl": [{"rope_theta": 100.0}, {"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
+    "deepseek_vl": [{"activation": "silu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "llava_next": [{"max_crops": 1}, {"activation": "gelu"}, {"projector_activation": "silu"}],
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],

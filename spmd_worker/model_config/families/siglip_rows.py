@@ -1,10 +1,10 @@
-"""Rows of `vision_rows.py`: models that read pages, with towers near those of other models."""
+"""Rows of `vision_rows.py`: models with SigLIP's tower and a projector of their own: PaddleOCR-VL, DeepSeek-VL."""
 
 from dataclasses import replace
 from typing import Final
 
-from spmd_worker.model_config.families.square_rows import SIGLIP, vit, vit_names
-from spmd_worker.model_config.families.vision_files import VisionFiles, heads_of, rope_theta_of
+from spmd_worker.model_config.families.square_rows import SIGLIP, VIT_SIZES, vit, vit_names
+from spmd_worker.model_config.families.vision_files import VisionFiles, heads_of, image_token_of, rope_theta_of
 from spmd_worker.model_config.vision_config import VisionConfig
 
 _TOWER: Final = "visual.vision_model."
@@ -33,3 +33,20 @@ def paddleocr_vl(files: VisionFiles) -> VisionConfig:
             projector_eps=1e-5,
         ),
     )
+
+
+_DEEPSEEK_TOWER: Final = "model.vision_model."
+
+
+def deepseek_vl(files: VisionFiles) -> VisionConfig:
+    """DeepSeek-VL: one square, a row for each patch."""
+    inside = f"{_DEEPSEEK_TOWER}vision_model."
+    names = replace(
+        vit_names(inside, is_clip=False, has_last_norm=True),
+        beginnings=(_DEEPSEEK_TOWER, "model.aligner."),
+        # Files of transformers from 5 on leave out a module's name.
+        aliases=((inside, inside), (_DEEPSEEK_TOWER, inside)),
+    )
+    tower = vit(files, {**VIT_SIZES, **SIGLIP}, names)
+    token = image_token_of(files, 100015)
+    return VisionConfig("deepseek_vl", image_token_id=token, tower=replace(tower, projector_size=files.hidden_size))
