@@ -23,7 +23,8 @@ import quick_sync
 import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
-from our_logger import logger_as_it_was
+from hypothesis.internal.conjecture import providers
+from our_logger import capture_ours_only, logger_as_it_was
 from outside_settings import drop_settings
 
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
@@ -39,6 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 drop_settings(os.environ)
 quick_sync.make_quick()
+capture_ours_only()
 
 TESTS = str(Path(__file__).resolve().parent)
 
@@ -108,6 +110,9 @@ LONGEST_FILES = (
 
 settings.register_profile("house", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
+# Hypothesis also draws numbers and texts that it finds in the sources of loaded modules: a test would have other
+# examples alone than beside others, and each process would read all the sources.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -193,6 +198,16 @@ def control() -> Callable[..., AbstractContextManager[object]]:
     A check that passes there is no check: it would not notice that its guarantee is broken.
     """
     return lambda words="": pytest.raises(AssertionError, match=re.escape(words) if words else None)
+
+
+@pytest.fixture(scope="module")
+def files_composed_once() -> Iterator[None]:
+    """In this file, Hydra reads `conf/` once: tests/support/composed_once.py."""
+    from composed_once import composed_in_copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spmd_worker.base.config.compose._composed", composed_in_copy)
+        yield
 
 
 @pytest.fixture
