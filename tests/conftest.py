@@ -23,7 +23,8 @@ import quick_sync
 import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
-from our_logger import logger_as_it_was
+from hypothesis.internal.conjecture import providers
+from our_logger import capture_ours_only, logger_as_it_was
 from outside_settings import drop_settings
 
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
@@ -39,75 +40,79 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 drop_settings(os.environ)
 quick_sync.make_quick()
+capture_ours_only()
 
 TESTS = str(Path(__file__).resolve().parent)
 
 LONGEST_FILES = (
     "ops/kernels/test_triton.py",
     "model/test_families.py",
+    "scenarios/test_encoders.py",
     "scenarios/test_drafts_with_states.py",
-    "scenarios/test_fault_matrix.py",
-    "base/config/test_config.py",
-    "frontends/batch/test_resume.py",
-    "tokenizer/test_template_process.py",
     "scenarios/test_images.py",
-    "ops/kernels/test_cpu_linear.py",
-    "executor/test_multiproc_failures.py",
-    "test_launch.py",
-    "ranks/test_shared_memory.py",
-    "scripts/test_docs.py",
-    "scenarios/test_two_nodes.py",
-    "replica/lockstep/test_divergence.py",
     "model/test_expert_families.py",
     "ops/attention/test_cpu_attention.py",
-    "scenarios/test_faults_below.py",
-    "scenarios/test_power_loss.py",
-    "scripts/test_examples.py",
-    "test_llm_sampling.py",
-    "scenarios/test_model_drafts.py",
-    "model/test_held_weights.py",
-    "scenarios/test_kill_resume.py",
-    "frontends/batch/test_job_shards.py",
-    "model/test_expert_rows.py",
-    "scripts/test_packaging.py",
-    "frontends/batch/test_data_parallel_job.py",
-    "base/liveness/test_signals.py",
-    "engine/test_interrupt.py",
-    "scenarios/test_embedding_manners.py",
+    "frontends/batch/test_resume.py",
+    "replica/lockstep/test_divergence.py",
+    "scenarios/test_fault_matrix.py",
+    "scenarios/test_encoder_inputs.py",
+    "base/config/test_config.py",
     "scenarios/test_cache_pressure.py",
-    "architecture/test_import_order.py",
-    "scenarios/test_states.py",
-    "scenarios/test_pooling.py",
-    "scenarios/test_sentence_folders.py",
-    "engine/test_weight_updates.py",
-    "model/test_joined_layers.py",
-    "ranks/test_worlds.py",
-    "engine/test_sleep.py",
-    "native/test_build.py",
-    "engine/test_saving.py",
-    "frontends/batch/test_input_scan.py",
-    "integrations/test_lm_eval.py",
-    "scenarios/test_prompt_adapters.py",
-    "engine/test_kv_connector.py",
-    "model/test_latent_rows.py",
-    "worker/memory/test_garbage.py",
-    "model/test_recent_families.py",
     "model/towers/test_towers.py",
     "frontends/batch/test_remote_jobs.py",
+    "tokenizer/test_template_process.py",
+    "test_launch.py",
+    "scenarios/test_faults_below.py",
+    "test_llm_sampling.py",
+    "base/liveness/test_signals.py",
+    "ranks/test_data_parallel.py",
+    "ops/kernels/test_cpu_linear.py",
+    "scenarios/test_embedding_manners.py",
+    "scenarios/test_constrained.py",
+    "scenarios/test_power_loss.py",
+    "integrations/test_lm_eval.py",
+    "scenarios/test_hearing.py",
+    "engine/test_interrupt.py",
+    "model/test_recent_families.py",
+    "frontends/batch/test_data_parallel_job.py",
+    "ranks/test_worlds.py",
+    "scenarios/test_quantised_models.py",
+    "scenarios/test_states.py",
+    "frontends/tools/test_run_directories.py",
+    "model/test_against_transformers.py",
+    "scripts/test_docs.py",
+    "scenarios/test_adapter_rows.py",
+    "executor/test_multiproc_engine.py",
+    "executor/test_multiproc_failures.py",
+    "scenarios/test_planned_images.py",
+    "model/test_joined_layers.py",
+    "model/test_conv_families.py",
     "frontends/serve/test_server.py",
-    "frontends/serve/test_server_on_ranks.py",
-    "base/test_remote_files.py",
-    "frontends/batch/test_replaced_model.py",
-    "ranks/test_cache_across_ranks.py",
-    "kv_cache/test_cache_manager_property.py",
+    "scripts/test_examples.py",
+    "replica/mirror/test_mirror_follows_scheduler.py",
+    "scenarios/test_stored_weights.py",
+    "architecture/test_import_order.py",
     "scenarios/test_determinism.py",
-    "ranks/test_rank_watchdog.py",
-    "engine/test_async_scheduling.py",
+    "ranks/test_tensor_parallel.py",
+    "ops/attention/test_shared_blocks.py",
+    "scenarios/test_forced_tokens.py",
+    "model/test_mamba_families.py",
+    "scenarios/test_fuzzed_calls.py",
+    "model/test_greedy_against_transformers.py",
+    "model/test_latent_rows.py",
+    "worker/memory/test_estimate.py",
+    "scenarios/test_kill_resume.py",
+    "scenarios/test_model_drafts.py",
+    "frontends/replay/test_replay_model.py",
+    "frontends/batch/test_job_shards.py",
 )
 """Of tests/, the longest first, as `--durations=0` has them."""
 
 settings.register_profile("house", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
+# Hypothesis also draws numbers and texts that it finds in the sources of loaded modules: a test would have other
+# examples alone than beside others, and each process would read all the sources.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -193,6 +198,16 @@ def control() -> Callable[..., AbstractContextManager[object]]:
     A check that passes there is no check: it would not notice that its guarantee is broken.
     """
     return lambda words="": pytest.raises(AssertionError, match=re.escape(words) if words else None)
+
+
+@pytest.fixture(scope="module")
+def files_composed_once() -> Iterator[None]:
+    """In this file, Hydra reads `conf/` once: tests/support/composed_once.py."""
+    from composed_once import composed_in_copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spmd_worker.base.config.compose._composed", composed_in_copy)
+        yield
 
 
 @pytest.fixture

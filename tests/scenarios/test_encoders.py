@@ -64,14 +64,16 @@ PAIRS = [("hello world", "the cache"), ("naïve café", "hello " * 30), ("a text
 
 # Of heads for tokens, one of each form and of each name.
 OF_STRESS = [name for name in WITH_TOKENS if name.partition("_")[0] not in ("bert", "roberta", "modern", "gte")]
-every = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.stress if name in OF_STRESS else ())
-        for name in ENCODERS
-        if name != "bert_mean"
-    ],
-)
+# `test_pair_scores_equal_transformers` has their numbers, and no window or distance of theirs is longer than its pairs.
+OF_PAIRS = [f"{each}_pairs" for each in ("albert", "bert", "distil", "electra", "euro", "gte", "jina", "mpnet", "xlm")]
+
+
+def every(but: list[str]) -> pytest.MarkDecorator:
+    """Each encoder; the stress tier has those of `but`."""
+    names = [name for name in ENCODERS if name != "bert_mean"]
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.stress if name in but else ()) for name in names]
+    )
 
 
 def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
@@ -118,7 +120,7 @@ def replace_sees_later(**given: Any) -> Any:
 
 
 @pytest.mark.matrix
-@every
+@every(OF_STRESS + OF_PAIRS)
 def test_numbers_are_those_of_transformers(name: str) -> None:
     assert worst_error(name) < most_error(name)
 
@@ -398,7 +400,7 @@ def _is_noticed(name: str) -> bool:
 
 
 @pytest.mark.matrix
-@every
+@every(OF_STRESS)
 def test_plan_counts_weights_per_stage(name: str) -> None:
     config = read_model_files(encoder_folder(name)).model_config
     for num_stages in (1, 2):

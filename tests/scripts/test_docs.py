@@ -154,6 +154,7 @@ def check_commands(text: str) -> int:
 
 
 @pytest.mark.guarantee("Shown commands have valid keys and values")
+@pytest.mark.usefixtures("files_composed_once")
 def test_shown_commands_compose():
     assert sum(check_commands(page.read_text("utf-8")) for page in PAGES) > 30
 

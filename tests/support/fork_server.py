@@ -297,6 +297,9 @@ def import_everything() -> None:
     import torch.distributed.launcher.api
     import torch.distributed.run  # noqa: F401  # for forked_torchrun.py
 
+    # Scripts in files of tests import the first, sockets the second.
+    for name in ("pytest", "encodings.idna"):
+        importlib.import_module(name)
     import kv_cache
     import spmd_worker
 
@@ -305,7 +308,8 @@ def import_everything() -> None:
             if ".integrations" not in module.name:
                 importlib.import_module(module.name)
     importlib.import_module("launch")
-    # As imports do that are paid for once: parsers that learn, and a digest of all source files.
+    # As imports do that are paid for once: files and parsers of settings, and a digest of all source files.
+    importlib.import_module("composed_once").compose_defaults_once()
     spmd_worker.base.config.compose.compose_run(REPOSITORY / "conf", ["model.path=model", "device=cpu"])
     spmd_worker.base.version.code_fingerprint()
 

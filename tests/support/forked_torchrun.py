@@ -102,7 +102,10 @@ def serve_ranks(connection: socket.socket, launcher: int) -> dict[str, Any]:
 def main() -> None:
     # Imported by the server, and here where there is none.
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    # The same name, for events that nobody reads: torch looks through the sources of all modules for it.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     nursery = Nursery()
 
     def popen(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> Adopted:

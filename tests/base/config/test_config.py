@@ -25,6 +25,8 @@ from spmd_worker.base.config.schema import (
 )
 from spmd_worker.base.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("files_composed_once")
+
 CONF = REPOSITORY / "conf"
 CHOICES = [f"{group}={name}" for group, names in named_sets([CONF]).items() for name in names]
 

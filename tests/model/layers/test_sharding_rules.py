@@ -52,7 +52,7 @@ def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
     counts: dict[str, np.ndarray] = {}
     for rank in range(size):
         for piece in new_model(model_config, size, rank).weights.slices:
-            count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int64))
+            count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int8))
             count[tuple(slice(*bounds) for bounds in piece.source)] += 1
     return counts
 

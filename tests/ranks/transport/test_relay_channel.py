@@ -217,7 +217,7 @@ def test_last_message_arrives_although_rank_0_left(pool):
 def test_dead_rank_0_is_not_awaited_behind_living_relay(monkeypatch):
     """Its heart goes on while it computes, or waits for rank 0 in a collective."""
     monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", 0.7)
-    with tree(SIZE, GROUP, timeout_s=4.0) as channels:
+    with tree(SIZE, GROUP) as channels:
         channels[0].close()
         with pytest.raises(RankFailedError, match=r"^rank 0 is gone"):
             channels[4].receive()
