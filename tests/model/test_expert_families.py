@@ -28,6 +28,7 @@ from expert_models import (
     their_logits,
     worst_error,
 )
+from family_checks import ids_and_logprobs
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, relative_error
 from thread_groups import on_ranks
@@ -326,19 +327,13 @@ def test_tie_selects_lower_expert_in_every_family(name: str, tmp_path: Path):
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+outputs_of = partial(ids_and_logprobs, params=GREEDY)
 ROWS = [random_prompt(length, seed=3, vocab_size=90) for length in (3, 16, 22, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "swapped": {"num_blocks": 17, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
 }
-
-
-def outputs_of(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
 
 
 @pytest.mark.stress

@@ -8,7 +8,7 @@ import re
 import shutil
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
+from family_checks import ids_and_logprobs
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
 from plain_models import new_model
-from reference_models import random_prompt, reference_greedy, relative_error
+from reference_models import random_prompt, reference_greedy, relative_error, stateless
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -270,6 +271,7 @@ def test_names_of_newer_transformers_are_read_and_loaded(name: str, tmp_path: Pa
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+answers = partial(ids_and_logprobs, params=GREEDY)
 # With its answer the third begins before the 32 positions of the short factors of LongRoPE, and ends beyond.
 ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 26, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
@@ -280,13 +282,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
-
-
 @pytest.mark.gate("gemma2", "apertus", "cohere2", "glm4", "phi3_long", "gpt2", "olmo2")
 @quick("glm4", slow=LIKE_OTHERS)
 def test_greedy_ids_are_transformers(name: str):
@@ -294,22 +289,8 @@ def test_greedy_ids_are_transformers(name: str):
     rows = ROWS[1::2] if name in DENSE_CASES else ROWS
     rows = [row for row in rows if name != "phi3_long" or not 32 - GREEDY.max_tokens < len(row) <= 32]
     with LLM(family_folder(name), num_blocks=200, max_model_len=96) as llm:
-        ours = [ids for ids, _ in outputs(llm, rows)]
-    assert ours == [reference_greedy(_stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
-
-
-def _stateless(model: Any) -> Any:
-    """Without dynamic ropes, whose state `reference_greedy` resets."""
-
-    class Shown:
-        def __init__(self) -> None:
-            self.model = type("Inner", (), {"rotary_emb": type("Rope", (), {"__init__": lambda *_, **__: None})()})()
-            self.config = None
-
-        def generate(self, *arguments: Any, **settings: Any) -> Any:
-            return model.generate(*arguments, **settings)
-
-    return Shown()
+        ours = [ids for ids, _ in answers(llm, rows)]
+    assert ours == [reference_greedy(stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
 
 
 # One of each kind of layer: bounded scores and windows, rotated parts and fused tensors, LongRoPE, norms of whole
@@ -337,17 +318,17 @@ def each_type() -> list[Any]:
 def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
     with LLM(family_folder(name), enable_prefix_caching=False, **given) as llm:
-        cold = [outputs(llm, [row])[0] for row in ROWS]
-        assert outputs(llm, ROWS) == cold, "alone and together"
+        cold = [answers(llm, [row])[0] for row in ROWS]
+        assert answers(llm, ROWS) == cold, "alone and together"
     with LLM(family_folder(name), **given) as llm:
-        assert outputs(llm, ROWS) == cold, "to be cached"
+        assert answers(llm, ROWS) == cold, "to be cached"
         warm = slice(2, 5)
-        assert [outputs(llm, [row])[0] for row in ROWS[warm]] == cold[warm], "warm"
+        assert [answers(llm, [row])[0] for row in ROWS[warm]] == cold[warm], "warm"
         # Whole blocks of 16, but for each row's last token.
         assert llm.llm_engine.counters.num_cached_prompt_tokens >= sum((len(row) - 1) // 16 * 16 for row in ROWS[warm])
     for way, settings in LAYOUTS.items():
         with LLM(family_folder(name), **{**given, **settings}) as llm:
-            assert outputs(llm, ROWS) == cold, way
+            assert answers(llm, ROWS) == cold, way
             assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
 
 
