@@ -21,6 +21,7 @@ from family_checks import (
     check_stages,
     check_steps,
     check_tensors,
+    is_any_noticed,
     logits_of_ranks,
     planned_models,
     readings_of,
@@ -29,7 +30,7 @@ from family_checks import (
 )
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
-from our_model import is_noticed, load_model
+from our_model import load_model
 from plain_models import in_tiers, new_model
 from reference_models import open_reference, random_prompt, reference_greedy, relative_error, stateless
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,10 @@ def their_logits(model: Any) -> list[Tensor]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
+
+
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    return worst_error(name, logits) < TOLERANCE
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -196,15 +201,8 @@ def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monke
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (conv_folder(name), thinned_conv_folder(name)) for name in cases}
     assert None not in readings(architecture)
-
-    def is_any_noticed() -> bool:
-        return any(
-            is_noticed(folders[name], our_logits, lambda logits, name=name: worst_error(name, logits) < TOLERANCE)
-            for name in cases
-        )
-
-    read = partial(readings, architecture)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_any_noticed)
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def _other_order(name: str) -> list[Tensor]:

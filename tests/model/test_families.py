@@ -24,7 +24,7 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
-from family_checks import ids_and_logprobs
+from family_checks import ids_and_logprobs, readings_of, without_each
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
@@ -696,13 +696,7 @@ def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
         *("text.ties_by_default", "names.aliases", "names.ignores_later_layers", "rope.sections"),
         "names.token_classifier",
     )
-    tables = [
-        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "file_keys", "required")
-        for given in [getattr(row, table)]
-        for key in given
-    ]
-    return entries(row, Family(), *_TABLES, *unseen) + tables
+    return entries(row, Family(), *_TABLES, *unseen) + without_each(row, "defaults", "file_keys", "required")
 
 
 def readings(architecture: str) -> list[ModelConfig | str]:
@@ -730,12 +724,7 @@ def readings(architecture: str) -> list[ModelConfig | str]:
         found += tensors_of(replace(config, has_tied_embeddings=False))
     except (SpmdError, AssertionError) as error:
         found.append(str(error))
-    for config in (*minimal, *refused, *named):
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except SpmdError as error:
-            found.append(str(error))
-    return found
+    return found + readings_of((*minimal, *refused, *named), with_reasons=True)
 
 
 def is_case_noticed(name: str) -> bool:

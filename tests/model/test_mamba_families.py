@@ -18,6 +18,7 @@ from family_checks import (
     check_stages,
     check_steps,
     check_tensors,
+    is_any_noticed,
     logits_of_ranks,
     planned_models,
     readings_of,
@@ -27,7 +28,7 @@ from family_checks import (
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
 from mamba_checkpoints import MAMBA_CASES, mamba_folder, mamba_reference, open_mamba, thinned_mamba_folder
-from our_model import is_noticed, load_model
+from our_model import load_model
 from peft_adapters import write_adapter
 from plain_models import in_tiers, new_model
 from reference_models import random_prompt, relative_error
@@ -90,6 +91,11 @@ def their_greedy(name: str, prompt: list[int], count: int) -> list[int]:
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
+
+
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    """Whether the logits of the first rows are transformers'."""
+    return max(map(relative_error, logits, expected(name))) < TOLERANCE
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -292,15 +298,9 @@ def our_logits(folder: Path) -> list[Tensor]:
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
-
-    def is_right(name: str, logits: list[Tensor]) -> bool:
-        return max(map(relative_error, logits, expected(name))) < TOLERANCE
-
-    def is_any_noticed() -> bool:
-        return any(is_noticed([mamba_folder(name)], our_logits, partial(is_right, name)) for name in cases)
-
-    read = partial(readings, architecture)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_any_noticed)
+    folders = {name: [mamba_folder(name)] for name in cases}
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def changed(name: str, change: Callable[[LayerConfig], LayerConfig]) -> list[Tensor]:

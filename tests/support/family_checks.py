@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hybrid_runs import run_rows
-from our_model import load_model
+from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
 from plain_models import new_model
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -173,7 +174,7 @@ def without_each(row: Family, *tables: str) -> list[tuple[str, Family]]:
         for key in getattr(owner, field):
             kept = {other: value for other, value in getattr(owner, field).items() if other != key}
             changed = replace(owner, **{field: kept})
-            found.append((f"{table} {key}", replace(row, **{part: changed}) if part else changed))
+            found.append((f"{table}.{key}", replace(row, **{part: changed}) if part else changed))
     return found
 
 
@@ -183,9 +184,18 @@ def readings_of(files: Iterable[Mapping[str, Any]], *, with_reasons: bool = Fals
     for config in files:
         try:
             found.append(model_config_of(dict(config), Path("config.json")))
-        except ModelConfigError as error:
+        except SpmdError as error:
             found.append(str(error) if with_reasons else None)
     return found
+
+
+def is_any_noticed(
+    folders: Mapping[str, Iterable[Path]],
+    logits_of: Callable[[Path], list[Tensor]],
+    is_right: Callable[[str, list[Tensor]], bool],
+) -> bool:
+    """`is_noticed` of the folders of any case; `is_right` takes its name and logits."""
+    return any(is_noticed(paths, logits_of, partial(is_right, name)) for name, paths in folders.items())
 
 
 def silent_mutants(
