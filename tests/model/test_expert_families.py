@@ -28,7 +28,7 @@ from expert_models import (
     their_logits,
     worst_error,
 )
-from family_checks import ids_and_logprobs
+from family_checks import ids_and_logprobs, joined_logits
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, relative_error
 from thread_groups import on_ranks
@@ -122,12 +122,8 @@ def test_shards_equal_transformers_and_stages_equal_one_rank(name: str, in_all_w
         what = ("columns", "placed")[list(CASES).index(name) % 2]
         layouts = {what: layouts[what]}
     for what, layout in layouts.items():
-
-        def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> list[Tensor]:
-            model = new_model(folder, group, layout=layout)
-            return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+        new = partial(new_model, folder, layout=layout)
+        whole = joined_logits(2, new, lambda model: prompt_logits(model, PROMPTS))
         assert worst_error(name, whole) < TOLERANCE, what
     one = prompt_logits(new_model(folder), PROMPTS, 7)
     staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used

@@ -24,7 +24,7 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
-from family_checks import ids_and_logprobs, readings_of, without_each
+from family_checks import check_views_of_ranks, ids_and_logprobs, joined_logits, readings_of, without_each
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
@@ -33,7 +33,6 @@ from our_model import is_noticed, load_model, prompt_logits
 from plain_models import new_model
 from reference_models import random_prompt, reference_greedy, relative_error, stateless
 from safetensors.torch import load_file, save_file
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -52,7 +51,7 @@ from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import Stage
 
 TOLERANCE = 1e-4
@@ -87,6 +86,11 @@ def their_logits(name: str, prompt: list[int], *, is_thinned: bool = False) -> T
 @cache
 def expected(name: str) -> list[Tensor]:
     return [their_logits(name, prompt) for prompt in PROMPTS]
+
+
+def logits_of_ranks(name: str, size: int) -> list[Tensor]:
+    new = partial(new_model, family_folder(name))
+    return joined_logits(size, new, lambda model: prompt_logits(model, PROMPTS))
 
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
@@ -166,14 +170,8 @@ def each_with_sizes() -> pytest.MarkDecorator:
 @each_with_sizes()
 def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: tuple[int, ...]):
     folder = family_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
     for size in sizes:
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
-        assert worst_error(name, whole) < TOLERANCE, size
+        assert worst_error(name, logits_of_ranks(name, size)) < TOLERANCE, size
     whole = prompt_logits(new_model(folder), PROMPTS, 7)
     staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
     assert all(map(torch.equal, staged, whole))
@@ -182,14 +180,7 @@ def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: t
 def test_comparison_detects_flat_norm_of_one_rank(monkeypatch: pytest.MonkeyPatch):
     """Negative control: each rank repeats its own heads instead of gathering the others'."""
     monkeypatch.setattr(Attention, "_all_ranks", lambda self, part, num_copies: torch.cat((part, part), dim=1))
-    folder = family_folder("olmo2")
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
-    assert worst_error("olmo2", whole) > 10 * TOLERANCE
+    assert worst_error("olmo2", logits_of_ranks("olmo2", 2)) > 10 * TOLERANCE
 
 
 @quick("gemma3_images", "gpt2", "phi3", slow=LIKE_OTHERS_IN_FILES)
@@ -212,13 +203,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
         parameter.data.zero_()
     assert other.load_weights(tensors.items()) == set(tensors)
     assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+    check_views_of_ranks(folder, tensors)
 
 
 def test_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -93,14 +93,23 @@ def check_schedules(folder: Path, greedy_of: Callable[[list[int], int], list[int
                 assert counters.num_cached_prompt_tokens >= 2 * 128
 
 
-def logits_of_ranks(folder: Path, size: int, rows: list[list[int]], chunk: int | None = None) -> list[Tensor]:
+def joined_logits(
+    size: int,
+    new: Callable[[GroupHandle], DecoderForCausalLM],
+    logits_of: Callable[[DecoderForCausalLM], list[Tensor]],
+) -> list[Tensor]:
     """Logits of rows by `size` tensor-parallel ranks, each its part of the vocabulary."""
 
     def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], rows, chunk)[0]]
+        model = new(group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in logits_of(model)]
 
     return [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
+
+
+def logits_of_ranks(folder: Path, size: int, rows: list[list[int]], chunk: int | None = None) -> list[Tensor]:
+    """`joined_logits` of `run_rows`."""
+    return joined_logits(size, partial(new_model, folder), lambda model: run_rows([model], rows, chunk)[0])
 
 
 def check_stages(folder: Path, cut: int, rows: list[list[int]], chunk: int) -> None:
@@ -128,6 +137,12 @@ def check_tensors(folder: Path, *others: Mapping[str, Tensor]) -> None:
             parameter.data.zero_()
         assert other.load_weights(list(given.items())) == set(tensors)
         assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    check_views_of_ranks(folder, tensors)
+
+
+def check_views_of_ranks(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Two ranks together view all of each tensor."""
 
     def run(group: GroupHandle) -> dict[str, int]:
         with new_model(folder, group).as_checkpoint() as view:
