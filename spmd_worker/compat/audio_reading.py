@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
 from spmd_worker.media.audio_limits import AudioLimits
 from spmd_worker.media.audio_prepared import PreparedAudio
@@ -16,25 +17,45 @@ from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
 from spmd_worker.media.errors import MediaError
 from spmd_worker.resolved import ResolvedRun
 
+Prepared = TypeVar("Prepared")
 
-class LazyAudioPreparer:
-    """An AudioPreparer, made for the first audio. Threads may share it."""
 
-    def __init__(self, make: Callable[[], AudioPreparer]) -> None:
+class _Preparer(Protocol[Prepared]):
+    def prepare(self, source: Any, /) -> list[Prepared]: ...
+
+    def submit(self, source: Any, /) -> Future[list[Prepared]]: ...
+
+    def close(self) -> None: ...
+
+
+class LazyPreparer(Generic[Prepared]):
+    """A preparer of images or audio, made for the first prompt that has some: text alone needs no Pillow. Threads may
+    share it.
+    """
+
+    def __init__(self, make: Callable[[], _Preparer[Prepared]]) -> None:
         self._make, self._lock = make, threading.Lock()
-        self._made: AudioPreparer | None = None
+        self._made: _Preparer[Prepared] | None = None
 
     @property
-    def _preparer(self) -> AudioPreparer:
+    def _preparer(self) -> _Preparer[Prepared]:
         with self._lock:
-            self._made = self._made or self._make()
+            try:
+                self._made = self._made or self._make()
+            except ConfigError as error:
+                raise MediaError("extra_missing", str(error)) from None
             return self._made
 
-    def prepare(self, source: Any) -> Sequence[PreparedAudio]:
+    def prepare(self, source: Any) -> list[Prepared]:
         return self._preparer.prepare(source)
 
-    def submit(self, source: Any) -> Future[list[PreparedAudio]]:
-        return self._preparer.submit(source)
+    def submit(self, source: Any) -> Future[list[Prepared]]:
+        try:
+            return self._preparer.submit(source)
+        except MediaError as error:
+            failed: Future[list[Prepared]] = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         """End the helper processes, if there are any. Idempotent."""
@@ -67,7 +88,7 @@ class PendingRecordings(NamedTuple):
 class PromptAudio:
     """All recordings of a prompt, at most `max_audios`, as `ImagePreparer` prepares its images."""
 
-    def __init__(self, preparer: LazyAudioPreparer, max_audios: int) -> None:
+    def __init__(self, preparer: LazyPreparer[PreparedAudio], max_audios: int) -> None:
         self._preparer, self._max_audios = preparer, max_audios
 
     def prepare(self, sources: Sequence[Any]) -> list[PreparedAudio]:
@@ -96,11 +117,11 @@ def open_encoder_prompts(resolved: ResolvedRun) -> EncoderPrompts | None:
     return EncoderPrompts(resolved.decoder, new_audio_preparer(resolved, settings))
 
 
-def new_audio_preparer(resolved: ResolvedRun, settings: AudioSettings) -> LazyAudioPreparer:
+def new_audio_preparer(resolved: ResolvedRun, settings: AudioSettings) -> LazyPreparer[PreparedAudio]:
     """The preparer of a run's audio."""
     job = resolved.config.job
     root = None if job.media_root is None else Path(job.media_root)
-    return LazyAudioPreparer(partial(AudioPreparer, settings, audio_limits(resolved.config), root, job.media_threads))
+    return LazyPreparer(partial(AudioPreparer, settings, audio_limits(resolved.config), root, job.media_threads))
 
 
 def run_audio_settings(resolved: ResolvedRun) -> AudioSettings | None:

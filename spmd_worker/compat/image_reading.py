@@ -1,19 +1,14 @@
 """Opens the images or audio of a run's prompts: processor, limits, root and helper processes."""
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from spmd_worker.base.config.schema import RunConfig
-from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.audio_reading import PromptAudio, new_audio_preparer, run_audio_settings
+from spmd_worker.compat.audio_reading import LazyPreparer, PromptAudio, new_audio_preparer, run_audio_settings
 from spmd_worker.compat.image_prompts import ImagePrompts
-from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
@@ -23,41 +18,6 @@ from spmd_worker.resolved import ResolvedRun
 
 _EXAMPLES: Final = ((480, 640), (1080, 1920))
 """Height and width."""
-
-
-class LazyPreparer:
-    """An ImagePreparer, made when the first prompt has images: text alone needs no Pillow. Threads may share it."""
-
-    def __init__(self, make: Callable[[], ImagePreparer]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._made: ImagePreparer | None = None
-
-    @property
-    def _preparer(self) -> ImagePreparer:
-        with self._lock:
-            try:
-                self._made = self._made or self._make()
-            except ConfigError as error:
-                raise MediaError("extra_missing", str(error)) from None
-            return self._made
-
-    def prepare(self, sources: Sequence[Any]) -> list[PreparedImage]:
-        return self._preparer.prepare(sources)
-
-    def submit(self, sources: Sequence[Any]) -> Future[list[PreparedImage]]:
-        try:
-            return self._preparer.submit(sources)
-        except MediaError as error:
-            failed: Future[list[PreparedImage]] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def close(self) -> None:
-        """End the helper processes, if there are any. Idempotent."""
-        with self._lock:
-            made, self._made = self._made, None
-        if made is not None:
-            made.close()
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
@@ -73,7 +33,7 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
     placeholders = PLACEHOLDERS[vision.kind]
     root = None if config.job.media_root is None else Path(config.job.media_root)
     make = partial(ImagePreparer, processor, placeholders, media_limits(config), root, config.job.media_threads)
-    return ImagePrompts(LazyPreparer(make), placeholders, vision.image_token_id)
+    return ImagePrompts(LazyPreparer[PreparedImage](make), placeholders, vision.image_token_id)
 
 
 def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:

@@ -5,7 +5,6 @@ from typing import Final
 from kv_cache.block import num_blocks_for
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.model_config import ENCODERS, ModelConfig
 
 _CLASSIFIES: Final = "classifies with an encoder-decoder model"
@@ -41,17 +40,13 @@ def max_encoder_len(config: RunConfig, model_config: ModelConfig, max_model_len:
             f"scheduler.max_encoder_len={wanted} is less than the {part.max_rows} rows that audio of any length has: "
             f"leave it null"
         )
-    return wanted or _own_max_len(part, model_config)
+    return wanted or part.max_rows or model_config.max_model_len
 
 
 def num_encoder_positions(config: RunConfig, model_config: ModelConfig, max_model_len: int) -> int:
     """Positions of the longest input, which takes whole blocks."""
     block_size = config.cache.block_size
     return num_blocks_for(max_encoder_len(config, model_config, max_model_len), block_size) * block_size
-
-
-def _own_max_len(part: EncoderPart, model_config: ModelConfig) -> int:
-    return part.max_rows or model_config.max_model_len
 
 
 def _check_options(config: RunConfig, model_config: ModelConfig) -> None:

@@ -36,9 +36,6 @@ __all__ = ["POOLING_FILES", "DenseConfig", "TextTransform", "module_folders", "p
 
 logger = logging.getLogger(__name__)
 
-POOLING_TYPES: Final = ("last", "mean", "cls")
-"""The hidden state of the last token, the mean of all, that of the first."""
-
 CLASSIFIER: Final = "ForSequenceClassification"
 TOKEN_CLASSIFIER: Final = "ForTokenClassification"
 COLBERT: Final = "HF_ColBERT"
@@ -123,8 +120,8 @@ class PoolingConfig:
     `task` is "embed", a vector, "classify", `num_labels` scores, "token_classify", these scores of each token, or
     "token_embed", a vector of each token, of texts that are encoded as `late` says: its `num_labels` numbers are those
     of a matrix of the checkpoint, unless there are `denses`.
-    `pooling_type` is one of `POOLING_TYPES`, "late": the head takes each token, and the scores the mean of its outputs,
-    or "all": nothing is pooled.
+    `pooling_type` is "last", "mean" or "cls", the hidden state of the last token, the mean of all or that of the first,
+    "late": the head takes each token, and the scores the mean of its outputs, or "all": nothing is pooled.
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `labels` are the names of the scores in config.json, None for one without a
     name; empty if it has none. `matryoshka_dimensions` are the lengths to which vectors may be cut; `is_matryoshka`:

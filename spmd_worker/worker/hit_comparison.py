@@ -1,6 +1,5 @@
 """A rank's part of the verification of prefix-cache hits: what was found, and what was computed again, byte by byte."""
 
-from collections.abc import Sequence
 from typing import Final
 
 from kv_cache.byte_comparison import ByteDifference, differing_blocks, differing_states
@@ -27,7 +26,7 @@ class HitComparer:
         for each in plan.hit_comparisons:
             sequence = self._mirror.held(each.key)
             for group in range(self._num_groups):
-                copies = self._of_group(each.blocks, group)
+                copies = [copy for copy in each.blocks if copy.block_index % self._num_groups == group]
                 blocks = [(copy.number, sequence.block_ids[copy.block_index]) for copy in copies]
                 difference = differing_blocks(self._engine, blocks, group) if blocks else None
                 if difference is not None:
@@ -45,9 +44,6 @@ class HitComparer:
     @property
     def _num_groups(self) -> int:
         return self._engine.spec.groups.num_groups
-
-    def _of_group(self, copies: Sequence[CachedCopy], group: int) -> list[CachedCopy]:
-        return [copy for copy in copies if copy.block_index % self._num_groups == group]
 
     def _error(
         self, step: int, sequence: MirroredSequence, what: str, copy: CachedCopy, difference: ByteDifference

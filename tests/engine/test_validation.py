@@ -11,8 +11,8 @@ from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.compat.audio_reading import LazyPreparer
 from spmd_worker.compat.image_prompts import ImagePrompts
-from spmd_worker.compat.image_reading import LazyPreparer
 from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids

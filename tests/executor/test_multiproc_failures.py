@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 from fork_server import IMPORT_PATH, ForkedProcess, fork_server
-from plain_executors import is_running, new_plain, open_descriptors, plain, timeouts_after
+from open_links import open_links
+from plain_executors import is_running, new_plain, plain, timeouts_after
 from ranks import REPOSITORY, environment, kill_all, processes_of, without_unanswered_names
 from shared_names import FOLDER, shared_names
 from waiting import LIMIT_S, wait_until
@@ -192,7 +193,7 @@ def test_shutdown_fails_pending_calls():
 def test_shutdown_leaves_no_resources():
     with plain():
         pass
-    threads, descriptors = threading.enumerate(), Counter(open_descriptors())
+    threads, descriptors = threading.enumerate(), Counter(open_links())
     before = shared_names([os.getpid()])
     for how in ("idle", "busy", "failed"):
         with plain() as executor:
@@ -208,7 +209,7 @@ def test_shutdown_leaves_no_resources():
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "not even a zombie"
         # What was left of an earlier test may go meanwhile.
         assert [thread for thread in threading.enumerate() if thread not in threads] == []
-        assert not Counter(open_descriptors()) - descriptors
+        assert not Counter(open_links()) - descriptors
         wait_until(lambda names=names: names.isdisjoint(os.listdir(FOLDER)))
 
 

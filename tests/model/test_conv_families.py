@@ -15,25 +15,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conv_checkpoints import CASES, conv_folder, conv_reference, thinned_conv_folder
+from family_checks import (
+    adapter_logits,
+    check_schedules,
+    check_stages,
+    check_steps,
+    check_tensors,
+    is_any_noticed,
+    logits_of_ranks,
+    planned_models,
+    readings_of,
+    silent_mutants,
+    without_each,
+)
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
-from our_model import is_noticed, load_model
-from peft import PeftModel
-from peft_adapters import peft_logits, write_adapter
+from our_model import load_model
 from plain_models import in_tiers, new_model
-from reference_models import open_reference, random_prompt, reference_greedy, relative_error
+from reference_models import open_reference, random_prompt, reference_greedy, relative_error, stateless
 from safetensors.torch import load_file, save_file
-from state_segments import CHUNKS
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
-from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
-from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import select_experts
@@ -47,9 +52,8 @@ from spmd_worker.model_config.model_config import model_config_of, read_model_fi
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels, silu
-from spmd_worker.ranks.communicator import GroupHandle, single_group
-from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
-from spmd_worker.worker.memory.estimate import weights_bytes
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import RankLayout, check_divides
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
@@ -74,6 +78,10 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
 
 
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    return worst_error(name, logits) < TOLERANCE
+
+
 @pytest.mark.guarantee("Models compute what transformers computes")
 @quick(*FEW, among=CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
@@ -84,21 +92,7 @@ def test_logits_and_ids_equal_transformers(name: str):
     assert configs[0] == configs[1]
     thinned = their_logits(conv_reference(name, is_thinned=True))
     assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
-    assert greedy_ids([model], ROWS[1], 4) == reference_greedy(_stateless(conv_reference(name)), ROWS[1], 4)
-
-
-def _stateless(model: Any) -> Any:
-    """Without ropes that remember, which `reference_greedy` would reset."""
-
-    class Shown:
-        def __init__(self) -> None:
-            self.model = type("Inner", (), {"rotary_emb": type("Rope", (), {"__init__": lambda *_, **__: None})()})()
-            self.config = None
-
-        def generate(self, *arguments: Any, **settings: Any) -> Any:
-            return model.generate(*arguments, **settings)
-
-    return Shown()
+    assert greedy_ids([model], ROWS[1], 4) == reference_greedy(stateless(conv_reference(name)), ROWS[1], 4)
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
@@ -106,56 +100,15 @@ def _stateless(model: Any) -> Any:
 @quick("lfm3")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
-    model = load_model(conv_folder(name), dtype=dtype)
-    logits, states = run_rows([model], ROWS)
-    assert all(not each.isnan().any() for row in states for each in row)
+    logits = check_steps(load_model(conv_folder(name), dtype=dtype), ROWS)
     if dtype == "bfloat16":
         # Rounded scores choose other experts for some tokens.
         assert 1e-4 < worst_error(name, logits) < (0.5 if name == "lfm2_moe" else 0.2)
-    for chunk in CHUNKS:
-        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
-        assert all(map(torch.equal, found, logits)), chunk
-        assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both)), chunk
-    for row, alone in enumerate(ROWS):
-        found, found_states = run_rows([model], [alone])
-        assert torch.equal(found[0], logits[row])
-        assert all(map(torch.equal, found_states[0], states[row]))
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "cached": {"enable_prefix_caching": True},
-    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
-    "recomputed": {"num_blocks": 37, "preemption_mode": "recompute", "block_size": 4},
-    "swapped": {"num_blocks": 37, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
-}
-
-
-def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
 
 
 @pytest.mark.parametrize("name", ["lfm3", *(pytest.param(each, marks=pytest.mark.stress) for each in FEW[:2])])
 def test_row_has_equal_bits_in_any_schedule(name: str):
-    """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
-    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
-    rows.append(rows[-1][:128] + rows[0])
-    given = {"num_blocks": 200, "max_model_len": 144, "enable_prefix_caching": False}
-    with LLM(conv_folder(name), **given) as llm:
-        cold = [outputs(llm, [row])[0] for row in rows]
-        assert outputs(llm, rows) == cold, "alone and together"
-    assert cold[1][0] == reference_greedy(_stateless(conv_reference(name)), rows[1], GREEDY.max_tokens)
-    for way, settings in SCHEDULES.items():
-        with LLM(conv_folder(name), **{**given, **settings}) as llm:
-            assert outputs(llm, rows) == cold, way
-            counters = llm.llm_engine.counters
-            assert (counters.num_preemptions > 0) == (way in ("recomputed", "swapped")), way
-            if way == "cached":
-                assert [outputs(llm, [row])[0] for row in rows] == cold
-                assert counters.num_cached_prompt_tokens >= 2 * 128
+    check_schedules(conv_folder(name), lambda row, count: reference_greedy(stateless(conv_reference(name)), row, count))
 
 
 def test_comparison_detects_steps_that_forget(monkeypatch: pytest.MonkeyPatch):
@@ -176,58 +129,20 @@ def test_comparison_detects_steps_that_forget(monkeypatch: pytest.MonkeyPatch):
 
 @quick("lfm3")
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
-    folder = conv_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
-    assert worst_error(name, whole) < TOLERANCE
-    end = read_model_files(folder).model_config.num_layers
-    cuts = (Stage(0, 3, is_first=True, is_last=False), Stage(3, end, is_first=False, is_last=True))
-    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 33)
-    alone, states_of_one = run_rows([new_model(folder)], ROWS, 33)
-    assert all(map(torch.equal, staged, alone))
-    assert all(torch.equal(*pair) for both in zip(states, states_of_one, strict=True) for pair in zip(*both))
+    assert worst_error(name, logits_of_ranks(conv_folder(name), 2, ROWS, 33)) < TOLERANCE
+    check_stages(conv_folder(name), 3, ROWS, 33)
 
 
 @quick("lfm3")
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory; on two ranks together all of each."""
-    folder = conv_folder(name)
-    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
-    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
-    assert set(shown) == set(tensors)
-    for given in (tensors, conv_reference(name).state_dict()):
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors)
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+    check_tensors(conv_folder(name), conv_reference(name).state_dict())
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", ["lfm2_biases", "lfm2_moe", "lfm3_plain", "lfm3"])
 def test_planned_bytes_equal_parameters(name: str):
-    config = read_model_files(conv_folder(name)).model_config
-    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
-        for rank in range(size):
-            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
-            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
-            parameters = build_model(LayerContext(group, *options), config).parameters()
-            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
-            assert planned == sum(each.nbytes for each in parameters), (size, rank)
+    assert len(list(planned_models(read_model_files(conv_folder(name)).model_config))) == 7
 
 
 def test_int8_projections_stay_near_transformers():
@@ -243,14 +158,9 @@ def test_int8_projections_stay_near_transformers():
 
 
 def test_adapters_of_convolutions_are_those_of_peft(tmp_path: Path):
-    folder, targets = conv_folder("lfm2_biases"), ("in_proj", "out_proj", "q_proj", "w2")
-    write_adapter(open_reference(folder), tmp_path, (("target_modules", targets),))
-    model, source = load_model(folder), read_adapter(tmp_path)
-    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
-    loaded.commit(loaded.prepare(source))
-    reference = PeftModel.from_pretrained(open_reference(folder), tmp_path).eval()
-    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
-    theirs = [peft_logits(reference, row) for row in ROWS]
+    folder = conv_folder("lfm2_biases")
+    targets = ("in_proj", "out_proj", "q_proj", "w2")
+    logits, theirs = adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS)
     assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
     assert worst_error("lfm2_biases", logits) > 100 * TOLERANCE
@@ -270,23 +180,13 @@ BARE = (
 
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, with one renamed part, and with one norm fewer."""
-    found = entries(row, Family(), *UNSEEN, "names.parts", "file_keys")
-    for key in row.names.parts:
-        parts = {other: name for other, name in row.names.parts.items() if other != key}
-        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
-    return found
+    return entries(row, Family(), *UNSEEN, "names.parts", "file_keys") + without_each(row, "names.parts")
 
 
 def readings(architecture: str) -> list[Any]:
     """Of the bare files; None for one that is rejected."""
-    found: list[Any] = []
-    for keys in BARE:
-        kinds = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
-        try:
-            found.append(model_config_of({"architectures": [architecture], **kinds, **keys}, Path("config.json")))
-        except ModelConfigError:
-            found.append(None)
-    return found
+    kinds = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+    return readings_of({"architectures": [architecture], **kinds, **keys} for keys in BARE)
 
 
 def our_logits(folder: Path) -> list[Tensor]:
@@ -300,16 +200,9 @@ def our_logits(folder: Path) -> list[Tensor]:
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (conv_folder(name), thinned_conv_folder(name)) for name in cases}
-    silent, right = [], readings(architecture)
-    assert None not in right
-    for what, mutant in mutants(FAMILIES[architecture]):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture) != right:
-            continue
-        rights = [(folders[name], lambda logits, name=name: worst_error(name, logits) < TOLERANCE) for name in cases]
-        if not any(is_noticed(each, our_logits, is_right) for each, is_right in rights):
-            silent.append(what)
-    assert not silent, silent
+    assert None not in readings(architecture)
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def _other_order(name: str) -> list[Tensor]:

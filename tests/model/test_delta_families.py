@@ -16,39 +16,41 @@ import pytest
 import torch
 import transformers
 from delta_checkpoints import DELTA_CASES, delta_folder, delta_reference, thinned_delta_folder
+from family_checks import (
+    adapter_logits,
+    are_same,
+    check_stages,
+    check_steps,
+    check_tensors,
+    is_any_noticed,
+    logits_of_ranks,
+    planned_models,
+    readings_of,
+    silent_mutants,
+    without_each,
+)
 from family_mutants import entries
 from hybrid_runs import HybridRun, run_rows
 from model_configs import with_layers, with_norms, with_ropes
 from our_model import is_noticed, load_model
-from peft import PeftModel
-from peft_adapters import peft_logits, write_adapter
 from plain_models import in_tiers, new_model
 from quantised_files import quantise
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
-from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
-from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels import reference_recurrent
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
-from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
-from spmd_worker.worker.memory.estimate import rank_layers, state_layer, weights_bytes
+from spmd_worker.ranks.topology import RankLayout, check_divides
+from spmd_worker.worker.memory.estimate import rank_layers, state_layer
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (70, 5, 33)]
@@ -73,9 +75,8 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
 
 
-def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    """Whether the states of all rows have the same bits."""
-    return all(torch.equal(*pair) for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    return worst_error(name, logits) < TOLERANCE
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -99,17 +100,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 @quick("qwen3_5")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
-    model = load_model(delta_folder(name), dtype=dtype)
-    logits, states = run_rows([model], ROWS)
-    assert all(not each.isnan().any() for row in states for each in row)
-    for chunk in CHUNKS:
-        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
-        assert all(map(torch.equal, found, logits)), chunk
-        assert are_same(found_states, states), chunk
-    for row, alone in enumerate(ROWS):
-        found, found_states = run_rows([model], [alone])
-        assert torch.equal(found[0], logits[row])
-        assert are_same(found_states, [states[row]])
+    check_steps(load_model(delta_folder(name), dtype=dtype), ROWS)
 
 
 @pytest.mark.control("A row's answer depends on the row alone")
@@ -156,67 +147,27 @@ def test_bfloat16_is_as_near_float32_as_transformers(name: str):
 @quick("olmo_hybrid", among=FEW)
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     """Two key heads: four ranks have each of them twice."""
-    folder = delta_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 40)[0]]
-
     for size in (2, 4):
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
-        assert worst_error(name, whole) < TOLERANCE, size
-    cuts = (Stage(0, 1, is_first=True, is_last=False), Stage(1, 3, is_first=False, is_last=True))
-    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 40)
-    alone, states_of_one = run_rows([new_model(folder)], ROWS, 40)
-    assert all(map(torch.equal, staged, alone))
-    assert are_same(states, states_of_one)
+        assert worst_error(name, logits_of_ranks(delta_folder(name), size, ROWS, 40)) < TOLERANCE, size
+    check_stages(delta_folder(name), 1, ROWS, 40)
 
 
 @quick("qwen3_next", "olmo_hybrid")
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory; on two ranks together all of each."""
-    folder = delta_folder(name)
-    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
-    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
-    assert set(shown) == set(tensors)
-    in_memory = delta_reference(name).state_dict()
-    for given in (tensors, in_memory):
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors)
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+    check_tensors(delta_folder(name), delta_reference(name).state_dict())
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", FEW)
 def test_planned_bytes_equal_parameters(name: str):
     config = read_model_files(delta_folder(name)).model_config
-    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
-        for rank in range(size):
-            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
-            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
-            model = build_model(LayerContext(group, *options), config)
-            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
-            assert planned == sum(each.nbytes for each in model.parameters()), (size, rank)
-            delta, (layer, share) = (
-                model.model.layers[0].linear_attn.config,
-                rank_layers(config, RankLayout(size), rank)[0],
-            )
-            planned_state = state_layer(layer, config.hidden_size, share)
-            assert planned_state is not None
-            assert planned_state.state == (delta.num_value_heads, delta.key_size, delta.value_size)
-            assert planned_state.tail == (delta.kernel_size - 1, model.model.layers[0].linear_attn.conv.weight.shape[0])
+    for layout, rank, _, model in planned_models(config):
+        net, (layer, share) = model.model.layers[0].linear_attn, rank_layers(config, layout, rank)[0]
+        planned = state_layer(layer, config.hidden_size, share)
+        assert planned is not None
+        assert planned.state == (net.config.num_value_heads, net.config.key_size, net.config.value_size)
+        assert planned.tail == (net.config.kernel_size - 1, net.conv.weight.shape[0])
 
 
 def test_int8_projections_stay_near_transformers():
@@ -242,13 +193,9 @@ def test_int8_projections_stay_near_transformers():
     ],
 )
 def test_adapters_of_delta_nets_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
-    write_adapter(deepcopy(delta_reference(name)), tmp_path, (("target_modules", targets),))
-    model, source = load_model(delta_folder(name)), read_adapter(tmp_path)
-    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
-    loaded.commit(loaded.prepare(source))
-    reference = PeftModel.from_pretrained(deepcopy(delta_reference(name)), tmp_path).eval()
-    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
-    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    reference = partial(deepcopy, delta_reference(name))
+    logits, theirs = adapter_logits(delta_folder(name), reference, targets, tmp_path, ROWS)
+    assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
     assert worst_error(name, logits) > 100 * TOLERANCE
 
@@ -293,13 +240,7 @@ def bare(architecture: str, **keys: Any) -> dict[str, Any]:
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, and without one of its defaults, names or keys."""
     found = entries(row, Family(), *UNSEEN, "names.parts", "file_keys")
-    for key in row.names.parts:
-        parts = {other: name for other, name in row.names.parts.items() if other != key}
-        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
-    for key in row.defaults:
-        others = {other: value for other, value in row.defaults.items() if other != key}
-        found.append((f"defaults {key}", replace(row, defaults=others)))
-    return found
+    return found + without_each(row, "names.parts", "defaults")
 
 
 def readings(architecture: str) -> list[Any]:
@@ -308,13 +249,7 @@ def readings(architecture: str) -> list[Any]:
     files = [names if FAMILIES[architecture].text is None else {**names, "text_config": {}}]
     sparse = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
     files += [bare(architecture, **keys) for keys in ({}, {"mlp_bias": True, "attention_bias": True}, sparse)]
-    found: list[Any] = []
-    for config in files:
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except ModelConfigError:
-            found.append(None)
-    return found
+    return readings_of(files)
 
 
 def our_logits(folder: Path) -> list[Tensor]:
@@ -329,16 +264,9 @@ def our_logits(folder: Path) -> list[Tensor]:
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (_, model_class, _) in DELTA_CASES.items() if model_class == architecture]
     folders = {name: (delta_folder(name), thinned_delta_folder(name)) for name in cases}
-    silent, right = [], readings(architecture)
-    assert None not in right
-    for what, mutant in mutants(FAMILIES[architecture]):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture) != right:
-            continue
-        rights = [(folders[name], lambda logits, name=name: worst_error(name, logits) < TOLERANCE) for name in cases]
-        if not any(is_noticed(each, our_logits, is_right) for each, is_right in rights):
-            silent.append(what)
-    assert not silent, silent
+    assert None not in readings(architecture)
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def with_delta(config: ModelConfig, **changes: Any) -> ModelConfig:

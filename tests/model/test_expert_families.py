@@ -28,6 +28,7 @@ from expert_models import (
     their_logits,
     worst_error,
 )
+from family_checks import ids_and_logprobs, joined_logits
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, relative_error
 from thread_groups import on_ranks
@@ -121,12 +122,8 @@ def test_shards_equal_transformers_and_stages_equal_one_rank(name: str, in_all_w
         what = ("columns", "placed")[list(CASES).index(name) % 2]
         layouts = {what: layouts[what]}
     for what, layout in layouts.items():
-
-        def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> list[Tensor]:
-            model = new_model(folder, group, layout=layout)
-            return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+        new = partial(new_model, folder, layout=layout)
+        whole = joined_logits(2, new, lambda model: prompt_logits(model, PROMPTS))
         assert worst_error(name, whole) < TOLERANCE, what
     one = prompt_logits(new_model(folder), PROMPTS, 7)
     staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
@@ -326,19 +323,13 @@ def test_tie_selects_lower_expert_in_every_family(name: str, tmp_path: Path):
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+outputs_of = partial(ids_and_logprobs, params=GREEDY)
 ROWS = [random_prompt(length, seed=3, vocab_size=90) for length in (3, 16, 22, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "swapped": {"num_blocks": 17, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
 }
-
-
-def outputs_of(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
 
 
 @pytest.mark.stress

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from expert_models import (
     quick,
     their_logits,
 )
+from family_checks import readings_of, silent_mutants, without_each
 from family_mutants import entries
 from model_types import MODEL_TYPES
 from our_model import is_noticed, prompt_logits
@@ -392,13 +394,7 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
     unseen = ("models", "defaults", "required", "names.aliases", "names.layer_aliases", "names.joined")
     # Parameters and buffers of transformers are compared in test_buffers.py.
     unseen += ("names.ignores_later_layers", "names.as_parameters")
-    tables = [
-        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "required")
-        for given in [getattr(row, table)]
-        for key in given
-    ]
-    return entries(row, Family(), *unseen) + tables
+    return entries(row, Family(), *unseen) + without_each(row, "defaults", "required")
 
 
 def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
@@ -422,13 +418,7 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     files += [{**minimal, "rope_parameters": None}, {**minimal, "attn_config": {"rope_theta": 500.0}}]
     if "text_config" in whole:
         files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
-    found: list[Any] = []
-    for config in files:
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except SpmdError as error:
-            found.append(str(error))
-    return found
+    return readings_of(files, with_reasons=True)
 
 
 NOTICED: dict[str, Any] = {"OlmoeForCausalLM": [], "Glm4vMoeForConditionalGeneration": pytest.mark.stress}
@@ -474,11 +464,10 @@ def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monke
     cases = [name for name in CASES if read_model_files(expert_folder(name)).model_config.architecture == architecture]
     assert cases
     required = tuple(FAMILIES[architecture].required)
-    right, silent = readings(architecture, required), []
-    for what, mutant in mutants(architecture):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture, required) == right and not any(is_case_noticed(name) for name in cases):
-            silent.append(what)
+    read = partial(readings, architecture, required)
+    silent = silent_mutants(
+        monkeypatch, architecture, mutants(architecture), read, lambda: any(map(is_case_noticed, cases))
+    )
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
+from family_checks import check_views_of_ranks, ids_and_logprobs, joined_logits, readings_of, without_each
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
 from plain_models import new_model
-from reference_models import random_prompt, reference_greedy, relative_error
+from reference_models import random_prompt, reference_greedy, relative_error, stateless
 from safetensors.torch import load_file, save_file
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -51,7 +51,7 @@ from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import Stage
 
 TOLERANCE = 1e-4
@@ -86,6 +86,11 @@ def their_logits(name: str, prompt: list[int], *, is_thinned: bool = False) -> T
 @cache
 def expected(name: str) -> list[Tensor]:
     return [their_logits(name, prompt) for prompt in PROMPTS]
+
+
+def logits_of_ranks(name: str, size: int) -> list[Tensor]:
+    new = partial(new_model, family_folder(name))
+    return joined_logits(size, new, lambda model: prompt_logits(model, PROMPTS))
 
 
 def worst_error(name: str, logits: list[Tensor]) -> float:
@@ -165,14 +170,8 @@ def each_with_sizes() -> pytest.MarkDecorator:
 @each_with_sizes()
 def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: tuple[int, ...]):
     folder = family_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
     for size in sizes:
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
-        assert worst_error(name, whole) < TOLERANCE, size
+        assert worst_error(name, logits_of_ranks(name, size)) < TOLERANCE, size
     whole = prompt_logits(new_model(folder), PROMPTS, 7)
     staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
     assert all(map(torch.equal, staged, whole))
@@ -181,14 +180,7 @@ def test_shard_logits_equal_transformers_and_stages_one_rank(name: str, sizes: t
 def test_comparison_detects_flat_norm_of_one_rank(monkeypatch: pytest.MonkeyPatch):
     """Negative control: each rank repeats its own heads instead of gathering the others'."""
     monkeypatch.setattr(Attention, "_all_ranks", lambda self, part, num_copies: torch.cat((part, part), dim=1))
-    folder = family_folder("olmo2")
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
-    assert worst_error("olmo2", whole) > 10 * TOLERANCE
+    assert worst_error("olmo2", logits_of_ranks("olmo2", 2)) > 10 * TOLERANCE
 
 
 @quick("gemma3_images", "gpt2", "phi3", slow=LIKE_OTHERS_IN_FILES)
@@ -211,13 +203,7 @@ def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
         parameter.data.zero_()
     assert other.load_weights(tensors.items()) == set(tensors)
     assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+    check_views_of_ranks(folder, tensors)
 
 
 def test_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -270,6 +256,7 @@ def test_names_of_newer_transformers_are_read_and_loaded(name: str, tmp_path: Pa
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+answers = partial(ids_and_logprobs, params=GREEDY)
 # With its answer the third begins before the 32 positions of the short factors of LongRoPE, and ends beyond.
 ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 26, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
@@ -280,13 +267,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
-
-
 @pytest.mark.gate("gemma2", "apertus", "cohere2", "glm4", "phi3_long", "gpt2", "olmo2")
 @quick("glm4", slow=LIKE_OTHERS)
 def test_greedy_ids_are_transformers(name: str):
@@ -294,22 +274,8 @@ def test_greedy_ids_are_transformers(name: str):
     rows = ROWS[1::2] if name in DENSE_CASES else ROWS
     rows = [row for row in rows if name != "phi3_long" or not 32 - GREEDY.max_tokens < len(row) <= 32]
     with LLM(family_folder(name), num_blocks=200, max_model_len=96) as llm:
-        ours = [ids for ids, _ in outputs(llm, rows)]
-    assert ours == [reference_greedy(_stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
-
-
-def _stateless(model: Any) -> Any:
-    """Without dynamic ropes, whose state `reference_greedy` resets."""
-
-    class Shown:
-        def __init__(self) -> None:
-            self.model = type("Inner", (), {"rotary_emb": type("Rope", (), {"__init__": lambda *_, **__: None})()})()
-            self.config = None
-
-        def generate(self, *arguments: Any, **settings: Any) -> Any:
-            return model.generate(*arguments, **settings)
-
-    return Shown()
+        ours = [ids for ids, _ in answers(llm, rows)]
+    assert ours == [reference_greedy(stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
 
 
 # One of each kind of layer: bounded scores and windows, rotated parts and fused tensors, LongRoPE, norms of whole
@@ -337,17 +303,17 @@ def each_type() -> list[Any]:
 def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}
     with LLM(family_folder(name), enable_prefix_caching=False, **given) as llm:
-        cold = [outputs(llm, [row])[0] for row in ROWS]
-        assert outputs(llm, ROWS) == cold, "alone and together"
+        cold = [answers(llm, [row])[0] for row in ROWS]
+        assert answers(llm, ROWS) == cold, "alone and together"
     with LLM(family_folder(name), **given) as llm:
-        assert outputs(llm, ROWS) == cold, "to be cached"
+        assert answers(llm, ROWS) == cold, "to be cached"
         warm = slice(2, 5)
-        assert [outputs(llm, [row])[0] for row in ROWS[warm]] == cold[warm], "warm"
+        assert [answers(llm, [row])[0] for row in ROWS[warm]] == cold[warm], "warm"
         # Whole blocks of 16, but for each row's last token.
         assert llm.llm_engine.counters.num_cached_prompt_tokens >= sum((len(row) - 1) // 16 * 16 for row in ROWS[warm])
     for way, settings in LAYOUTS.items():
         with LLM(family_folder(name), **{**given, **settings}) as llm:
-            assert outputs(llm, ROWS) == cold, way
+            assert answers(llm, ROWS) == cold, way
             assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
 
 
@@ -715,13 +681,7 @@ def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
         *("text.ties_by_default", "names.aliases", "names.ignores_later_layers", "rope.sections"),
         "names.token_classifier",
     )
-    tables = [
-        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "file_keys", "required")
-        for given in [getattr(row, table)]
-        for key in given
-    ]
-    return entries(row, Family(), *_TABLES, *unseen) + tables
+    return entries(row, Family(), *_TABLES, *unseen) + without_each(row, "defaults", "file_keys", "required")
 
 
 def readings(architecture: str) -> list[ModelConfig | str]:
@@ -749,12 +709,7 @@ def readings(architecture: str) -> list[ModelConfig | str]:
         found += tensors_of(replace(config, has_tied_embeddings=False))
     except (SpmdError, AssertionError) as error:
         found.append(str(error))
-    for config in (*minimal, *refused, *named):
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except SpmdError as error:
-            found.append(str(error))
-    return found
+    return found + readings_of((*minimal, *refused, *named), with_reasons=True)
 
 
 def is_case_noticed(name: str) -> bool:

@@ -7,44 +7,43 @@ its layers share with other gated delta nets and with latent attention is in the
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_checks import (
+    adapter_logits,
+    check_stages,
+    check_steps,
+    check_tensors,
+    logits_of_ranks,
+    planned_models,
+    readings_of,
+    silent_mutants,
+    without_each,
+)
 from family_mutants import entries
 from hybrid_runs import run_rows
 from kimi_checkpoints import KIMI_CASES, kimi_folder, kimi_reference, saved_kimi_folder, thinned_kimi_folder
 from model_configs import with_layers
 from our_model import is_noticed, load_model
-from peft import PeftModel
-from peft_adapters import peft_logits, write_adapter
 from plain_models import new_model
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file
-from state_segments import CHUNKS
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, KimiLinearConfig
 
 from kv_cache.cache_spec import BlockLayer, StateLayer
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
-from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.model_config.rope import RopeParameters
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
-from spmd_worker.worker.memory.estimate import cache_spec, weights_bytes
+from spmd_worker.ranks.topology import RankLayout, check_divides
+from spmd_worker.worker.memory.estimate import cache_spec
 
 TOLERANCE = 1e-4
 NAME, ARCHITECTURE = "kimi_linear", "KimiLinearForCausalLM"
@@ -66,11 +65,6 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
 
 
-def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    """Whether the states of all rows have the same bits."""
-    return all(torch.equal(*pair) for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
-
-
 @pytest.mark.guarantee("Models compute what transformers computes")
 @each_case
 def test_logits_and_ids_equal_transformers(name: str):
@@ -88,17 +82,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
 def test_steps_do_not_change_bits_or_states(dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
-    model = load_model(kimi_folder(NAME), dtype=dtype)
-    logits, states = run_rows([model], ROWS)
-    assert all(not each.isnan().any() for row in states for each in row)
-    for chunk in CHUNKS:
-        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
-        assert all(map(torch.equal, found, logits)), chunk
-        assert are_same(found_states, states), chunk
-    for row, alone in enumerate(ROWS):
-        found, found_states = run_rows([model], [alone])
-        assert torch.equal(found[0], logits[row])
-        assert are_same(found_states, [states[row]])
+    check_steps(load_model(kimi_folder(NAME), dtype=dtype), ROWS)
 
 
 @pytest.mark.stress
@@ -110,19 +94,8 @@ def test_bfloat16_is_near_float32():
 
 
 def test_shards_equal_transformers_and_stages_one_rank():
-    folder = kimi_folder(NAME)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 40)[0]]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
-    assert worst_error(NAME, whole) < TOLERANCE
-    cuts = (Stage(0, 1, is_first=True, is_last=False), Stage(1, 3, is_first=False, is_last=True))
-    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 40)
-    alone, states_of_one = run_rows([new_model(folder)], ROWS, 40)
-    assert all(map(torch.equal, staged, alone))
-    assert are_same(states, states_of_one)
+    assert worst_error(NAME, logits_of_ranks(kimi_folder(NAME), 2, ROWS, 40)) < TOLERANCE
+    check_stages(kimi_folder(NAME), 1, ROWS, 40)
 
 
 def test_ranks_that_do_not_divide_heads_are_rejected():
@@ -132,55 +105,30 @@ def test_ranks_that_do_not_divide_heads_are_rejected():
 
 def test_all_checkpoint_tensors_are_viewed_and_loaded():
     """By names of the hub, of files that transformers saves, and of its memory; on two ranks together all of each."""
-    folder = kimi_folder(NAME)
-    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
+    tensors = load_file(kimi_folder(NAME) / "model.safetensors")
     assert tensors["model.layers.0.self_attn.A_log"].shape == (1, 1, 4, 1)
     assert {"model.layers.0.mlp.up_proj.weight", "model.layers.1.block_sparse_moe.experts.7.w3.weight"} < set(tensors)
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters()) | dict(view.named_buffers())
-        assert {each: torch.equal(shown[each], tensors[each]) for each in shown} == dict.fromkeys(tensors, True)
-    for given in (tensors, load_file(saved_kimi_folder(NAME) / "model.safetensors"), kimi_reference(NAME).state_dict()):
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors)
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in dict(shown))
+    saved = load_file(saved_kimi_folder(NAME) / "model.safetensors")
+    check_tensors(kimi_folder(NAME), saved, kimi_reference(NAME).state_dict())
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @each_case
 def test_planned_bytes_equal_parameters_and_states(name: str):
     config = config_of(name)
-    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
-        for rank in range(size):
-            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
-            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
-            model = build_model(LayerContext(group, *options), config)
-            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
-            assert planned == sum(each.nbytes for each in model.parameters()), (size, rank)
-            spec = cache_spec(config, RankLayout(size), rank, dtype, 16)
-            num_taps = model.model.layers[0].linear_attn.conv.weight.shape[2]
-            net = StateLayer((4 // size, 12, 12), (num_taps - 1, 3 * 48 // size))
-            assert spec.states == (net, None, net)
-            assert spec.layers == (None, BlockLayer(1, 32 + 16, 0), None)
+    for layout, rank, dtype, model in planned_models(config):
+        spec, size = cache_spec(config, layout, rank, dtype, 16), layout.tensor_parallel_size
+        num_taps = model.model.layers[0].linear_attn.conv.weight.shape[2]
+        net = StateLayer((4 // size, 12, 12), (num_taps - 1, 3 * 48 // size))
+        assert spec.states == (net, None, net)
+        assert spec.layers == (None, BlockLayer(1, 32 + 16, 0), None)
 
 
 def test_adapters_of_all_projections_are_those_of_peft(tmp_path: Path):
     targets = ("q_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj", "kv_a_proj_with_mqa")
-    write_adapter(deepcopy(kimi_reference(NAME)), tmp_path, (("target_modules", targets),))
-    model, source = load_model(kimi_folder(NAME)), read_adapter(tmp_path)
-    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
-    loaded.commit(loaded.prepare(source))
-    reference = PeftModel.from_pretrained(deepcopy(kimi_reference(NAME)), tmp_path).eval()
-    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
-    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    reference = partial(deepcopy, kimi_reference(NAME))
+    logits, theirs = adapter_logits(kimi_folder(NAME), reference, targets, tmp_path, ROWS)
+    assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
     assert worst_error(NAME, logits) > 100 * TOLERANCE
 
@@ -221,50 +169,31 @@ def bare(**keys: Any) -> dict[str, Any]:
 
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, and without one of its defaults, names, keys or rules."""
-    found = entries(row, Family(), *UNSEEN)
-    for table in ("defaults", "file_keys", "required"):
-        for key in getattr(row, table):
-            others = {other: value for other, value in getattr(row, table).items() if other != key}
-            found.append((f"{table} {key}", replace(row, **{table: others})))
-    for key in row.names.parts:
-        parts = {other: name for other, name in row.names.parts.items() if other != key}
-        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
-    return found
+    tables = ("defaults", "file_keys", "required", "names.parts")
+    return entries(row, Family(), *UNSEEN) + without_each(row, *tables)
 
 
 def readings() -> list[Any]:
     """Meanings of files that leave out some keys; None for one that is rejected."""
     files = [{"architectures": [ARCHITECTURE]}, bare(), bare(mlp_bias=True, attention_bias=True)]
     files += [bare(first_k_dense_replace=2, head_dim=7), *(bare(**{key: "gelu"}) for key in ROW.required)]
-    found: list[Any] = []
-    for config in files:
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except ModelConfigError:
-            found.append(None)
-    return found
+    return readings_of(files)
 
 
 @pytest.mark.stress
 @pytest.mark.control("Models compute what transformers computes")
 def test_comparison_detects_each_row_entry_set_to_llama(monkeypatch: pytest.MonkeyPatch):
     folders = [each(name) for name in KIMI_CASES for each in (kimi_folder, thinned_kimi_folder)]
-    silent, right = [], readings()
-    assert [each is None for each in right] == [False] * 4 + [True] * len(ROW.required)
+    assert [each is None for each in readings()] == [False] * 4 + [True] * len(ROW.required)
     configs = [read_model_files(folder).model_config for folder in folders]
-    for what, mutant in mutants(ROW):
-        monkeypatch.setitem(FAMILIES, ARCHITECTURE, mutant)
-        if readings() != right:
-            continue
 
-        def logits_of(folder: Path) -> list[Tensor]:
-            config = read_model_files(folder).model_config
-            assert config == configs[folders.index(folder)], "the file is read otherwise"
-            return run_rows([new_model(folder)], ROWS[1:2])[0]
+    def logits_of(folder: Path) -> list[Tensor]:
+        config = read_model_files(folder).model_config
+        assert config == configs[folders.index(folder)], "the file is read otherwise"
+        return run_rows([new_model(folder)], ROWS[1:2])[0]
 
-        if not is_noticed(folders[:3], logits_of, lambda logits: True):
-            silent.append(what)
-    assert not silent, silent
+    is_any_noticed = partial(is_noticed, folders[:3], logits_of, lambda logits: True)
+    assert not silent_mutants(monkeypatch, ARCHITECTURE, mutants(ROW), readings, is_any_noticed)
 
 
 def config_of(name: str = NAME) -> ModelConfig:

@@ -12,21 +12,29 @@ from typing import Any
 
 import pytest
 import torch
+from family_checks import (
+    adapter_logits,
+    check_schedules,
+    check_stages,
+    check_steps,
+    check_tensors,
+    is_any_noticed,
+    logits_of_ranks,
+    planned_models,
+    readings_of,
+    silent_mutants,
+    without_each,
+)
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
 from mamba_checkpoints import MAMBA_CASES, mamba_folder, mamba_reference, open_mamba, thinned_mamba_folder
-from our_model import is_noticed, load_model
-from peft import PeftModel
-from peft_adapters import peft_logits, write_adapter
+from our_model import load_model
+from peft_adapters import write_adapter
 from plain_models import in_tiers, new_model
 from reference_models import random_prompt, relative_error
-from safetensors.torch import load_file
-from state_segments import CHUNKS
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -46,9 +54,8 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
-from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
-from spmd_worker.worker.memory.estimate import weights_bytes
+from spmd_worker.ranks.communicator import single_group
+from spmd_worker.ranks.topology import RankLayout, check_divides
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
@@ -86,6 +93,11 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
 
 
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    """Whether the logits of the first rows are transformers'."""
+    return max(map(relative_error, logits, expected(name))) < TOLERANCE
+
+
 @pytest.mark.guarantee("Models compute what transformers computes")
 @quick(*FEW, *WITHOUT_OTHERS, "jamba", among=MAMBA_CASES, rest=pytest.mark.matrix)
 def test_logits_and_ids_equal_transformers(name: str):
@@ -104,20 +116,10 @@ def test_logits_and_ids_equal_transformers(name: str):
 @quick("bamba", "falcon_mamba", "jamba")
 def test_steps_do_not_change_bits_or_states(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; slots and blocks hold NaN before."""
-    model = load_model(mamba_folder(name), dtype=dtype)
-    logits, states = run_rows([model], ROWS)
-    assert all(not each.isnan().any() for row in states for each in row)
+    logits = check_steps(load_model(mamba_folder(name), dtype=dtype), ROWS)
     if dtype == "bfloat16":
         # Rounded scores choose other experts for some tokens.
         assert 1e-4 < worst_error(name, logits) < (0.5 if name in ("nemotron", "granite", "jamba") else 0.2)
-    for chunk in CHUNKS:
-        found, found_states = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
-        assert all(map(torch.equal, found, logits)), chunk
-        assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both)), chunk
-    for row, alone in enumerate(ROWS):
-        found, found_states = run_rows([model], [alone])
-        assert torch.equal(found[0], logits[row])
-        assert all(map(torch.equal, found_states[0], states[row]))
 
 
 @pytest.mark.parametrize("name", ["falcon_norm", "falcon_norm_last", "bamba"])
@@ -151,42 +153,11 @@ class _Normed:
         return getattr(self.norm, name)
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "cached": {"enable_prefix_caching": True},
-    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
-    "recomputed": {"num_blocks": 37, "preemption_mode": "recompute", "block_size": 4},
-    "swapped": {"num_blocks": 37, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
-}
-
-
-def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
-
-
 @pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.stress
 @pytest.mark.parametrize("name", FEW)
 def test_row_has_equal_bits_in_any_schedule(name: str):
-    """By the engine: rows together, from cached prompts with their states, in chunks, and after preemption."""
-    rows = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 22, 40, 52, 130)]
-    rows.append(rows[-1][:128] + rows[0])
-    given = {"num_blocks": 200, "max_model_len": 144, "enable_prefix_caching": False}
-    with LLM(mamba_folder(name), **given) as llm:
-        cold = [outputs(llm, [row])[0] for row in rows]
-        assert outputs(llm, rows) == cold, "alone and together"
-    assert list(cold[1][0]) == their_greedy(name, rows[1], GREEDY.max_tokens)
-    for way, settings in SCHEDULES.items():
-        with LLM(mamba_folder(name), **{**given, **settings}) as llm:
-            assert outputs(llm, rows) == cold, way
-            counters = llm.llm_engine.counters
-            assert (counters.num_preemptions > 0) == (way in ("recomputed", "swapped")), way
-            if way == "cached":
-                assert [outputs(llm, [row])[0] for row in rows] == cold
-                assert counters.num_cached_prompt_tokens >= 2 * 128
+    check_schedules(mamba_folder(name), partial(their_greedy, name))
 
 
 @pytest.mark.control("A row's answer depends on the row alone")
@@ -217,33 +188,15 @@ def test_comparison_detects_scans_that_forget(monkeypatch: pytest.MonkeyPatch):
     ),
 )
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
-    folder = mamba_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
-
     for size in (2,) if name in ("nemotron", "granite_dense") else (2, 4):
-        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
-        assert worst_error(name, whole) < TOLERANCE, size
-    end = read_model_files(folder).model_config.num_layers
-    cuts = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
-    staged, states = run_rows([new_model(folder, stage=stage) for stage in cuts], ROWS, 33)
-    alone, states_of_one = run_rows([new_model(folder)], ROWS, 33)
-    assert all(map(torch.equal, staged, alone))
-    assert all(torch.equal(*pair) for both in zip(states, states_of_one, strict=True) for pair in zip(*both))
+        assert worst_error(name, logits_of_ranks(mamba_folder(name), size, ROWS, 33)) < TOLERANCE, size
+    check_stages(mamba_folder(name), 1, ROWS, 33)
 
 
 def test_comparison_detects_group_normed_by_each_rank(monkeypatch: pytest.MonkeyPatch):
     """Negative control: each rank norms its own heads where the group is on both."""
     monkeypatch.setattr(MambaNorm, "_gathered", lambda self, part: torch.cat((part, part), dim=1))
-    folder = mamba_folder("granite_dense")
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS[:2])[0]]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+    whole = logits_of_ranks(mamba_folder("granite_dense"), 2, ROWS[:2])
     assert max(map(relative_error, whole, expected("granite_dense"))) > 10 * TOLERANCE
 
 
@@ -254,25 +207,7 @@ def test_comparison_detects_group_normed_by_each_rank(monkeypatch: pytest.Monkey
 )
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory; on two ranks together all of each."""
-    folder = mamba_folder(name)
-    model, tensors = new_model(folder), load_file(mamba_folder(name) / "model.safetensors")
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
-    assert set(shown) == set(tensors)
-    for given in (tensors, mamba_reference(name).state_dict()):
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors)
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
-
-    def run(group: GroupHandle) -> dict[str, int]:
-        with new_model(folder, group).as_checkpoint() as view:
-            return {each: parameter.numel() for each, parameter in view.named_parameters()}
-
-    first, second = on_ranks(2, run)
-    assert all(first.get(each, 0) + second.get(each, 0) >= tensors[each].numel() for each in tensors)
+    check_tensors(mamba_folder(name), mamba_reference(name).state_dict())
 
 
 PLANNED = ("nemotron_latent", "granite_dense", "falcon_norm", "mamba2", "mamba1_biases", "falcon_mamba", "jamba")
@@ -281,14 +216,7 @@ PLANNED = ("nemotron_latent", "granite_dense", "falcon_norm", "mamba2", "mamba1_
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", PLANNED)
 def test_planned_bytes_equal_parameters(name: str):
-    config = read_model_files(mamba_folder(name)).model_config
-    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
-        for rank in range(size):
-            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
-            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
-            parameters = build_model(LayerContext(group, *options), config).parameters()
-            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
-            assert planned == sum(each.nbytes for each in parameters), (size, rank)
+    assert len(list(planned_models(read_model_files(mamba_folder(name)).model_config))) == 7
 
 
 @pytest.mark.stress
@@ -313,13 +241,7 @@ def test_int8_projections_stay_near_transformers(name: str):
 )
 def test_adapters_of_mamba_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
     folder = mamba_folder(name)
-    write_adapter(open_mamba(folder), tmp_path, (("target_modules", targets),))
-    model, source = load_model(folder), read_adapter(tmp_path)
-    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
-    loaded.commit(loaded.prepare(source))
-    reference = PeftModel.from_pretrained(open_mamba(folder), tmp_path).eval()
-    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
-    theirs = [peft_logits(reference, row) for row in ROWS]
+    logits, theirs = adapter_logits(folder, lambda: open_mamba(folder), targets, tmp_path, ROWS)
     assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
     assert worst_error(name, logits) > 100 * TOLERANCE
@@ -346,11 +268,8 @@ UNSEEN_MORE = ("names.ignored_prefixes", "norms.rounds_once", "norms.eps", "vari
 
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, and with one renamed part fewer."""
-    found = entries(row, Family(), *UNSEEN, *UNSEEN_MORE, "names.parts", "file_keys")
-    for key in row.names.parts:
-        parts = {other: name for other, name in row.names.parts.items() if other != key}
-        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
-    return found
+    unseen = (*UNSEEN, *UNSEEN_MORE, "names.parts", "file_keys")
+    return entries(row, Family(), *unseen) + without_each(row, "names.parts")
 
 
 BARE = (
@@ -364,14 +283,8 @@ BARE = (
 
 def readings(architecture: str) -> list[Any]:
     """Of the bare files; the reason for one that is rejected."""
-    found: list[Any] = []
-    for keys in BARE:
-        sizes = {"hidden_size": 128, "num_attention_heads": 16, "num_hidden_layers": 4, "vocab_size": 300}
-        try:
-            found.append(model_config_of({"architectures": [architecture], **sizes, **keys}, Path("config.json")))
-        except ModelConfigError as error:
-            found.append(str(error))
-    return found
+    sizes = {"hidden_size": 128, "num_attention_heads": 16, "num_hidden_layers": 4, "vocab_size": 300}
+    return readings_of(({"architectures": [architecture], **sizes, **keys} for keys in BARE), with_reasons=True)
 
 
 def our_logits(folder: Path) -> list[Tensor]:
@@ -385,18 +298,9 @@ def our_logits(folder: Path) -> list[Tensor]:
 )
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
-    silent, right = [], readings(architecture)
-    for what, mutant in mutants(FAMILIES[architecture]):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture) != right:
-            continue
-        rights = [
-            (mamba_folder(name), lambda logits, name=name: max(map(relative_error, logits, expected(name))) < TOLERANCE)
-            for name in cases
-        ]
-        if not any(is_noticed([folder], our_logits, is_right) for folder, is_right in rights):
-            silent.append(what)
-    assert not silent, silent
+    folders = {name: [mamba_folder(name)] for name in cases}
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def changed(name: str, change: Callable[[LayerConfig], LayerConfig]) -> list[Tensor]:

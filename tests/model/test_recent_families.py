@@ -15,36 +15,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_checks import (
+    adapter_logits,
+    check_stages,
+    check_steps,
+    check_tensors,
+    is_any_noticed,
+    logits_of_ranks,
+    planned_models,
+    readings_of,
+    silent_mutants,
+    without_each,
+)
 from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
-from our_model import is_noticed, load_model
-from peft import PeftModel
-from peft_adapters import peft_logits, write_adapter
+from our_model import load_model
 from plain_models import in_tiers, new_model
 from recent_checkpoints import CASES, recent_folder, recent_reference, thinned_recent_folder
 from reference_models import open_reference, random_prompt, relative_error
 from safetensors.torch import load_file, save_file
-from state_segments import CHUNKS
-from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError, ModelConfigError
-from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle
-from spmd_worker.ranks.topology import RankLayout, Stage, check_divides
-from spmd_worker.worker.memory.estimate import weights_bytes
+from spmd_worker.ranks.topology import RankLayout, check_divides
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 17, 70)]
@@ -70,6 +69,10 @@ def worst_error(name: str, logits: list[Tensor]) -> float:
     return max(map(relative_error, logits, expected(name)))
 
 
+def is_right(name: str, logits: list[Tensor]) -> bool:
+    return worst_error(name, logits) < TOLERANCE
+
+
 @pytest.mark.guarantee("Models compute what transformers computes")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_ids_equal_transformers(name: str):
@@ -91,14 +94,7 @@ def test_logits_and_ids_equal_transformers(name: str):
 @quick(*FEW)
 def test_steps_and_other_rows_change_no_bit(name: str, dtype: str):
     """Prompts cut anywhere, rows together and alone; blocks hold NaN before."""
-    model = load_model(recent_folder(name), dtype=dtype)
-    logits, _ = run_rows([model], ROWS)
-    assert not any(bool(each.isnan().any()) for each in logits)
-    for chunk in CHUNKS:
-        found, _ = run_rows([model], ROWS, chunk, is_fused=chunk != 7)
-        assert all(map(torch.equal, found, logits)), chunk
-    for row, alone in enumerate(ROWS):
-        assert torch.equal(run_rows([model], [alone])[0][0], logits[row])
+    check_steps(load_model(recent_folder(name), dtype=dtype), ROWS)
 
 
 @quick("llama4", "gemma4_small")
@@ -117,72 +113,36 @@ def test_engine_answers_as_transformers(name: str):
                 llm.generate([{"prompt_embeds": torch.zeros(3, 64)}], sampling)
 
 
-def stages_of(config: ModelConfig) -> tuple[Stage, Stage]:
-    half = config.num_layers // 2
-    return Stage(0, half, is_first=True, is_last=False), Stage(half, config.num_layers, is_first=False, is_last=True)
-
-
 @quick(*FEW)
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = recent_folder(name)
-
-    def run(group: GroupHandle) -> list[Tensor]:
-        model = new_model(folder, group)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in run_rows([model], ROWS, 33)[0]]
-
-    whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
-    assert worst_error(name, whole) < TOLERANCE
+    assert worst_error(name, logits_of_ranks(folder, 2, ROWS, 33)) < TOLERANCE
     config = read_model_files(folder).model_config
     if config.num_layer_inputs:
         with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported for this model"):
             check_divides(RankLayout(1, 2), config)
         return
-    staged, _ = run_rows([new_model(folder, stage=stage) for stage in stages_of(config)], ROWS, 33)
-    assert all(map(torch.equal, staged, run_rows([new_model(folder)], ROWS, 33)[0]))
+    check_stages(folder, config.num_layers // 2, ROWS, 33)
 
 
 @quick(*FEW)
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """By the names of files and of transformers' memory."""
-    folder = recent_folder(name)
-    model, tensors = new_model(folder), load_file(folder / "model.safetensors")
-    tensors = {each: tensor for each, tensor in tensors.items() if not model.weights.names.is_derived(each)}
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters()) | dict(view.named_buffers())
-        assert set(shown) == set(tensors)
-        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
-    for given in (tensors, recent_reference(name).state_dict()):
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors)
-        assert all(map(torch.equal, other.parameters(), model.parameters()))
+    check_tensors(recent_folder(name), recent_reference(name).state_dict())
 
 
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", CASES)
 def test_planned_bytes_equal_parameters(name: str):
-    config = read_model_files(recent_folder(name)).model_config
-    for size, dtype in ((1, "float32"), (2, "bfloat16"), (4, "float32")):
-        for rank in range(size):
-            group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
-            options = (ReferenceKernels(), SdpaBackend(), getattr(torch, dtype), torch.device("meta"))
-            parameters = build_model(LayerContext(group, *options), config).parameters()
-            planned = weights_bytes(config, RankLayout(size), rank, dtype, "cuda")
-            assert planned == sum(each.nbytes for each in parameters), (size, rank)
+    assert len(list(planned_models(read_model_files(recent_folder(name)).model_config))) == 7
 
 
 @quick("gemma4_small", among=FEW)
 def test_adapters_of_linear_layers_are_those_of_peft(name: str, tmp_path: Path):
     folder, targets = recent_folder(name), [*("q_proj", "k_proj", "gate_proj", "down_proj"), *INPUT_PROJECTIONS]
     targets = targets if name == "gemma4_small" else targets[:4]
-    write_adapter(open_reference(folder), tmp_path, (("target_modules", targets),))
-    model, source = load_model(folder), read_adapter(tmp_path)
-    loaded = LoadedAdapters(model, AdapterLimits(max_loras=2, max_lora_rank=8, max_cpu_loras=2))
-    loaded.commit(loaded.prepare(source))
-    reference = PeftModel.from_pretrained(open_reference(folder), tmp_path).eval()
-    logits, _ = run_rows([model], ROWS, 33, loaded=loaded, digests=[source.digest] * len(ROWS))
-    assert max(map(relative_error, logits, [peft_logits(reference, row) for row in ROWS])) < TOLERANCE
+    logits, theirs = adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS)
+    assert max(map(relative_error, logits, theirs)) < TOLERANCE
     # Control: it matters.
     assert worst_error(name, logits) > 100 * TOLERANCE
 
@@ -269,24 +229,12 @@ BARE = ({}, {"num_experts": 4, "num_local_experts": 8, "mlp_bias": True, "norm_t
 def mutants(row: Family) -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, and with one renamed part fewer."""
     found = entries(row, Family(), *UNSEEN, "names.parts", "file_keys")
-    for key in row.names.parts:
-        parts = {other: name for other, name in row.names.parts.items() if other != key}
-        found.append((f"names.parts {key}", replace(row, names=replace(row.names, parts=parts))))
-    for key in row.file_keys:
-        kept = {other: name for other, name in row.file_keys.items() if other != key}
-        found.append((f"file_keys {key}", replace(row, file_keys=kept)))
-    return found
+    return found + without_each(row, "names.parts", "file_keys")
 
 
 def readings(architecture: str) -> list[Any]:
     """Model configs of the bare files; None for one that is rejected."""
-    found: list[Any] = []
-    for keys in BARE:
-        try:
-            found.append(model_config_of({"architectures": [architecture], **keys}, Path("config.json")))
-        except ModelConfigError:
-            found.append(None)
-    return found
+    return readings_of({"architectures": [architecture], **keys} for keys in BARE)
 
 
 def our_logits(folder: Path) -> list[Tensor]:
@@ -298,16 +246,9 @@ def our_logits(folder: Path) -> list[Tensor]:
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (recent_folder(name), thinned_recent_folder(name)) for name in cases}
-    silent, right = [], readings(architecture)
-    assert None not in right
-    for what, mutant in mutants(FAMILIES[architecture]):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture) != right:
-            continue
-        rights = [(folders[name], lambda logits, name=name: worst_error(name, logits) < TOLERANCE) for name in cases]
-        if not any(is_noticed(each, our_logits, is_right) for each, is_right in rights):
-            silent.append(what)
-    assert not silent, silent
+    assert None not in readings(architecture)
+    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
+    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
 
 
 def with_layers(name: str, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from our_model import prompt_logits
+from plain_models import new_model
 from reference_models import (
     CheckpointSpec,
     LlamaConfig,
@@ -24,11 +25,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.model.layers import attention, linear
-from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.registry import build_model
-from spmd_worker.model_config.model_config import read_model_files
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import GroupHandle
 
 PROMPTS = [random_prompt(length, seed=11) for length in (1, 17, 60)]
 CASES = [
@@ -49,13 +46,9 @@ CASES = [
 
 def sharded_logits(folder: Path, size: int, prompts: list[list[int]]) -> list[list[Tensor]]:
     """Every rank's logits of its own token ids, without padding, for each prompt."""
-    shape = read_model_files(folder).model_config
 
-    def run(group) -> list[Tensor]:
-        context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
-        model = build_model(context, shape)
-        with model.weights.open(folder) as checkpoint:
-            model.weights.fill(checkpoint)
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
         return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, prompts)]
 
     return on_ranks(size, run)

@@ -3,12 +3,11 @@
 Each run checks queues, tables, pools and slots against each other after every step (SPMD_WORKER_CHECK).
 """
 
-from functools import cache
 from typing import Any
 
 import pytest
 from mamba_checkpoints import mamba_folder
-from state_models import answers, state_folder
+from state_models import alone, answers, state_folder
 from state_rows import SETTINGS, answers_of, state_rows
 
 from spmd_worker import LLM, SamplingParams
@@ -36,18 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_VARIABLE, "1")
-
-
-@cache
-def alone(kind: str, num_samples: int = 1) -> list[Any]:
-    """Each row by itself, whole, with an empty cache."""
-    rows, params = state_rows(num_samples=num_samples)
-    found = []
-    with LLM(state_folder(kind), **SETTINGS) as llm:
-        for row, sampling in zip(rows, params, strict=True):
-            found += answers_of(llm.generate([row], [sampling], use_tqdm=False))
-            llm.reset_prefix_cache()
-    return found
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")

@@ -81,7 +81,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-_THIN_KEYS = {"layer_types": "full_attn_idxs", "intermediate_size": "block_ff_dim"}
 
 
 @cache

@@ -90,13 +90,6 @@ def delta_reference(name: str) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
-def delta_logits(name: str, prompt: list[int]) -> Tensor:
-    """transformers' logits [T, vocabulary] of one forward pass."""
-    logits: Tensor = delta_reference(name)(torch.tensor([prompt]), use_cache=False).logits[0].float()
-    return logits
-
-
 def delta_config(name: str) -> Any:
     """transformers' configuration of a case."""
     config_class, _, given = _CASES[name]

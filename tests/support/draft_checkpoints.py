@@ -14,7 +14,7 @@ import torch
 from delta_checkpoints import delta_config, delta_folder, stir_hybrid
 from expert_checkpoints import expert_folder
 from latent_checkpoints import latent_folder
-from reference_models import CHECKPOINTS, CheckpointSpec, checkpoint_folder, edit_config, write_checkpoint
+from reference_models import CheckpointSpec, edit_config, write_checkpoint
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -125,13 +125,6 @@ def small_draft_folder(vocab_size: int = 211) -> Path:
     overrides = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     spec = CheckpointSpec(LlamaConfig, {**overrides, "head_dim": 16, "vocab_size": vocab_size})
     return made_once(f"small draft {vocab_size}", lambda folder: write_checkpoint(folder, spec, seed=7))
-
-
-def copied_target(folder: Path, name: str = EAGLE_TARGET) -> Path:
-    """A copy of a checkpoint, to be changed."""
-    assert name in CHECKPOINTS, name
-    shutil.copytree(checkpoint_folder(name), folder)
-    return folder
 
 
 def _write_mtp(folder: Path, source: Path) -> None:

@@ -3,7 +3,6 @@
 Knows how to make and to end them. Knows nothing about what is tested.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -92,15 +91,3 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def open_descriptors() -> list[str]:
-    """What this process has open: sockets and pipes by what they are."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            # The one that lists.
-            continue
-    return found

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -253,6 +254,18 @@ def reference_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], num
 def forget_rotary_state(model: PreTrainedModel) -> None:
     """transformers' dynamic scaling remembers the longest input it has seen; ours knows one row at a time."""
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+
+
+def stateless(model: Any) -> Any:
+    """The model without dynamic ropes, whose state `reference_greedy` resets."""
+    shown = SimpleNamespace(config=None, generate=model.generate)
+    shown.model = SimpleNamespace(rotary_emb=_Stateless())
+    return shown
+
+
+class _Stateless:
+    def __init__(self, config: Any = None) -> None:
+        pass
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -41,3 +41,15 @@ def answers(kind: str, num_samples: int = 1, **settings: Any) -> tuple[list[Any]
     with LLM(state_folder(kind), **{**SETTINGS, **settings}) as llm:
         found = answers_of(llm.generate(rows, params, use_tqdm=False))
         return found, llm.llm_engine.counters
+
+
+@cache
+def alone(kind: str, num_samples: int = 1) -> list[Any]:
+    """Each row by itself, whole, with an empty cache."""
+    rows, params = state_rows(num_samples=num_samples)
+    found = []
+    with LLM(state_folder(kind), **SETTINGS) as llm:
+        for row, sampling in zip(rows, params, strict=True):
+            found += answers_of(llm.generate([row], [sampling], use_tqdm=False))
+            llm.reset_prefix_cache()
+    return found

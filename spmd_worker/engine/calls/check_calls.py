@@ -1,8 +1,8 @@
 """Calls by which an engine checks itself and says how it computes: its weights and its numerical policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spmd_worker.base.errors import CheckpointError, WeightMismatchError
 from spmd_worker.base.numerical_policy import NumericalPolicy
@@ -11,6 +11,8 @@ from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
 from spmd_worker.model.weights.weight_comparison import digest_of_all
 from spmd_worker.replica.sequence.sleep_tags import WEIGHTS
+
+Result = TypeVar("Result")
 
 
 class CheckCalls:
@@ -63,18 +65,30 @@ class CheckCalls:
         if difference:
             raise WeightMismatchError(difference)
 
-    def _check(self, call: str, settings: dict[str, str | None], check: Callable[[], Any]) -> Any:
-        engine = self._engine
-        with engine.calls.inside(call):
-            engine.life.check_open()
+    def _check(self, call: str, settings: Mapping[str, str | None], check: Callable[[], Any]) -> Any:
+        return with_complete_weights(self._engine, self._turns, call, settings, check)
 
-            def prepare() -> None:
-                if WEIGHTS in engine.executor.sleeping_tags:
-                    engine.life.check_awake()
-                engine.changes.complete_weights()
 
-            self._turns.check_outside(call)
-            agree_to_compute(engine, call, prepare, settings, lambda _: None)
-            # Commits and versions that were queued take effect.
-            engine.changes.ended += engine.run_step()
-            return check()
+def with_complete_weights(
+    engine: Engine,
+    turns: PerRankCalls,
+    call: str,
+    settings: Mapping[str, str | int | None],
+    compute: Callable[[], Result],
+) -> Result:
+    """Result of `compute` between two steps, when all ranks agree on the call and weights that were loaded are
+    committed. Raises RuntimeError while weights sleep, MissingWeightsError for an incomplete update.
+    """
+    with engine.calls.inside(call):
+        engine.life.check_open()
+
+        def prepare() -> None:
+            if WEIGHTS in engine.executor.sleeping_tags:
+                engine.life.check_awake()
+            engine.changes.complete_weights()
+
+        turns.check_outside(call)
+        agree_to_compute(engine, call, prepare, settings, lambda _: None)
+        # Commits and versions that were queued take effect.
+        engine.changes.ended += engine.run_step()
+        return compute()

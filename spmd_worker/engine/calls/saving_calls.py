@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from spmd_worker.engine.data_parallel.agreement import agree_to_compute
+from spmd_worker.engine.calls.check_calls import with_complete_weights
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
-from spmd_worker.replica.sequence.sleep_tags import WEIGHTS
 from spmd_worker.worker.save_options import DEFAULT_SIZE, saved_folder, size_in_bytes
 
 
@@ -64,17 +63,4 @@ class SavingCalls:
         self._save("save_streamed", folder, {}, lambda: executor.save_streamed(folder))
 
     def _save(self, call: str, folder: Path, settings: dict[str, str | int | None], save: Callable[[], None]) -> None:
-        engine = self._engine
-        with engine.calls.inside(call):
-            engine.life.check_open()
-
-            def prepare() -> None:
-                if WEIGHTS in engine.executor.sleeping_tags:
-                    engine.life.check_awake()
-                engine.changes.complete_weights()
-
-            self._turns.check_outside(call)
-            agree_to_compute(engine, call, prepare, {"path": str(folder), **settings}, lambda _: None)
-            # Commits and versions that were queued take effect.
-            engine.changes.ended += engine.run_step()
-            save()
+        with_complete_weights(self._engine, self._turns, call, {"path": str(folder), **settings}, save)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Final
 
 from spmd_worker.frontends.report.drawing import NARROW_INCHES, add_legend, draw_figure, legend_inches, time_unit
 from spmd_worker.frontends.report.pool_charts import IDLE, KIND_LOOKS, Lane, PoolLife
-from spmd_worker.frontends.report.text import compact
+from spmd_worker.frontends.report.text import compact, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def draw_leases(life: PoolLife, width_inches: float) -> str:
 def _rows_figure(life: PoolLife, width_inches: float) -> "Figure":
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    names = [_shorten(layer.label, 24) for layer in life.layers]
+    names = [shortened(layer.label, 24) for layer in life.layers]
     above_inches = legend_inches(names, width_inches) if names else 0.1
     figure, axes, scale = _make_axes(life, width_inches, 0.62, above_inches, _PLOT_INCHES)
     times = [time_s / scale for time_s in life.times_s]
@@ -67,7 +67,7 @@ def _leases_figure(life: PoolLife, width_inches: float) -> "Figure":
     if any(lane.status == "dead" for lane in life.lanes):
         handles.append(Line2D([], [], color=_INK, marker="x", linestyle="none", label="last heartbeat of a dead one"))
     above_inches = legend_inches([str(each.get_label()) for each in handles], width_inches)
-    labels = [_shorten(lane.worker, _NAME_CHARACTERS[is_wide]) for lane in life.lanes]
+    labels = [shortened(lane.worker, _NAME_CHARACTERS[is_wide]) for lane in life.lanes]
     left_inches = 0.12 + 0.062 * max(map(len, labels), default=0)
     figure, axes, scale = _make_axes(life, width_inches, left_inches, above_inches, lane_inches * max(len(labels), 1))
     for row, lane in enumerate(life.lanes):
@@ -108,10 +108,3 @@ def _make_axes(
     axes.xaxis.set_major_locator(MaxNLocator(8 if width_inches > NARROW_INCHES else 4, steps=_ROUND))
     axes.set_xlabel(f"{unit} since the first worker joined", fontsize=7, labelpad=2)
     return figure, axes, scale_us / 1e6
-
-
-def _shorten(name: str, characters: int) -> str:
-    if len(name) <= characters:
-        return name
-    tail = characters // 2
-    return f"{name[: characters - tail - 1]}…{name[len(name) - tail :]}"

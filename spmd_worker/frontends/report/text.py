@@ -44,3 +44,11 @@ def share(part: float, total: float) -> str:
     if 0 < percent < 0.1:
         return "under 0.1 %"
     return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
+
+
+def shortened(name: str, characters: int) -> str:
+    """The beginning and the end of a name, which tell workers of a host apart."""
+    if len(name) <= characters:
+        return name
+    tail = characters // 2
+    return f"{name[: characters - tail - 1]}…{name[len(name) - tail :]}"

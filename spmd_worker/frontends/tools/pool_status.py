@@ -12,7 +12,7 @@ from spmd_worker.frontends.batch.pool.pool_history import Holding, read_history
 from spmd_worker.frontends.batch.pool.pool_progress import PoolProgress, WorkerProgress, make_progress
 from spmd_worker.frontends.batch.pool.store import PoolStore
 from spmd_worker.frontends.batch.pool.view import RangeState, read_pool
-from spmd_worker.frontends.report.text import compact, count, duration, share
+from spmd_worker.frontends.report.text import compact, count, duration, share, shortened
 from spmd_worker.frontends.tools.run_dir import is_missing
 
 _MIN_COLUMNS: Final = 80
@@ -101,7 +101,7 @@ def _table(progress: PoolProgress, columns: int) -> list[str]:
     lines = []
     for row in cells:
         name, status, *numbers = row
-        texts = [_shorten(name, widths[0]).ljust(widths[0]), status.ljust(widths[1])]
+        texts = [shortened(name, widths[0]).ljust(widths[0]), status.ljust(widths[1])]
         lines.append("  " + "  ".join([*texts, *(text.rjust(width) for text, width in zip(numbers, widths[2:]))]))
     rest = ordered[_MAX_WORKERS:]
     if rest:
@@ -190,11 +190,3 @@ def _age(seconds: float) -> str:
         if seconds < limit_s:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{seconds / 86400:.0f} d"
-
-
-def _shorten(name: str, columns: int) -> str:
-    """The beginning and the end of a name, which tell workers of a host apart."""
-    if len(name) <= columns:
-        return name
-    tail = columns // 2
-    return f"{name[: columns - tail - 1]}…{name[len(name) - tail :]}"

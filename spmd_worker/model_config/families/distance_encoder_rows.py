@@ -4,6 +4,7 @@ https://arxiv.org/abs/2006.03654), by the architecture without a head; rows as i
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
@@ -84,14 +85,6 @@ def _with_distances(
     return tuple([replace(layer, scale=scale, distances=distances) for layer in layers])
 
 
-def _with_buckets(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    return _with_distances(reader, layers, has_buckets=True)
-
-
-def _without_buckets(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    return _with_distances(reader, layers, has_buckets=False)
-
-
 def _without_positions(family: Family) -> Family:
     """The row of files whose input has no positions; those of older releases have their table."""
     names = family.names
@@ -161,7 +154,7 @@ _V2: Final = Family(
         "num_attention_heads": 24,
         "intermediate_size": 6144,
     },
-    layers=_with_buckets,
+    layers=partial(_with_distances, has_buckets=True),
 )
 _V1: Final = replace(
     _V2,
@@ -190,7 +183,7 @@ _V1: Final = replace(
         "num_attention_heads": 12,
         "intermediate_size": 3072,
     },
-    layers=_without_buckets,
+    layers=partial(_with_distances, has_buckets=False),
 )
 DISTANCE_ENCODERS: Final[dict[str, Family]] = {
     "DebertaV2Model": _with_variant(_V2),

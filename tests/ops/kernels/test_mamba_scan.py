@@ -1,10 +1,12 @@
 """The compiled recurrence of Mamba2: near the reference, with the same bits in whatever steps a row is computed."""
 
+from functools import partial
+
 import pytest
 import torch
 from native_builds import library_for
 from native_libraries import each_vector_library
-from state_segments import CHUNKS, segments_of, steps_of
+from state_segments import check_nan_of_others, check_scan_steps, segments_of, steps_of
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import MambaConfig
@@ -73,29 +75,13 @@ def test_scans_agree_with_plain_torch(instruction_set: str, dtype: torch.dtype, 
 
 @each_dtype
 def test_scan_steps_do_not_change_bits(dtype: torch.dtype):
-    kernels, inputs = kernels_for(), [tokens(SMALL, count, dtype, count) for count in (130, 1, 66)]
-    expected = scanned(kernels, inputs, 130)
-    assert not expected[-1].isnan().any()
-    for chunk in CHUNKS:
-        assert all(map(torch.equal, scanned(kernels, inputs, chunk), expected)), chunk
-    for row, each in enumerate(inputs):
-        alone, states = scanned(kernels, [each], 130)
-        assert torch.equal(alone, expected[row])
-        assert torch.equal(states[0], expected[-1][row])
-    # Control: a scan that forgets what came before.
-    first, second = ([each[part] for each in inputs[0]] for part in (slice(65), slice(65, None)))
-    parts = [scanned(kernels, [part], 130)[0] for part in (first, second)]
-    assert not torch.equal(torch.cat(parts), expected[0])
+    inputs = [tokens(SMALL, count, dtype, count) for count in (130, 1, 66)]
+    check_scan_steps(partial(scanned, kernels_for()), inputs)
 
 
 def test_other_rows_of_nan_change_nothing():
-    kernels, inputs = kernels_for(), [tokens(SMALL, count, torch.float32, count) for count in (20, 9)]
-    expected = scanned(kernels, inputs, 20)
-    inputs[1] = tuple(torch.full_like(each, NAN) for each in inputs[1])
-    found = scanned(kernels, inputs, 20)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[-1][0], expected[-1][0])
-    assert found[-1][1].isnan().all()
+    inputs = [tokens(SMALL, count, torch.float32, count) for count in (20, 9)]
+    check_nan_of_others(partial(scanned, kernels_for()), inputs)
 
 
 def test_threads_do_not_change_scans():

@@ -6,7 +6,6 @@ python tests/ops/kernels/triton_adapter_cases.py gate         a few of them
 python tests/ops/kernels/triton_adapter_cases.py cuda         all on a GPU, in bfloat16 too
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from triton_cases import run
+from triton_cases import report, set_device
 
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.triton import adapters, expert_kernels, matmul, placing, rows, tiles
@@ -308,9 +307,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     adapters.MIN_PIECE = 128
     if is_interpreted():
         expert_kernels.BLOCK = 64
@@ -319,7 +316,7 @@ def main() -> None:
         matmul.tile_for = lambda *sizes, is_gated: tiles.Tile(32, 16, 16, 4, 2, False, False, False)
     with torch.inference_mode():
         chosen = GATE if "gate" in sys.argv else (*GATE, *OTHERS)
-        print(json.dumps({case.__name__: run(case) for case in chosen}))
+        report(chosen)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@
 """
 
 import itertools
-import json
 import math
 import random
 import sys
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from decoding_steps import decoding
 from paged_steps import columns_of
-from triton_cases import BLOCK, assert_near, in_gate, run
+from triton_cases import BLOCK, assert_near, in_gate, report, set_device
 
 from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -29,7 +28,6 @@ from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.triton import attention, attention_kernels
 from spmd_worker.ops.kernels.triton.attention import Launches, Tile
-from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.worker.runner.batch_state import BatchState
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, head size
@@ -490,12 +488,10 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     attention_kernels.TILE, attention_kernels.SEGMENT = 16, 32
     with tiles():
-        print(json.dumps({case.__name__: run(case) for case in CASES}))
+        report(CASES)
 
 
 if __name__ == "__main__":

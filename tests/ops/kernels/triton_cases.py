@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -381,15 +381,25 @@ def run(case: Callable[[], None]) -> str:
     return ""
 
 
-def main() -> None:
+def set_device() -> None:
+    """The device of the command line, as the default; one thread."""
     torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
     assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
+
+
+def report(cases: Iterable[Callable[[], None]]) -> None:
+    """Run cases and print {case: what went wrong, or ""}."""
+    print(json.dumps({case.__name__: run(case) for case in cases}))
+
+
+def main() -> None:
+    set_device()
     sampling_kernels.PIECE, sampling_kernels.BLOCK = 16, 32
     if is_interpreted():
         sampling_kernels.PART, sampling_kernels.FILTER_BLOCK, sampling_kernels.LISTED = 64, 64, 16
     matmul.FLOAT32 = tiles.Tile(32, 16, 32, 4, 2, False, False, False)
-    print(json.dumps({case.__name__: run(case) for case in CASES}))
+    report(CASES)
 
 
 if __name__ == "__main__":

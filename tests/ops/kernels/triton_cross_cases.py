@@ -4,8 +4,6 @@ TRITON_INTERPRET=1 python tests/ops/kernels/triton_cross_cases.py          print
 python tests/ops/kernels/triton_cross_cases.py cuda                        the same on a GPU
 """
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from image_rows import ImageRun
 from our_model import encoder_states
 from rows_of_encoders import cross_row
 from torch import Tensor
-from triton_cases import assert_near, in_gate, run
+from triton_cases import assert_near, in_gate, report, set_device
 
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -25,7 +23,6 @@ from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
-from spmd_worker.ops.kernels.triton.launching import is_interpreted
 from spmd_worker.ranks.communicator import single_group
 
 _SIZES: dict[str, Any] = {"vocab_size": 160, "d_model": 32, "max_position_embeddings": 48}
@@ -91,10 +88,8 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
-    print(json.dumps({case.__name__: run(case) for case in (CASES[:1] if in_gate() else CASES)}))
+    set_device()
+    report(CASES[:1] if in_gate() else CASES)
 
 
 if __name__ == "__main__":

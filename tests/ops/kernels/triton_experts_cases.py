@@ -6,7 +6,6 @@ python tests/ops/kernels/triton_experts_cases.py gate         a few of them
 python tests/ops/kernels/triton_experts_cases.py cuda         all on a GPU, in bfloat16 too
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_cases import run
+from triton_cases import report, set_device
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward, _weighted_sum, select_experts
@@ -373,9 +372,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     if is_interpreted():
         # numpy adds a step along K in its own order.
         matmul.tile_for = lambda *sizes, is_gated: Tile(32, 16, 16, 4, 2, False, False, False)
@@ -384,7 +381,7 @@ def main() -> None:
         experts.ROUTER = experts.ROUTER_MANY_ROWS = Tile(16, 16, 16, 4, 2)
     with torch.inference_mode():
         chosen = GATE if "gate" in sys.argv else (*GATE, *OTHERS)
-        print(json.dumps({case.__name__: run(case) for case in chosen}))
+        report(chosen)
 
 
 if __name__ == "__main__":

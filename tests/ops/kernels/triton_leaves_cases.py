@@ -8,15 +8,13 @@ triton_cases.py.
 Interpreted, a step along K is one numpy product, so only tiles with the same step have the same bits; on a GPU all do.
 """
 
-import json
 import multiprocessing
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton_cases import Peers, run
+from triton_cases import Peers, report, set_device
 
 from spmd_worker.ops.kernels.triton import launching, leaf_kernels, leaf_matmul, matmul, peer_sums, rows, tiles
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
@@ -297,13 +295,11 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_on_gpu() == ("cuda" in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     if is_on_gpu():
         with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
             pool.map(compile_one, range(NUM_PROCESSES))
-    print(json.dumps({case.__name__: run(case) for case in CASES}))
+    report(CASES)
 
 
 if __name__ == "__main__":

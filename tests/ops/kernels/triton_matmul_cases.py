@@ -7,15 +7,13 @@
 Interpreted, a step along K is one numpy product, so only tiles with the same step have the same bits; on a GPU all do.
 """
 
-import json
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_cases import run
+from triton_cases import report, set_device
 
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.triton import launching, matmul, tile_table, tiles
@@ -215,13 +213,11 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_on_gpu() == ("cuda" in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     if is_on_gpu():
         with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
             pool.map(compile_one, range(NUM_PROCESSES))
-    print(json.dumps({case.__name__: run(case) for case in CASES}))
+    report(CASES)
 
 
 if __name__ == "__main__":

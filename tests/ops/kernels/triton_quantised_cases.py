@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from triton_cases import run
+from triton_cases import report, run, set_device
 
 from spmd_worker.ops.kernels.fp8 import Fp8Weights, ReferenceFp8Kernels, products, quantised, scales_of
 from spmd_worker.ops.kernels.int8 import Int8Kernels, row_maxima
@@ -498,9 +498,7 @@ def run_on_gpu(name: str) -> str:
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     if is_interpreted():
         for module, kind, rows in ((fp8, Fp8Tile, 32), (int8, Int8Tile, 16)):
             for name in [each for each, tile in vars(module).items() if isinstance(tile, kind)]:
@@ -512,7 +510,7 @@ def main() -> None:
         with ProcessPoolExecutor(_PROCESSES, get_context("spawn")) as pool:
             print(json.dumps(dict(zip(names, pool.map(run_on_gpu, names), strict=True))))
         return
-    print(json.dumps({case.__name__: run(case) for case in cases}))
+    report(cases)
 
 
 if __name__ == "__main__":

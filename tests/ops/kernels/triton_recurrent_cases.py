@@ -4,15 +4,13 @@ TRITON_INTERPRET=1 python tests/ops/kernels/triton_recurrent_cases.py       prin
 python tests/ops/kernels/triton_recurrent_cases.py cuda                     the same on a GPU
 """
 
-import json
-import sys
 from collections.abc import Callable
 from unittest import mock
 
 import torch
 from kept_tokens import COUNTS, check_kept
 from state_segments import segments_of
-from triton_cases import in_gate, run
+from triton_cases import in_gate, report, set_device
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
@@ -208,10 +206,8 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
-    print(json.dumps({case.__name__: run(case) for case in CASES}))
+    set_device()
+    report(CASES)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Both layers have the same numbers: those of the dequantised one are `dequantise.
 checkpoint's are when it is loaded, not what the product decodes for itself.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from triton_cases import run
+from triton_cases import report, set_device
 from triton_experts_cases import floats, outputs
 
 from spmd_worker.model.layers.context import LayerContext
@@ -264,9 +263,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
-    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
-    torch.set_num_threads(1)
+    set_device()
     if is_interpreted():
         # numpy adds a step along K in its own order, so both layers have the same tiles.
         matmul.tile_for = lambda *sizes, is_gated: Tile(32, 16, 32, 4, 2, False, False, False)
@@ -277,7 +274,7 @@ def main() -> None:
     assert stored_kernels.PLAIN.value == 0
     with torch.inference_mode():
         asked = GATE if "gate" in sys.argv else (*GATE, *OTHERS)
-        print(json.dumps({case.__name__: run(case) for case in asked}))
+        report(asked)
 
 
 if __name__ == "__main__":
