@@ -81,7 +81,7 @@ COMPARED = """
 import sys
 from pathlib import Path
 import torch
-from native_libraries import native
+from native_builds import native
 from spmd_worker.native.build import Built
 from spmd_worker.native.library import load
 from test_thread_pool import are_equal, results_of
@@ -90,6 +90,7 @@ planted = load(Built(Path(sys.argv[1]), is_private=False))
 torch.set_num_threads(1)
 alone = results_of(native(), torch.bfloat16)
 torch.set_num_threads(3)
+print("begun", flush=True)
 print(all(are_equal(results_of(planted, torch.bfloat16), alone) for _ in range(10)))
 """
 """In a process of its own: threads that nobody waits for write where the calling thread has other things by then."""
@@ -121,7 +122,9 @@ def test_item_without_wait_is_detected(right, wrong, tmp_path, monkeypatch):
     monkeypatch.undo()
     folders = os.pathsep.join((*ranks.IMPORT_PATH, str(Path(__file__).parent)))
     done = ranks.run_command([sys.executable, "-c", COMPARED, str(path)], 300.0, {"PYTHONPATH": folders})
-    is_equal = done.returncode == 0 and done.stdout == "True\n"
+    # A program that ends before it compares has seen nothing.
+    assert done.stdout.startswith("begun\n"), done.output
+    is_equal = done.returncode == 0 and done.stdout == "begun\nTrue\n"
     assert is_equal == (right == wrong), done.output
 
 
