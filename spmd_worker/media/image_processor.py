@@ -104,6 +104,8 @@ def read_image_processor(
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
     levels = (HALVES, HALVES) if settings.is_siglip else rule.levels
     mean, std = settings.levels("image_mean", levels[0]), settings.levels("image_std", levels[1])
+    if numbers.get("is_padded") and not all(0 <= each <= 1 for each in mean):
+        raise settings.file.error("image_mean", "must be a colour, numbers from 0 to 1: it fills a picture's square")
     if not settings.file.flag(_NORMALISE, rule.normalises):
         mean, std = PLAIN
     scale = settings.of("rescale_factor").number("rescale_factor", 1 / 255)
