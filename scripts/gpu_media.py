@@ -78,7 +78,15 @@ class Media:
         return expected
 
     def images(self, kind: str) -> None:
-        from image_models import OTHERS, PICTURES, image_folder, image_reference, image_token_id, prompt_of, their_logprobs
+        from image_models import (
+            OTHERS,
+            PICTURES,
+            image_folder,
+            image_reference,
+            image_token_id,
+            prompt_of,
+            their_logprobs,
+        )
 
         pictures = (PICTURES, OTHERS, PICTURES[:1], PICTURES[1:])
         prompts = [prompt_of(kind, list(each)) for each in pictures]

@@ -253,7 +253,12 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("lighton_ocr", {"patch_size": 0}, {}, r"patch_size=0 must be a whole number"),
     ("deepseek_vl", {"do_pad": False}, {}, r"do_pad=False is not supported, only true"),
     ("deepseek_vl", {"min_size": 85}, {}, r"min_size=85 must be a whole number from 1 to 84"),
-    ("deepseek_vl", {"image_mean": [0.5, -0.1, 0.5]}, {}, r"image_mean=.* must be a colour, numbers from 0 to 1: it fills"),
+    (
+        "deepseek_vl",
+        {"image_mean": [0.5, -0.1, 0.5]},
+        {},
+        r"image_mean=.* must be a colour, numbers from 0 to 1: it fills",
+    ),
     (
         "llava",
         {"image_mean": 1.1, "do_pad": True, "image_processor_type": "LlavaImageProcessor"},
