@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_models import MODELS, byte_tokenizer, media_processor, noise
+from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
 from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
@@ -275,7 +275,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(has_gemma4=True)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
-from media_models import MODELS, byte_tokenizer, noise
+from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
@@ -106,7 +106,9 @@ def media_kind(kind: str) -> str:
 
 @cache
 def tokenizer_of_images(kind: str) -> Tokenizer:
-    return byte_tokenizer(has_gemma4=kind.startswith("gemma4"))
+    if kind.startswith("gemma4"):
+        return byte_tokenizer(*GEMMA4_SPECIAL)
+    return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
 def image_folder(kind: str) -> Path:

@@ -19,15 +19,17 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 SPECIAL: Final = (
     *("<eos>", "<bos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>"),
-    *("<|vision_pad|>", "<image_placeholder>"),
     *("<end_of_image>", "<image_soft_token>", "<image>", "<video>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>"),
     *("</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)),
     *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
-    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
 GEMMA4_SPECIAL: Final = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
+PAGE_SPECIAL: Final = (
+    *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|vision_pad|>", "<image_placeholder>"),
+)
+"""Of PaddleOCR-VL, LightOnOCR and DeepSeek-VL."""
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
 
@@ -162,9 +164,9 @@ def media_processor(folder: Path, kind: str, settings: dict[str, Any] | None = N
     return read_image_processor(media_folder(folder / kind, kind, settings, **config), VisionConfig(kind, 1), None)
 
 
-def byte_tokenizer(*, has_gemma4: bool = False) -> Tokenizer:
+def byte_tokenizer(*more: str) -> Tokenizer:
     """Bytes, runs of two to four line ends as tokens of their own, as Gemma's has, and all media tokens, behind them
-    those of Gemma 4 if it has these.
+    `more` of some kinds.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     line_end = "Ċ"
@@ -175,7 +177,7 @@ def byte_tokenizer(*, has_gemma4: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([*SPECIAL, *GEMMA4_SPECIAL] if has_gemma4 else list(SPECIAL))
+    tokenizer.add_special_tokens([*SPECIAL, *more])
     return tokenizer
 
 

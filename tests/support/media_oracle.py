@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +45,8 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
     images = [Image.fromarray(each) for each in pictures]
     if kind == "llama4":
         return _llama4_inputs(pictures)
-    settings = dict(MODELS[kind].settings)
+    # Its processors may write into what they are given.
+    settings = deepcopy(MODELS[kind].settings)
     options: dict[str, Any] = {}
     if kind == "internvl":
         # Its processor of text asks for tiles, whatever the file says.

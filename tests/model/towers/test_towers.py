@@ -215,9 +215,9 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         *("glm4v", glm, "resampled"),
         lambda table, grid: right_resampled(table.transpose(0, 1), grid),
     ),
-    "corners of positions on corners": (
+    "columns and lines of positions exchanged": (
         *("paddleocr_vl", qwen, "_taps"),
-        lambda *arguments, has_middles: right_taps(*arguments),
+        lambda rows, columns, *rest, **kinds: right_taps(columns, rows, *rest, **kinds),
     ),
     "another curve between positions": ("glm46v", glm, "_A", 0.0),
     "padding of a picture cut at one end": ("llava_next", squares, "_unpadded", cut_at_end),
