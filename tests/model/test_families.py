@@ -517,6 +517,8 @@ TIED_BY_DEFAULT = {
 """A case of each architecture whose class ties by default."""
 KIMI = ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
 """Whose class does so too, and whose cases are in latent_checkpoints.py."""
+OTHER_NAMES = ("LightOnOCRForConditionalGeneration",)
+"""Of a case's class."""
 
 
 def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | None) -> dict[str, Any]:
@@ -572,7 +574,7 @@ def test_stored_head_overrides_default_tie(of_text: bool | None, tmp_path: Path)
                 assert read_model_files(folder).model_config.has_tied_embeddings, (architecture, head)
     # Gemma 4's cases are in test_recent_families.py.
     of_gemma4 = {f"{name}ForConditionalGeneration" for name in ("Gemma4", "Gemma4Unified")}
-    assert set(ties_by_default) == {*TIED_BY_DEFAULT, *KIMI, *of_gemma4}
+    assert set(ties_by_default) == {*TIED_BY_DEFAULT, *KIMI, *OTHER_NAMES, *of_gemma4}
 
 
 def test_both_parts_of_paddleocr_tie_by_default(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Reading of config.json and of the image processor's file: defaults of transformers' classes, and bad values."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.image_processor import CLIP_MEAN, CLIP_STD
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.families.vision_rows import VISION_ROWS, read_vision
+from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 from spmd_worker.resolved import resolve_run
 
@@ -274,3 +276,13 @@ def test_padding_id_counts_where_layers_have_inputs():
     assert read("gemma4", {"vision_config": {}, "text_config": text})[0].input_token_id == 0
     with pytest.raises(ModelConfigError, match=r"pad_token_id=-1 must be a whole number .* runs the text alone"):
         read("gemma4", {"vision_config": {}, "text_config": {**text, "hidden_size_per_layer_input": 8}})
+
+
+def test_name_of_lightonocr_in_the_hubs_files_is_read():
+    """Which is vLLM's."""
+    text = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    given = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
+    names = [f"LightOn{spelled}ForConditionalGeneration" for spelled in ("Ocr", "OCR")]
+    one, other = (model_config_of({"architectures": [name], **given}, PATH, with_images=True) for name in names)
+    assert one.vision is not None
+    assert replace(other, architecture=one.architecture) == one

@@ -39,6 +39,7 @@ MODEL_TYPES: Final = {
     "Idefics2ForConditionalGeneration": "idefics2",
     "VideoLlama3ForConditionalGeneration": "video_llama_3",
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
+    "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",

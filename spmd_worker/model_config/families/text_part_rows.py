@@ -141,7 +141,13 @@ _KIMI: Final = replace(
     names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
     text=TextPart(ties_by_default=True),
 )
-
+_LIGHTON: Final = _text_of(
+    "LightOnOCR",
+    next_to(Names(), "vision_encoder", "vision_projection"),
+    "qwen3",
+    vision="lighton_ocr",
+    **_TIED,
+)
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Mistral3ForConditionalGeneration": Family(
@@ -213,13 +219,9 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "VideoLlama3ForConditionalGeneration": _text_of(
         "VideoLLaMA 3, the text", next_to(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
-    "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR",
-        next_to(Names(), "vision_encoder", "vision_projection"),
-        "qwen3",
-        vision="lighton_ocr",
-        **_TIED,
-    ),
+    "LightOnOcrForConditionalGeneration": _LIGHTON,
+    # The name in the hub's files, as vLLM has it.
+    "LightOnOCRForConditionalGeneration": _LIGHTON,
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
         inside_language_model(Names()),
