@@ -128,8 +128,10 @@ def _upright(image: "Image") -> "Image":
 def _as_rgb(image: "Image", background: tuple[int, int, int]) -> Pixels:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         # Pillow's own conversion makes all levels above 255 white.
-        levels = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-        return np.repeat(levels[:, :, None], NUM_CHANNELS, axis=2)
+        levels = np.asarray(image) >> 8
+        pixels = np.empty((*levels.shape, NUM_CHANNELS), np.uint8)
+        pixels[:] = levels.clip(0, 255, out=levels)[:, :, None]
+        return pixels
     if image.mode in ("F", "I"):
         raise MediaError("image_unreadable", "pixels of 32 bits have no known range: give 8 or 16 bits")
     if image.has_transparency_data:
