@@ -1,6 +1,6 @@
-"""Puts the runtime's logger back as it was: a program configures it for its process, and a test's process goes on.
+"""Puts the runtime's loggers back as they were: a program configures its process's, and a test's process goes on.
 
-And has pytest capture what that logger and the root get, without asking all loggers three times a test whether they
+And has pytest capture what these loggers and the root get, without asking all loggers three times a test whether they
 pass on what they log: transformers and torch have a thousand, and 2 % of the gate went there.
 """
 
@@ -10,21 +10,22 @@ from contextlib import contextmanager
 
 from _pytest.logging import catching_logs
 
-from spmd_worker.base.metrics.log import LOGGER_NAME
+from spmd_worker.base.metrics.log import LOGGER_NAME, LOGGER_NAMES
 
 
 @contextmanager
 def logger_as_it_was() -> Iterator[logging.Logger]:
-    """The runtime's logger, whose handlers, level and propagation are restored afterwards."""
-    logger = logging.getLogger(LOGGER_NAME)
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    """The runtime's logger; handlers, levels and propagation of it and of the cache's are restored afterwards."""
+    loggers = [logging.getLogger(each) for each in LOGGER_NAMES]
+    before = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
     try:
-        yield logger
+        yield logging.getLogger(LOGGER_NAME)
     finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        if logger.level != level:
-            # It empties the caches of all loggers.
-            logger.setLevel(level)
+        for logger, handlers, level, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            if logger.level != level:
+                # It empties the caches of all loggers.
+                logger.setLevel(level)
 
 
 def capture_ours_only() -> None:
@@ -33,8 +34,8 @@ def capture_ours_only() -> None:
 
 
 def _attach(capture: catching_logs[logging.Handler]) -> logging.Handler:
-    root, ours = logging.getLogger(), logging.getLogger(LOGGER_NAME)
-    capture.attached_loggers = [root] if ours.propagate else [root, ours]
+    root, ours = logging.getLogger(), [logging.getLogger(each) for each in LOGGER_NAMES]
+    capture.attached_loggers = [root, *[each for each in ours if not each.propagate]]
     for each in capture.attached_loggers:
         each.addHandler(capture.handler)
     if capture.level is not None:

@@ -10,7 +10,7 @@ from typing import Final
 from spmd_worker.base.urls import without_credentials
 
 LOGGER_NAME = "spmd_worker"
-_LOGGER_NAMES: Final = (LOGGER_NAME, "kv_cache")
+LOGGER_NAMES: Final = (LOGGER_NAME, "kv_cache")
 
 SAME_ON_EVERY_RANK: Final = {"is_same_on_every_rank": True}
 """`extra` of a line that all ranks derive from the same input: rank 0 logs it for them."""
@@ -25,7 +25,7 @@ def configure_logging(rank: int, world_size: int) -> None:
     handler.setFormatter(_Formatter(f"{tag}%(levelname)s %(message)s"))
     if rank > 0:
         handler.addFilter(_is_of_one_rank)
-    for name in _LOGGER_NAMES:
+    for name in LOGGER_NAMES:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -4,8 +4,9 @@ import logging
 from pathlib import Path
 
 import pytest
+from our_logger import logger_as_it_was
 
-from spmd_worker.base.metrics.log import LOGGER_NAME, configure_logging
+from spmd_worker.base.metrics.log import LOGGER_NAME, LOGGER_NAMES, configure_logging
 from spmd_worker.model_config.model_config import model_config_of
 
 SIZES = {
@@ -80,3 +81,13 @@ def test_logging_leaves_the_host_configuration_unchanged(capsys: pytest.CaptureF
         root.removeHandler(handler)
     assert seen == ["theirs"]
     assert "[rank 1] WARNING ours" in capsys.readouterr().err
+
+
+def test_loggers_are_restored_for_later_tests():
+    """Lines of the cache once were in no capture after a test that had configured logging."""
+    loggers = [logging.getLogger(each) for each in LOGGER_NAMES]
+    before = [(each.handlers, each.level, each.propagate) for each in loggers]
+    with logger_as_it_was():
+        configure_logging(0, 1)
+        assert not any(each.propagate for each in loggers)
+    assert [(each.handlers, each.level, each.propagate) for each in loggers] == before
