@@ -202,7 +202,7 @@ def control() -> Callable[..., AbstractContextManager[object]]:
 
 @pytest.fixture(scope="module")
 def files_composed_once() -> Iterator[None]:
-    """In this file, Hydra reads `conf/` once: tests/support/composed_once.py."""
+    """Hydra reads `conf/` once for this file: tests/support/composed_once.py."""
     from composed_once import composed_in_copy
 
     with pytest.MonkeyPatch.context() as patch:

@@ -133,7 +133,7 @@ MXFP4: Final = StoredFormat("e2m1", 1, MX_GROUP)
 NF4: Final = StoredFormat("nf4", 1, 64)
 """Blocks are of the size that transformers writes: config.json does not tell."""
 INT4: Final = StoredFormat("int4", 1, 32)
-"""Of Q4_0, whose zero point is 8."""
+"""The format of Q4_0, whose zero point is 8."""
 AFFINE4: Final = StoredFormat("affine4", 1, 32)
 IQ4: Final = StoredFormat("iq4", 1, 32)
 AFFINE8: Final = StoredFormat("affine8", 1, 32)

@@ -190,4 +190,4 @@ _READERS: Final[dict[str, Callable[[Tensor], Blocks]]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
 }
-"""By type, bytes of blocks uint8 [n, B, bytes]."""
+"""Readers of blocks, by type; each takes bytes uint8 [n, B, bytes]."""

@@ -60,7 +60,7 @@ class Step:
         self.tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
 
     def metadata(self, indices: list[int], counts: list[int]) -> AttentionMetadata:
-        """Of the last `counts` tokens of these rows."""
+        """Metadata of the last `counts` tokens of these rows."""
         starts, positions = [0], []
         for index, count in zip(indices, counts, strict=True):
             starts.append(starts[-1] + count)
@@ -107,7 +107,7 @@ class Step:
 @pytest.mark.parametrize("has_ties", [False, True])
 @pytest.mark.parametrize("is_native", [True, False])
 def test_chosen_keys_are_of_highest_scores(*, is_native: bool, has_ties: bool, monkeypatch: pytest.MonkeyPatch):
-    """In several tiles of keys; with ties the first positions are chosen."""
+    """Keys are in several tiles; with ties the first positions are chosen."""
     monkeypatch.setattr(chosen_keys, "_TILE", 32)
     backend = native_backend(torch.float32, 4) if is_native else SdpaBackend()
     step = Step(backend, 4, has_ties=has_ties)

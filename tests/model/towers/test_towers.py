@@ -324,18 +324,23 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     assert all(map(torch.equal, our_rows(model, image), before))
 
 
+def model_of_files(config: ModelConfig, folder: Path, files: dict[str, Tensor]) -> DecoderForCausalLM:
+    """A model of these tensors, which are written into the folder."""
+    save_file(files, folder / "model.safetensors")
+    model = build_model(context(), config)
+    with model.weights.open(folder) as source:
+        model.weights.fill(source)
+    model.pack_weights()
+    return model
+
+
 @pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
     older = {each.replace("vision_tower.", "vision_tower.vision_model."): tensor for each, tensor in files.items()}
     older["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
-    save_file(older, tmp_path / "model.safetensors")
-    model = build_model(context(), config_of(name))
-    with model.weights.open(tmp_path) as source:
-        model.weights.fill(source)
-    model.pack_weights()
-    image = image_of(name, 0)
+    model, image = model_of_files(config_of(name), tmp_path, older), image_of(name, 0)
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
 
 
@@ -357,17 +362,10 @@ def test_infinite_bounds_are_loaded_and_bound_nothing(tmp_path: Path):
     files = load_file(vision_folder(name) / "model.safetensors")
     bounds = [each for each in files if each.endswith(("_min", "_max"))]
     assert len(bounds) == 4 * 7 * 3
-    save_file({**files, **{each: files[each] * math.inf for each in bounds}}, tmp_path / "model.safetensors")
-    model = build_model(context(), config_of(name))
-    with model.weights.open(tmp_path) as source:
-        model.weights.fill(source)
-    model.pack_weights()
+    opened = {**files, **{each: files[each] * math.inf for each in bounds}}
+    model = model_of_files(config_of(name), tmp_path, opened)
     open_rows, tower = our_rows(model, image), config_of(name, clips=False)
-    save_file({each: files[each] for each in {*files} - {*bounds}}, tmp_path / "model.safetensors")
-    plain = build_model(context(), tower)
-    with plain.weights.open(tmp_path) as source:
-        plain.weights.fill(source)
-    plain.pack_weights()
+    plain = model_of_files(tower, tmp_path, {each: files[each] for each in {*files} - {*bounds}})
     assert all(map(torch.equal, open_rows, our_rows(plain, image)))
     with pytest.raises(CheckpointError, match=r"_max.* has nan at"):
         model.load_weights([(bounds[0].replace("_min", "_max"), torch.tensor(math.nan))])
@@ -381,12 +379,7 @@ def test_tables_and_head_of_paddleocr_are_ignored(tmp_path: Path):
         f"{top}embeddings.packing_position_embedding.weight": torch.ones(9, 48),
         f"{top}head.probe": torch.ones(1),
     }
-    save_file(files, tmp_path / "model.safetensors")
-    model = build_model(context(), config_of(name))
-    with model.weights.open(tmp_path) as source:
-        model.weights.fill(source)
-    model.pack_weights()
-    image = image_of(name, 0)
+    model, image = model_of_files(config_of(name), tmp_path, files), image_of(name, 0)
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
 
 
