@@ -10,8 +10,9 @@
 
 #include "vector.h"
 
-#if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && !defined(SPMD_WITHOUT_AMX) && \
-    ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
+// All processors with AMX have the other two.
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(SPMD_AVX512) && defined(__linux__) && \
+    !defined(SPMD_WITHOUT_AMX) && ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
 #define SPMD_HAS_AMX 1
 #if defined(__AMX_INT8__) || defined(SPMD_EMULATED_AMX)
 #define SPMD_HAS_AMX_INT8 1

@@ -12,30 +12,45 @@
 
 namespace {
 
+// Of `_mm512_multishift_epi64_epi8`: both bytes of a half are eight bits of it from `first` on.
+struct FieldShifts {
+  alignas(64) uint8_t bits[64] = {};
+  constexpr explicit FieldShifts(int first) {
+    for (int byte = 0; byte < 64; ++byte) bits[byte] = uint8_t((byte % 8 / 2 * 16 + first) & 63);
+  }
+};
+
 // To [panel][inputs / 32][16][32]: tiles of 16 outputs.
 class RowExpansion : public Expansion {
  public:
   // `count` lines more, or all that are left.
   void take(int64_t count) {
+    count -= num_ahead_;
     while (count > 0 && num_panels_ > 0) {
       const int64_t line = input_ / kLineInputs, end = std::min(end_, (line + 1) * kLineInputs);
       if (output_ == 0) begin_line(end);
       const uint8_t* const from = panel_ + kLine + line * kLineInputs * head_.input_bytes();
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
-      const int64_t last = std::min(int64_t(kPanel), output_ + count);
+      // Lines of several groups one after another: to begin again takes longer, and AMX does not run beside them.
+      const int64_t last = has_one_group_ ? std::min(int64_t(kPanel), output_ + count) : kPanel;
       count -= last - output_;
       if (head_.kind == kFp8)
         expand_fp8(from, (end - input_) / kBlockInputs, last, to);
       else if (head_.kind == kAffine8)
         expand_bytes(from, (end - input_) / kBlockInputs, last, to);
-      else if (is_plain_)
-        for (; output_ < last; ++output_) expand_output<true>(from, (end - input_) / kBlockInputs, to);
+      else if (!has_all_)
+        expand_blocks(from, (end - input_) / kBlockInputs, last, to);
+      else if (has_one_group_)
+        expand_group(from, last, to);
+      else if (head_.kind >= kAffine4)
+        expand_groups<false>(from, last, to);
       else
-        for (; output_ < last; ++output_) expand_output<false>(from, (end - input_) / kBlockInputs, to);
-      if (output_ < kPanel) return;
+        expand_groups<true>(from, last, to);
+      if (output_ < kPanel) break;
       output_ = 0;
       advance(end);
     }
+    num_ahead_ = std::max<int64_t>(-count, 0);
   }
   // Lines.
   int64_t num_left() const {
@@ -46,38 +61,90 @@ class RowExpansion : public Expansion {
 
  private:
   // Scales and zero points of the outputs, of one group or of each 32 inputs.
-  void begin_line(int64_t end) {
-    const bool has_all = end - input_ == kLineInputs;
+  __attribute__((noinline)) void begin_line(int64_t end) {
+    has_all_ = end - input_ == kLineInputs;
     has_one_group_ = head_.group_inputs % kLineInputs == 0 || head_.group_inputs == num_inputs_;
-    skipped_ = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
-    levels_ = load<Floats>(kLevels[head_.kind]);
-    fetch_scales(group_at(input_), has_one_group_ ? 1 : kLineInputs / kBlockInputs);
-    is_plain_ = has_all && has_one_group_;
-    int64_t input = input_;
-    for (int block = 0; input < end; input += has_one_group_ ? kLineInputs : kBlockInputs, ++block) {
-      const GroupScales found = load_scales(group_at(input), head_.kind, 0);
-      store(scales_[block], found.scales), store(zeros_[block], found.zeros);
-      store(offsets_[block], found.offsets), store(later_[block], found.later);
-      is_plain_ = is_plain_ && !(head_.kind == kFp8 && has_small_scales(scales_[block]));
-      if (block == 0)
-        has_one_scale_ = _mm512_cmpneq_ps_mask((__m512)found.scales, (__m512)broadcast(found.scales[0])) == 0;
+    const int64_t num_groups = has_one_group_ ? 1 : (end - input_) / kBlockInputs;
+    fetch_scales(group_at(input_), num_groups);
+    for (int64_t block = 0; block < num_groups; ++block) {
+      const GroupScales found = load_scales(group_at(input_ + block * kBlockInputs), head_.kind, 0);
+      store(scales_[block], found.scales), store(offsets_[block], found.offsets);
+      if (head_.kind < kAffine4) store(zeros_[block], found.zeros);
+      if (head_.kind == kAffine8) store(later_[block], found.later);
     }
+    levels_ = load<Floats>(kLevels[head_.kind]);
+    if (head_.kind != kFp8) return;
+    is_plain_ = has_all_ && has_one_group_ && !has_small_scales(scales_[0]);
+    const Floats scales = load<Floats>(scales_[0]);
+    has_one_scale_ = _mm512_cmpneq_ps_mask((__m512)scales, (__m512)broadcast(scales[0])) == 0;
   }
 
-  template <bool kIsPlain>
-  SPMD_INLINE_MEMBER void expand_output(const uint8_t* line, int64_t num_blocks, uint16_t* to) const {
-    const uint8_t* const from = line + output_ * kLine;
-    __builtin_prefetch(from + ahead_, 0, 2);
-    __m512i numbers = _mm512_loadu_si512(from), values = table(0);
-    to += output_ * kBlockInputs;
-    if constexpr (!kIsPlain) numbers = _mm512_srl_epi16(numbers, skipped_);
+  // Lines of one group, of the outputs up to `last`.
+  SPMD_INLINE_MEMBER void expand_group(const uint8_t* lines, int64_t last, uint16_t* to) {
+    const Floats levels = levels_;
+    const int64_t ahead = ahead_;
+    for (int64_t output = output_; output < last; ++output) {
+      const uint8_t* const from = lines + output * kLine;
+      uint16_t* of_output = to + output * kBlockInputs;
+      __builtin_prefetch(from + ahead, 0, 2);
+      __m512i numbers = _mm512_loadu_si512(from);
+      const __m512i values = twice(values_of<true>(levels, 0, output));
 #pragma GCC unroll 4
-    for (int64_t block = 0; block < (kIsPlain ? 4 : num_blocks); ++block, to += kBlockInputs * kPanel) {
-      if constexpr (!kIsPlain)
-        if (block > 0 && !has_one_group_) values = table(block);
-      // Its lowest five bits are taken: the table is there twice.
-      _mm512_store_si512(to, _mm512_permutexvar_epi16(numbers, values));
-      numbers = _mm512_srli_epi16(numbers, 4);
+      for (int block = 0; block < 4; ++block, of_output += kBlockInputs * kPanel) {
+        // Its lowest five bits are taken: the table is there twice.
+        _mm512_store_si512(of_output, _mm512_permutexvar_epi16(numbers, values));
+        numbers = _mm512_srli_epi16(numbers, 4);
+      }
+    }
+    output_ = last;
+  }
+
+  // Lines of four groups. Rounding takes most: two tables are rounded at once, and numbers are looked up in both.
+  template <bool kHasZeros>
+  SPMD_INLINE_MEMBER void expand_groups(const uint8_t* lines, int64_t last, uint16_t* to) {
+    constexpr int64_t kSize = kBlockInputs * kPanel;
+    const Floats levels = levels_;
+    const int64_t ahead = ahead_;
+    for (int64_t output = output_; output < last; ++output) {
+      const uint8_t* const from = lines + output * kLine;
+      uint16_t* const of_output = to + output * kBlockInputs;
+      __builtin_prefetch(from + ahead, 0, 2);
+      const __m512i numbers = _mm512_loadu_si512(from);
+      const auto values = [&](int64_t block) { return values_of<kHasZeros>(levels, block, output); };
+      const __m512i first = halves_of(values(0), values(1)), second = halves_of(values(2), values(3));
+      _mm512_store_si512(of_output, looked_up<0>(numbers, first));
+      _mm512_store_si512(of_output + kSize, looked_up<1>(numbers, first));
+      _mm512_store_si512(of_output + 2 * kSize, looked_up<2>(numbers, second));
+      _mm512_store_si512(of_output + 3 * kSize, looked_up<3>(numbers, second));
+    }
+    output_ = last;
+  }
+
+  // Numbers of a block in two tables: in the first if the block is even, else in the second.
+  template <int kBlock>
+  static SPMD_INLINE_MEMBER __m512i looked_up(__m512i numbers, __m512i tables) {
+    constexpr bool kIsSecond = kBlock % 2 == 1;
+    // Both bytes of a value have indices: twice its number, and one more. Looking up words takes the unit of shifts too.
+    static constexpr FieldShifts kShifts(4 * kBlock - 1);
+    const __m512i fields = _mm512_multishift_epi64_epi8(load<__m512i>(kShifts.bits), numbers);
+    const __m512i indices = _mm512_ternarylogic_epi32(
+        fields, _mm512_set1_epi8(0x1e), _mm512_set1_epi16(kIsSecond ? 0x2120 : 0x0100), 0xea);
+    return _mm512_permutexvar_epi8(indices, tables);
+  }
+
+  // Any blocks of lines, of the outputs up to `last`.
+  __attribute__((noinline)) void expand_blocks(const uint8_t* lines, int64_t num_blocks, int64_t last, uint16_t* to) {
+    const __m128i skipped = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
+    for (; output_ < last; ++output_) {
+      const uint8_t* const from = lines + output_ * kLine;
+      uint16_t* of_output = to + output_ * kBlockInputs;
+      __builtin_prefetch(from + ahead_, 0, 2);
+      __m512i numbers = _mm512_srl_epi16(_mm512_loadu_si512(from), skipped);
+      for (int64_t block = 0; block < num_blocks; ++block, of_output += kBlockInputs * kPanel) {
+        const __m512i values = twice(values_of<true>(levels_, has_one_group_ ? 0 : block, output_));
+        _mm512_store_si512(of_output, _mm512_permutexvar_epi16(numbers, values));
+        numbers = _mm512_srli_epi16(numbers, 4);
+      }
     }
   }
 
@@ -153,19 +220,20 @@ class RowExpansion : public Expansion {
         _mm512_castsi256_si512(values), _mm256_xor_si256(values, _mm256_set1_epi16(int16_t(0x8000))), 1);
   }
 
-  // The 16 values of a group of the output, twice.
-  SPMD_INLINE_MEMBER __m512i table(int64_t block) const {
-    const Floats values = fused(
-        levels_ - broadcast(zeros_[block][output_]), broadcast(scales_[block][output_]),
-        broadcast(offsets_[block][output_]));
+  // The 16 values of a group of an output.
+  template <bool kHasZeros>
+  SPMD_INLINE_MEMBER Floats values_of(Floats levels, int64_t block, int64_t output) const {
+    if (kHasZeros) levels = levels - broadcast(zeros_[block][output]);
+    return fused(levels, broadcast(scales_[block][output]), broadcast(offsets_[block][output]));
+  }
+  static SPMD_INLINE_MEMBER __m512i twice(Floats values) {
     return _mm512_broadcast_i64x4((__m256i)narrowed_vector(values));
   }
 
-  int64_t output_ = 0;
-  bool has_one_group_ = false, has_one_scale_ = false, is_plain_ = false;
-  __m128i skipped_;
+  int64_t output_ = 0, num_ahead_ = 0;  // lines more than were asked for
+  bool has_all_ = false, has_one_group_ = false, has_one_scale_ = false, is_plain_ = false;
   Floats levels_;
-  alignas(64) float scales_[4][kPanel], zeros_[4][kPanel], offsets_[4][kPanel], later_[4][kPanel];
+  alignas(64) float scales_[4][kPanel], zeros_[4][kPanel] = {}, offsets_[4][kPanel], later_[4][kPanel];
 };
 
 // Transposes a matrix of 32-bit numbers.
