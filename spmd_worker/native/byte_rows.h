@@ -13,7 +13,6 @@
 
 namespace {
 
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 constexpr float kMaxByte = 127.0f;
 constexpr float kMinMagnitude = 1e-30f;
@@ -45,7 +44,7 @@ void quantise_row(const Element* row, int64_t size, float maximum, int8_t offset
       const int64_t count = std::min<int64_t>(kLanes, size - index);
       // Adding this rounds to an integer, ties to even.
       const Floats whole = (load_some(row + index, count) * factor + magic) - magic;
-      const Bytes numbers = __builtin_convertvector(__builtin_convertvector(whole, Ints) + int32_t(offset), Bytes);
+      const Bytes numbers = low_bytes((Words)(__builtin_convertvector(whole, Ints) + int32_t(offset)));
       if (count == kLanes)
         store(to + index, numbers);
       else

@@ -9,8 +9,6 @@ namespace e4m3 {
 
 constexpr float kMost = 448.0f;
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
 // Rounded to the nearest, ties to even; numbers beyond the largest become it, infinities and NaN become NaN.
 SPMD_INLINE Bytes reduced(Floats x) {
   const Words bits = (Words)x, sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
@@ -21,11 +19,11 @@ SPMD_INLINE Bytes reduced(Floats x) {
   const Words small = (Words)(size + broadcast(16384.0f)) & 0xfu;
   const Words number = size < broadcast(0.015625f) ? small : normal;
   const Words kept = magnitude < 0x7f800000u ? number : Words{} + 0x7fu;
-  return __builtin_convertvector(kept | sign, Bytes);
+  return low_bytes(kept | sign);
 }
 
 SPMD_INLINE Floats expanded(Bytes bytes) {
-  const Words words = __builtin_convertvector(bytes, Words), number = words & 0x7fu;
+  const Words words = zero_extended(bytes), number = words & 0x7fu;
   const Words normal = (number << 20) + (120u << 23);
   const Floats small = __builtin_convertvector((Ints)number, Floats) * broadcast(0.001953125f);
   const Words value = number < 8u ? (Words)small : normal;

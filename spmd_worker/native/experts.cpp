@@ -87,7 +87,7 @@ Element* room(int64_t count) {
 // Rounds subnormal numbers too, as torch does: `store_floats` may flush them to zero.
 SPMD_INLINE void store_rounded(float* to, Floats vector) { store(to, vector); }
 SPMD_INLINE void store_rounded(uint16_t* to, Floats vector) {
-  store(to, __builtin_convertvector(rounded_bits(vector), Halves));
+  store(to, low_halves(rounded_bits(vector)));
 }
 
 template <class Element>

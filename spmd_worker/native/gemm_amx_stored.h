@@ -133,19 +133,24 @@ class RowExpansion : public Expansion {
   }
 
   // Any blocks of lines, of the outputs up to `last`.
-  __attribute__((noinline)) void expand_blocks(const uint8_t* lines, int64_t num_blocks, int64_t last, uint16_t* to) {
+  SPMD_INLINE_MEMBER void expand_blocks(const uint8_t* lines, int64_t num_blocks, int64_t last, uint16_t* to) {
     const __m128i skipped = _mm_cvtsi64_si128(input_ % kLineInputs / kBlockInputs * 4);
-    for (; output_ < last; ++output_) {
-      const uint8_t* const from = lines + output_ * kLine;
-      uint16_t* of_output = to + output_ * kBlockInputs;
-      __builtin_prefetch(from + ahead_, 0, 2);
+    const Floats levels = levels_;
+    const int64_t ahead = ahead_;
+    for (int64_t output = output_; output < last; ++output) {
+      const uint8_t* const from = lines + output * kLine;
+      uint16_t* of_output = to + output * kBlockInputs;
+      __builtin_prefetch(from + ahead, 0, 2);
       __m512i numbers = _mm512_srl_epi16(_mm512_loadu_si512(from), skipped);
-      for (int64_t block = 0; block < num_blocks; ++block, of_output += kBlockInputs * kPanel) {
-        const __m512i values = twice(values_of<true>(levels_, has_one_group_ ? 0 : block, output_));
+      __m512i values = twice(values_of<true>(levels, 0, output));
+      for (int64_t block = 0;;) {
         _mm512_store_si512(of_output, _mm512_permutexvar_epi16(numbers, values));
-        numbers = _mm512_srli_epi16(numbers, 4);
+        if (++block == num_blocks) break;
+        if (!has_one_group_) values = twice(values_of<true>(levels, block, output));
+        numbers = _mm512_srli_epi16(numbers, 4), of_output += kBlockInputs * kPanel;
       }
     }
+    output_ = last;
   }
 
   // Of the outputs up to `last`.

@@ -129,14 +129,7 @@ SPMD_INLINE Floats floats_of_halves(const uint8_t* from) {
 
 // kLanes whole numbers of 8 bits and a sign.
 SPMD_INLINE Floats floats_of_bytes(const uint8_t* from) {
-#if defined(SPMD_AVX512)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
-#elif defined(SPMD_AVX2)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(from))));
-#else
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
-#endif
+  return __builtin_convertvector(sign_extended(load<Bytes>(from)), Floats);
 }
 
 // Of kLanes outputs of a group: value = (level - zero) * scale + offset. `later` are scales of its later 16 inputs.
@@ -146,10 +139,9 @@ struct GroupScales {
 
 // From `output` on. An offset of minus zero changes no product.
 SPMD_INLINE GroupScales load_scales(const uint8_t* group, int32_t kind, int output) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   GroupScales found = {Floats{}, Floats{}, broadcast(-0.0f), Floats{}};
   if (kind == kFp4) {
-    const Words exponents = __builtin_convertvector(load<Bytes>(group + output), Words);
+    const Words exponents = zero_extended(load<Bytes>(group + output));
     // 2^-127 is subnormal.
     found.scales = (Floats)(exponents == 0 ? Words{} + (1u << 22) : exponents << 23);
   } else if (kind == kFp8 || kind == kSmallFp8) {
@@ -162,8 +154,7 @@ SPMD_INLINE GroupScales load_scales(const uint8_t* group, int32_t kind, int outp
     if (kind == kAffine8) found.later = steps * floats_of_bytes(factors + kPanel);
   } else {
     found.scales = load<Floats>(group + output * 4);
-    found.zeros =
-        __builtin_convertvector(__builtin_convertvector(load<Bytes>(group + kPanel * 4 + output), Ints), Floats);
+    found.zeros = __builtin_convertvector((Ints)zero_extended(load<Bytes>(group + kPanel * 4 + output)), Floats);
   }
   return found;
 }
@@ -197,9 +188,8 @@ struct Fp4Tables : NumberTables {
 
 // What is added to the exponents of a group of FP4, twice an output; false if a product may be subnormal or too large.
 SPMD_INLINE bool has_exponents(const uint8_t* group, uint32_t* exponents) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   for (int output = 0; output < kPanel; output += kLanes) {
-    const Words each = (__builtin_convertvector(load<Bytes>(group + output), Words) - 127u) << 7;
+    const Words each = (zero_extended(load<Bytes>(group + output)) - 127u) << 7;
     store(exponents + output, (each & 0xffffu) | each << 16);
   }
 #if defined(__SSE2__)

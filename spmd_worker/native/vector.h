@@ -197,16 +197,10 @@ SPMD_INLINE Floats tanh_of(Floats x) {
 // cap * tanh(x / cap).
 SPMD_INLINE Floats bounded(Floats x, float cap) { return tanh_of(x / broadcast(cap)) * broadcast(cap); }
 
-// ---- bfloat16: the upper half of a float --------------------------------------------------------------------------
+// ---- numbers of 8 and 16 bits <-> of 32 bits, where compilers make 4 to 60 instructions of one --------------------
 
-// To the nearest, ties to even; any NaN becomes the quiet one.
-SPMD_INLINE Words rounded_bits(Floats x) {
-  const Words bits = (Words)x;
-  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return x == x ? rounded : Words{} + 0x7fc0u;
-}
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Zero-extended; compilers make four instructions of one.
 SPMD_INLINE Words zero_extended(Halves halves) {
 #if defined(SPMD_AVX512)
   return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
@@ -217,12 +211,64 @@ SPMD_INLINE Words zero_extended(Halves halves) {
 #endif
 }
 
+SPMD_INLINE Words zero_extended(Bytes bytes) {
+#if defined(SPMD_AVX512)
+  return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(SPMD_AVX2)
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+
+// With a sign.
+SPMD_INLINE Ints sign_extended(Bytes bytes) {
+#if defined(SPMD_AVX512)
+  return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes);
+#elif defined(SPMD_AVX2)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  return (Ints)(zero_extended(bytes) << 24) >> 24;
+#endif
+}
+
+// Of numbers below 2^16.
+SPMD_INLINE Halves low_halves(Words words) {
+#if defined(SPMD_AVX512)
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)words);
+#elif defined(SPMD_AVX2)
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)words), _mm256_extracti128_si256((__m256i)words, 1));
+#else
+  return __builtin_convertvector(words, Halves);
+#endif
+}
+
+SPMD_INLINE Bytes low_bytes(Words words) {
+#if defined(SPMD_AVX512)
+  return (Bytes)_mm512_cvtepi32_epi8((__m512i)words);
+#elif defined(SPMD_AVX2)
+  const Halves halves = low_halves(words & 0xffu);
+  return (Bytes)_mm_cvtsi128_si64(_mm_packus_epi16((__m128i)halves, (__m128i)halves));
+#else
+  return __builtin_convertvector(words, Bytes);
+#endif
+}
+
+// ---- bfloat16: the upper half of a float --------------------------------------------------------------------------
+
+// To the nearest, ties to even; any NaN becomes the quiet one.
+SPMD_INLINE Words rounded_bits(Floats x) {
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return x == x ? rounded : Words{} + 0x7fc0u;
+}
+
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
 // The processor's own rounding, which flushes subnormal floats to zero.
 SPMD_INLINE Halves narrowed_vector(Floats x) { return (Halves)_mm512_cvtneps_pbh((__m512)x); }
 SPMD_INLINE Floats rounded(Floats x) { return (Floats)(zero_extended(narrowed_vector(x)) << 16); }
 #else
-SPMD_INLINE Halves narrowed_vector(Floats x) { return __builtin_convertvector(rounded_bits(x), Halves); }
+SPMD_INLINE Halves narrowed_vector(Floats x) { return low_halves(rounded_bits(x)); }
 SPMD_INLINE Floats rounded(Floats x) { return (Floats)(rounded_bits(x) << 16); }
 #endif
 
