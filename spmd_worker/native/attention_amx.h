@@ -47,11 +47,14 @@ struct AttentionByUnit {
     }
     if (some.is_empty()) return;
     score_rows(scratch.queries + index * head_size / Type::kPair, tile, next, scratch.scores);
-    float decays[kAmxTileRows];
-    for (int r = 0; r < num_rows; ++r)
-      if (!visible[r].is_empty())
-        decays[r] =
-            probabilities_of_row<Type>(r, index + r, tile_number, scale, cap, has_biases, visible[r], scratch);
+    alignas(64) float decays[kAmxTileRows];
+    if (!has_biases && cap == 0.0f)
+      run_softmaxes(index, num_rows, visible, decays);
+    else
+      for (int r = 0; r < num_rows; ++r)
+        if (!visible[r].is_empty())
+          decays[r] =
+              probabilities_of_row<Type>(r, index + r, tile_number, scale, cap, has_biases, visible[r], scratch);
     float* outputs = scratch.outputs + index * value_size;
     if (is_finite_outside(all, some, tile)) {
       add_values(some, tile, next);
@@ -64,6 +67,25 @@ struct AttentionByUnit {
       add_values(some, only_visible(visible[r], tile), nullptr);
       take_sums(r, decays[r], outputs);
     }
+  }
+
+  // `probabilities_of_row` of rows without biases and caps, whose maxima are compared at once.
+  void run_softmaxes(int64_t index, int num_rows, const Range* visible, float* decays) const {
+    alignas(64) float most[kAmxTileRows] = {}, so_far[kAmxTileRows] = {};
+    Softmax* const softmax = scratch.softmax + index;
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      most[r] = PlainSoftmax::begin(scratch.scores + r * kTile, scale, visible[r]);
+      so_far[r] = softmax[r].argmax;
+    }
+    Floats factors;
+    store(most, PlainSoftmax::next(load<Floats>(so_far), load<Floats>(most), factors));
+    store(decays, factors);
+    for (int r = 0; r < num_rows; ++r)
+      if (!visible[r].is_empty())
+        PlainSoftmax::write(
+            scratch.scores + r * kTile, scale, most[r], decays[r], softmax[r],
+            scratch.probabilities + r * kTile / Type::kPair);
   }
 
   void score_rows(const Left* rows, const Tile<Element>& tile, const Tile<Element>* next, float* scores) const {
