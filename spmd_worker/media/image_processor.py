@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.processor_settings import (
     MAX_SIDE,
@@ -33,6 +34,9 @@ CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALVES: Final = (0.5, 0.5, 0.5)
 PLAIN: Final = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _NORMALISE: Final = "do_normalize"
+_HUB_SECTION: Final = "media_proc_cfg"
+_HUB_KEYS: Final = {"merge_size": "merge_kernel_size", "max_patches": "in_patch_limit"}
+_MAX_PATCHES: Final = 1 << 20
 _SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)
 """Most tokens of an image for which Gemma 4 was trained; transformers takes no others."""
 
@@ -43,7 +47,8 @@ class ImageProcessor:
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
-    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`, LightOnOCR with sides of
+    of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most
+    `longest_edge`, and black up to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of
     multiples of `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes
     the short side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a
     square first if set; DeepSeek-VL pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and
@@ -98,7 +103,7 @@ def read_image_processor(
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     if "size" in given:
         values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
-    settings = ProcessorSettings(ConfigReader(values, path), ConfigReader(given, Path(OVERRIDES)))
+    settings = ProcessorSettings(_opened(ConfigReader(values, path)), ConfigReader(given, Path(OVERRIDES)))
     settings.check_steps(is_optional="" if rule.normalises else _NORMALISE)
     model = ConfigReader(config, folder / "config.json")
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
@@ -112,6 +117,13 @@ def read_image_processor(
     return ImageProcessor(
         vision.kind, mean=mean, std=std, scale=scale, resampling=settings.resampling(rule.resample), **numbers
     )
+
+
+def _opened(file: ConfigReader) -> ConfigReader:
+    """The settings, which Kimi's authors have in an object, by names of their own."""
+    if file.get(_HUB_SECTION) is None:
+        return file
+    return replace(file.object(_HUB_SECTION), file_keys=_HUB_KEYS)
 
 
 def _check_overrides(kind: str, rule: "_Rule", overrides: Mapping[str, Any]) -> None:
@@ -180,6 +192,25 @@ def _num_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) 
     if settings.of(key).get(key) is not None:
         return settings.integer(key, default, 1, _MAX_PIXELS)
     return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _kimi(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
+    _check_is_towers(settings, "patch_size", patch, tower.patch)
+    given = model.object("vision_config").get("merge_kernel_size", [merge] * 2)
+    if given not in (merge, [merge] * 2):
+        raise settings.of("merge_size").error("merge_size", f"must be that of the tower, {shown(given)}")
+    if settings.file.get("fixed_output_tokens") is not None:
+        raise settings.file.error("fixed_output_tokens", "is not supported, only null")
+    if settings.file.section and settings.given.get("size") is None:
+        side = settings.integer("patch_limit_on_one_side", 512, 1, MAX_SIDE)
+    else:
+        side, other = (settings.side("size", key, 512) for key in ("max_height", "max_width"))
+        if side != other:
+            raise settings.of("size").error("size", "must be a square, in patches")
+    most = settings.integer("max_patches", 16384, 1, _MAX_PATCHES)
+    sizes = {"patch_size": patch, "merge_size": merge}
+    return {**sizes, "max_pixels": most * patch**2, "longest_edge": side * patch}
 
 
 def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
@@ -368,6 +399,7 @@ _RULES: Final = {
     "qwen2_5_vl": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
+    "kimi_k25": _Rule(_kimi, (HALVES, HALVES), overrides=("max_patches", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,

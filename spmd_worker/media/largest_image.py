@@ -29,6 +29,17 @@ def _qwen(processor: ImageProcessor) -> int:
     return max(most, isqrt(most * ratio) + 1, isqrt(ratio) + 1, least + isqrt(4 * least * ratio) + 2)
 
 
+def _kimi(processor: ImageProcessor) -> int:
+    """Patches that a line of the picture fills in part are counted as none before it shrinks, and as one behind."""
+    merge, most, found = processor.merge_size, processor.max_pixels // processor.patch_size**2, 0
+    longest = processor.longest_edge // processor.patch_size
+    for lines in range(1, ceil(longest / merge) + 1):
+        least = max((lines - 1) * merge, 1)
+        columns = longest if lines == 1 else min(longest, most * (least + 1) / least**2 + 2)
+        found = max(found, lines * ceil(columns / merge))
+    return found
+
+
 def _gemma4(processor: ImageProcessor) -> int:
     return processor.max_pixels // (processor.patch_size * processor.merge_size) ** 2
 
@@ -59,6 +70,7 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
     **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v", "paddleocr_vl"), _qwen),
+    "kimi_k25": _kimi,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

@@ -221,6 +221,10 @@ _PADDLEOCR: Final = (
     *("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_PLACEHOLDER|>"),
     ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
 )
+_KIMI: Final = (
+    *("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|media_pad|>", "<|media_pad|>"),
+    (*(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")), "<|kimi_k25_video_placeholder|>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -236,6 +240,7 @@ PLACEHOLDERS: Final = {
         "qwen2_5_vl": _QWEN,
         "glm4v": _GLM,
         "paddleocr_vl": _PADDLEOCR,
+        "kimi_k25": _KIMI,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),

@@ -85,6 +85,17 @@ def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
 
 
+def _kimi(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The image at the top left of black tokens."""
+    patch, unit = processor.patch_size, processor.patch_size * processor.merge_size
+    limits = (processor.max_pixels // patch**2, processor.longest_edge // patch)
+    resized = _resized(pixels, sizes.kimi_size(*_size_of(pixels), patch, *limits), processor)
+    lines, columns = (-(-side // unit) for side in _size_of(resized))
+    canvas = np.zeros((lines * unit, columns * unit, NUM_CHANNELS), np.uint8)
+    canvas[: len(resized), : resized.shape[1]] = resized
+    return _Parts([canvas], placeholders.run_text(processor.kind, lines * columns), lines * columns)
+
+
 def _gemma3(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     num_rows = processor.tokens_per_crop
     return _Parts([_squeezed(pixels, processor)], placeholders.gemma_text(num_rows), num_rows)
@@ -206,6 +217,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_5_vl": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
+    "kimi_k25": _kimi,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,

@@ -148,6 +148,7 @@ _CLASSES: Final = {
     "glm4v_moe_vision": (0, 14),
     "glm_ocr_vision": (0, 14),
     "paddleocr_vl_vision": (0, 14),
+    "kimi_k25_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
@@ -157,6 +158,7 @@ _DEFAULTS: Final = {
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
+    "kimi_k25": ("kimi_k25_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "gemma4": ("gemma4_vision", 0, 16),
     "gemma4_unified": ("gemma4_unified_vision", 0, 16),

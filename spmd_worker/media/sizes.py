@@ -74,6 +74,15 @@ def paddleocr_size(height: int, width: int, unit: int, min_pixels: int, max_pixe
     return qwen_size(height, width, unit, min_pixels, max_pixels)
 
 
+def kimi_size(height: int, width: int, patch: int, max_patches: int, max_side: int) -> Size:
+    """Sides of at most `max_side` patches, about `max_patches` in all; images do not grow."""
+    num_patches = max(1.0, height // patch) * max(1.0, width // patch)
+    most = max_side * patch
+    # In the order of transformers: floats are rounded.
+    scale = min(1.0, math.sqrt(max_patches / num_patches), most / height, most / width)
+    return min(max(1, int(height * scale)), most), min(max(1, int(width * scale)), most)
+
+
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:
     """The short side becomes `short_edge`; the long one is rounded down."""
     if width <= height:

@@ -82,7 +82,7 @@ def _layer_elements(config: TowerConfig) -> int:
 def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
     size = config.hidden_size
     width = size * vision.merge_size**2
-    if vision.kind.startswith(("qwen", "paddleocr")):
+    if vision.kind.startswith(("qwen", "paddleocr", "kimi")):
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))

@@ -130,7 +130,8 @@ class VisionConfig:
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
     of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
-    in bfloat16 with `has_bfloat16_pixels`.
+    in bfloat16 with `has_bfloat16_pixels`; with `scales_levels` mean and deviation are scaled instead, to
+    levels of 0 to 255, which gives other last bits.
 
     `audio`: the model hears, and its prompts have audio where those of others have images. Each token then has
     `merge_size` rows of the convolutions.
@@ -149,6 +150,7 @@ class VisionConfig:
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
     has_bfloat16_pixels: bool = False
+    scales_levels: bool = False
     audio: AudioInput | None = None
 
     def most_audio_tokens(self, max_audio_s: int) -> int:

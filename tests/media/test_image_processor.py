@@ -30,6 +30,7 @@ EXPECTED = {
     "paddleocr_vl": ImageProcessor(
         "paddleocr_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "kimi_k25": ImageProcessor("kimi_k25", 14, HALVES, HALVES, merge_size=2, max_pixels=64 * 196, longest_edge=168),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
@@ -93,12 +94,24 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
     assert read(folder, "qwen3_vl").max_pixels == 2
 
 
+def test_kimis_authors_file_says_the_same(tmp_path: Path):
+    """Which has the numbers in an object, by other names."""
+    settings = {"in_patch_limit": 64, "patch_limit_on_one_side": 12, "patch_size": 14, "merge_kernel_size": 2}
+    more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "fixed_output_tokens": None, "sample_fps": 2.0}
+    folder = media_folder(tmp_path, "kimi_k25", {"size": None, "max_patches": None, "media_proc_cfg": settings | more})
+    assert read(folder, "kimi_k25") == EXPECTED["kimi_k25"]
+    given = {"max_patches": 32, "size": {"max_height": 9, "max_width": 9}}
+    found = read(folder, "kimi_k25", given)
+    assert (found.max_pixels, found.longest_edge) == (32 * 196, 126)
+
+
 # Files that leave everything out: their class's defaults, where the tower's agree.
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
     "paddleocr_vl": ({}, {}, {"min_pixels": 147456, "max_pixels": 2359296, "patch_size": 14, "merge_size": 2}),
+    "kimi_k25": ({}, {}, {"max_pixels": 16384 * 196, "longest_edge": 7168, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
@@ -210,6 +223,19 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
     ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
     ("paddleocr_vl", {"temporal_patch_size": 2}, {}, r"temporal_patch_size=2 is not supported, only 1"),
+    ("kimi_k25", {"size": {"max_height": 12, "max_width": 13}}, {}, r"size=.* must be a square, in patches"),
+    ("kimi_k25", {"size": {"max_height": 12}}, {}, r"size.max_width=None must be a whole number"),
+    ("kimi_k25", {"max_patches": 1 << 21}, {}, r"max_patches=2097152 must be a whole number from 1 to 1048576"),
+    ("kimi_k25", {"merge_size": 3}, {"vision_config": {"merge_kernel_size": [2, 2]}}, r"must be that of the tower, "),
+    ("kimi_k25", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
+    ("kimi_k25", {"media_proc_cfg": {"fixed_output_tokens": 64}}, {}, r"media_proc_cfg.fixed_output_tokens=64 is not"),
+    (
+        "kimi_k25",
+        {"media_proc_cfg": {"in_patch_limit": "no"}},
+        {},
+        r"in_patch_limit='no' must be a whole number",
+    ),
+    ("kimi_k25", {"media_proc_cfg": [1]}, {}, r"media_proc_cfg=\[1\] must be an object"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),

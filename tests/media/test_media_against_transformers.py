@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
-from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced
+from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
+from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced, torchvision_module
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
@@ -27,7 +27,7 @@ from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size, paddleocr_size
+from spmd_worker.media.sizes import glm_size, kimi_size, llama4_grid, llama4_size, paddleocr_size
 from spmd_worker.model.towers.pixels import PixelTable
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
@@ -51,7 +51,7 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith(("qwen", "glm", "paddleocr")):
+    if kind.startswith(("qwen", "glm", "paddleocr", "kimi")):
         return values.reshape(len(values), -1)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
@@ -69,10 +69,14 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     return np.concatenate([patches(plane, patch) for plane in planes])
 
 
-def bfloat16_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
-    """Planes of a tower whose pixels are normalised in bfloat16."""
+OWN_TABLES: dict[str, dict[str, Any]] = {"llama4": {"has_bfloat16_pixels": True}, "kimi_k25": {"scales_levels": True}}
+"""Kinds whose pixels are normalised in other ways."""
+
+
+def own_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
+    """Planes of such a tower."""
     numbers = {"image_mean": processor.mean, "image_std": processor.std, "rescale_factor": processor.scale}
-    table = PixelTable(VisionConfig(processor.kind, 1, has_bfloat16_pixels=True, **numbers), torch.device("cpu"))
+    table = PixelTable(VisionConfig(processor.kind, 1, **OWN_TABLES[processor.kind], **numbers), torch.device("cpu"))
     return [plane.numpy() for image in images for plane in table.planes(image.pixels)]
 
 
@@ -82,8 +86,8 @@ def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarr
         for image in images
         for crop in image.pixels.crops
     ]
-    if processor.kind == "llama4":
-        return np.concatenate([patches(plane, processor.patch_size) for plane in bfloat16_planes(images, processor)])
+    if processor.kind in OWN_TABLES:
+        return np.concatenate([patches(plane, processor.patch_size) for plane in own_planes(images, processor)])
     if processor.kind.startswith(("qwen", "glm")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
@@ -120,6 +124,16 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     processor = media_processor(tmp_path, "gemma3")
     theirs = oracle_rows("gemma3", oracle_inputs("gemma3", PROMPTS["one"]), 14)
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
+
+
+@pytest.mark.control("Prepared pixels are those of transformers")
+def test_pixel_comparison_detects_levels_scaled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    processor = media_processor(tmp_path, "kimi_k25")
+    theirs = oracle_rows("kimi_k25", oracle_inputs("kimi_k25", PROMPTS["one"]), 14)
+    monkeypatch.delitem(OWN_TABLES, "kimi_k25")
+    ours = our_rows(prepared(PROMPTS["one"], processor), processor)
+    assert np.allclose(ours, theirs, atol=1e-6)
+    assert not np.array_equal(ours, theirs)
 
 
 def test_sizes_of_glm_are_those_of_transformers():
@@ -170,6 +184,15 @@ def test_sizes_of_paddleocr_are_those_of_transformers():
     assert 100 < num_refused < 1000
 
 
+def test_sizes_of_kimi_are_those_of_transformers():
+    """Sides from 1 on, of any ratio."""
+    theirs, generator = torchvision_module("kimi_k25").navit_resize, random.Random(3)
+    for _ in range(2000):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        most, side = generator.choice([(16384, 512), (64, 12), (4096, 40), (7, 300)])
+        assert kimi_size(height, width, 14, most, side) == theirs(height, width, 14, 2, most, side)[0]
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -215,6 +238,7 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "glm4v": ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}),
     "paddleocr_vl": ({}, {"min_pixels": 147384, "max_pixels": 2822400}),
+    "kimi_k25": ({}, {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},
@@ -275,7 +299,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

@@ -30,6 +30,7 @@ CLASSES = {
     "lighton_ocr": ("LightOnOcrConfig", 1024),
     "deepseek_vl": ("DeepseekVLConfig", 2048),
     "paddleocr_vl": ("PaddleOCRVLConfig", 1024),
+    "kimi_k25": ("Kimi_K25Config", 7168),
     "gemma3": ("Gemma3Config", 2304),
     "gemma4": ("Gemma4Config", 2304),
     "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
@@ -162,6 +163,13 @@ def test_every_row_is_of_a_family():
         ("deepseek_vl", {}, {"num_attention_heads": 7}, "num_attention_heads=7 must divide hidden_size=768"),
         ("deepseek_vl", {"image_token_id": "no"}, {}, "image_token_id='no' must be a whole number"),
         ("paddleocr_vl", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
+        ("kimi_k25", {}, {"pos_emb_width": 32}, "pos_emb_height=None must be that of pos_emb_width, at most 4096"),
+        ("kimi_k25", {}, {"init_pos_emb_height": 9}, "init_pos_emb_height=9 must be that of pos_emb_width"),
+        ("kimi_k25", {"projection_hidden_size": 64}, {}, "projection_hidden_size=64 is not supported, only 1152"),
+        ("kimi_k25", {}, {"mm_hidden_size": 64}, "vision_config.mm_hidden_size=64 is not supported, only 1152"),
+        ("kimi_k25", {}, {"vt_num_attention_heads": 7}, "vt_num_attention_heads=7 must divide hidden_size=1152 into"),
+        ("kimi_k25", {}, {"projector_ln_eps": "no"}, "projector_ln_eps='no' must be a number"),
+        ("kimi_k25", {}, {"merge_kernel_size": [2, 1]}, "merge_kernel_size=[2, 1] must be one length for both"),
         ("glm4v_moe", {}, {"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
@@ -276,6 +284,18 @@ def test_padding_id_counts_where_layers_have_inputs():
     assert read("gemma4", {"vision_config": {}, "text_config": text})[0].input_token_id == 0
     with pytest.raises(ModelConfigError, match=r"pad_token_id=-1 must be a whole number .* runs the text alone"):
         read("gemma4", {"vision_config": {}, "text_config": {**text, "hidden_size_per_layer_input": 8}})
+
+
+def test_keys_of_kimis_authors_are_read():
+    """Which are other than transformers'; numbers of the projector are beside the tower's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+    hub = {**{f"vt_{key}": size for key, size in sizes.items()}, "init_pos_emb_height": 9, "init_pos_emb_width": 9}
+    theirs = {**hub, "mm_hidden_size": 64, "projector_ln_eps": 0.1, "merge_kernel_size": [2, 2], "patch_size": 7}
+    ours = {**sizes, "pos_emb_height": 9, "pos_emb_width": 9, "merge_kernel_size": [2, 2], "patch_size": 7}
+    projector = {"projection_hidden_size": 64, "projection_layer_norm_eps": 0.1}
+    one = read("kimi_k25", {"vision_config": theirs, "media_placeholder_token_id": 5})
+    assert one == read("kimi_k25", {"vision_config": ours, "image_token_id": 5, **projector})
+    assert (one[1].num_positions, one[1].projector_eps, one[0].image_token_id) == (81, 0.1, 5)
 
 
 def test_name_of_lightonocr_in_the_hubs_files_is_read():

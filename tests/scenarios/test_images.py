@@ -506,6 +506,7 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                     "glm4v_moe",
                     "glm_ocr",
                     "paddleocr_vl",
+                    "kimi_k25",
                     "deepseek_vl",
                     "lighton_ocr",
                     "llama4",

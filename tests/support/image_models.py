@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
-from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
+from kimi_names import restore_layers
+from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
@@ -108,6 +109,8 @@ def media_kind(kind: str) -> str:
 def tokenizer_of_images(kind: str) -> Tokenizer:
     if kind.startswith("gemma4"):
         return byte_tokenizer(*GEMMA4_SPECIAL)
+    if kind == "kimi_k25":
+        return byte_tokenizer(*KIMI_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
@@ -162,6 +165,8 @@ def _write(folder: Path, kind: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
+    if kind == "kimi_k25":
+        restore_layers(folder / "model.safetensors")
     (folder / "preprocessor_config.json").write_text(json.dumps(media.settings))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template_of(kind)}))

@@ -30,6 +30,10 @@ PAGE_SPECIAL: Final = (
     *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|vision_pad|>", "<image_placeholder>"),
 )
 """Of PaddleOCR-VL, LightOnOCR and DeepSeek-VL."""
+KIMI_SPECIAL: Final = (
+    *(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")),
+    "<|kimi_k25_video_placeholder|>",
+)
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
 
@@ -70,6 +74,12 @@ MODELS: Final = {
         {"vision_config": {}},
         {"size": {"shortest_edge": 3136, "longest_edge": 100352}},
         ("paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
+    ),
+    "kimi_k25": MediaModel(
+        {"vision_config": {}},
+        {"size": {"max_height": 12, "max_width": 12}, "max_patches": 64},
+        # It has no processor for Pillow: see media_oracle.py.
+        ("kimi_k25", "Kimi_K25ImageProcessor"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},

@@ -45,6 +45,8 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
     images = [Image.fromarray(each) for each in pictures]
     if kind == "llama4":
         return _llama4_inputs(pictures)
+    if kind == "kimi_k25":
+        return _kimi_inputs(pictures)
     # Its processors may write into what they are given.
     settings = deepcopy(MODELS[kind].settings)
     options: dict[str, Any] = {}
@@ -60,8 +62,13 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
 
 
 def llama4_module() -> Any:
-    """transformers' module of Llama 4's processor, which has one for torchvision alone, with the one function of it
-    that it calls itself.
+    """transformers' module of Llama 4's processor."""
+    return torchvision_module("llama4")
+
+
+def torchvision_module(name: str) -> Any:
+    """transformers' module of a processor that is for torchvision alone, with the one function of it that such call
+    themselves.
     """
 
     def pad(images: torch.Tensor, padding: list[int], fill: list[int]) -> torch.Tensor:
@@ -70,52 +77,80 @@ def llama4_module() -> Any:
         return torch.nn.functional.pad(images, (left, right, top, bottom))
 
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules: dict[str, Any] = {each: ModuleType(each) for each in names}
     modules[names[-1]].functional = SimpleNamespace(pad=pad)
     with patch.dict(sys.modules, modules):
-        return importlib.import_module("transformers.models.llama4.image_processing_llama4")
+        return importlib.import_module(f"transformers.models.{name}.image_processing_{name}")
 
 
-def _llama4_inputs(pictures: list[Pixels]) -> dict[str, Any]:
-    """What its processor makes with Pillow's resizing in place of torchvision's, whose levels differ by one."""
-    settings = MODELS["llama4"].settings
+class _Stub:
+    """An object that has a hash, for methods that remember their results."""
 
-    def resize(images: torch.Tensor, size: Any, resample: int) -> torch.Tensor:
+
+def _torchvision_outputs(processor: Any, pictures: list[Pixels], mean: float, **settings: Any) -> dict[str, Any]:
+    """What a processor for torchvision makes with Pillow's resizing in place of torchvision's, whose levels differ by
+    one.
+    """
+
+    def resize(images: torch.Tensor, size: Any, resample: int, **_: object) -> torch.Tensor:
         whole = [
             Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
             for each in images
         ]
         return torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in whole])
 
-    def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torch.Tensor:
-        pair = (torch.tensor(each, dtype=images.dtype).view(3, 1, 1) for each in (mean, std))
+    def pad(images: torch.Tensor, pad_size: Any) -> torch.Tensor:
+        height, width = images.shape[-2:]
+        return torch.nn.functional.pad(images, (0, pad_size.width - width, 0, pad_size.height - height))
+
+    def normalise(images: torch.Tensor, mean: Any, std: Any, **_: object) -> torch.Tensor:
+        pair = (torch.as_tensor(each, dtype=images.dtype).view(3, 1, 1) for each in (mean, std))
         return (images - next(pair)) / next(pair)
 
-    processor = llama4_module().Llama4ImageProcessor
-    stub = SimpleNamespace(resize=resize, normalize=normalise)
-    stub.rescale_and_normalize = processor.rescale_and_normalize.__get__(stub)
-    made = processor._preprocess(
-        stub,
-        [torch.from_numpy(each.copy()).permute(2, 0, 1) for each in pictures],
-        do_resize=True,
-        do_rescale=True,
-        do_normalize=True,
-        rescale_factor=1 / 255,
-        resample=2,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        resize_to_max_canvas=False,
-        disable_grouping=True,
-        return_tensors=None,
-        size=SizeDict(**settings["size"]),
-        max_patches=settings["max_patches"],
+    stub = _Stub()
+    vars(stub).update(resize=resize, pad=pad, normalize=normalise)
+    for method in _METHODS:
+        if hasattr(processor, method):
+            setattr(stub, method, getattr(processor, method).__get__(stub))
+    return dict(
+        processor._preprocess(
+            stub,
+            [torch.from_numpy(each.copy()).permute(2, 0, 1) for each in pictures],
+            do_resize=True,
+            do_rescale=True,
+            do_normalize=True,
+            rescale_factor=1 / 255,
+            image_mean=(mean,) * 3,
+            image_std=(mean,) * 3,
+            disable_grouping=True,
+            return_tensors=None,
+            **{**settings, "size": SizeDict(**settings["size"])},
+        )
     )
-    # All tiles, and those of each image.
+
+
+_METHODS = ("rescale_and_normalize", "_fuse_mean_std_and_rescale_factor", "patchify")
+
+
+def _llama4_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """All tiles, and those of each image."""
+    made = _torchvision_outputs(
+        *(llama4_module().Llama4ImageProcessor, pictures, 0.5),
+        resample=2,
+        resize_to_max_canvas=False,
+        **MODELS["llama4"].settings,
+    )
     tiles = [each.flatten(0, -4) for each in made["pixel_values"]]
     return {
         "pixel_values": torch.cat(tiles).float().numpy(),
         "aspect_ratios": torch.stack(made["aspect_ratios"]).tolist(),
     }
+
+
+def _kimi_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """Patches by lines."""
+    processor, sizes = torchvision_module("kimi_k25").Kimi_K25ImageProcessor, {"patch_size": 14, "merge_size": 2}
+    return _torchvision_outputs(processor, pictures, 0.5, resample=3, **{**sizes, **MODELS["kimi_k25"].settings})
 
 
 def processing_module(name: str) -> Any:
@@ -146,6 +181,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         ),
         "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
         "paddleocr_vl": ("paddleocr_vl", "PaddleOCRVLProcessor", {"image_token": "<|IMAGE_PLACEHOLDER|>"}),
+        "kimi_k25": ("kimi_k25", "Kimi_K25Processor", {"image_token": "<|media_pad|>"}),
         "llama4": ("llama4", "Llama4Processor", {"patch_size": 14, "downsample_ratio": 4}),
         "llava": (
             *("llava", "LlavaProcessor"),

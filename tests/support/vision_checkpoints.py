@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from kimi_names import restore_layers
 from run_folder import made_once
 from torch import Tensor
 
@@ -49,6 +50,12 @@ _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_
     "attention_chunk_size": 64,
     "floor_scale": 16,
     "attn_scale": 0.3,
+}
+_LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16} | {
+    "v_head_dim": 16,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
 }
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
@@ -107,6 +114,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "PaddleOCRVL",
         {"rope_parameters": _ROPE, "use_bias": True},
         {"vision_config": {**_VIT, "hidden_size": 48, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {**_LATENT, "model_type": "deepseek_v3"},
+        {"vision_config": {**_TOWER, "pos_emb_height": 6, "pos_emb_width": 6, "rope_parameters": {"rope_theta": 50.0}}}
+        | {"projection_hidden_size": 32, "projection_layer_norm_eps": 0.03},
     ),
     "gemma3": (
         "Gemma3",
@@ -268,6 +281,8 @@ def _write(folder: Path, name: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
+    if name == "kimi_k25":
+        restore_layers(folder / "model.safetensors")
     processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
     if name.startswith(OF_TOKEN_GRIDS):
         # Qwen's class assumes 14.
@@ -318,7 +333,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral", "lighton")):
+    if name.startswith((*OF_TOKEN_GRIDS, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     side = config.vision_config.image_size
@@ -349,7 +364,7 @@ def in_bfloat16(pixels: Any) -> Tensor:
 
 def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
-    if name == "paddleocr_vl":
+    if name in ("paddleocr_vl", "kimi_k25"):
         patches = patches_of(planes[0], config.vision_config.patch_size).view(
             -1, 3, *[config.vision_config.patch_size] * 2
         )

@@ -10,6 +10,7 @@ from spmd_worker.model.towers.audio import Qwen3AsrTower, WhisperTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
+from spmd_worker.model.towers.kimi import KimiTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
@@ -32,6 +33,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen2_5_vl": Qwen2_5Tower,
     "glm4v": GlmTower,
     "paddleocr_vl": PaddleocrTower,
+    "kimi_k25": KimiTower,
     "llama4": Llama4Tower,
     "gemma3": Gemma3Tower,
     "gemma4": Gemma4Tower,

@@ -135,10 +135,20 @@ GLM_NAMES: Final = Names(
 """Names of GLM-4-0414, and of the text of GLM that accepts images."""
 
 
+_KIMI_NAMES: Final = inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.")
 _KIMI: Final = replace(
     LATENT_ROWS["DeepseekV3ForCausalLM"],
-    models="Kimi K2.5, K2.6, the text",
-    names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
+    models="Kimi K2.5, K2.6",
+    vision="kimi_k25",
+    names=replace(
+        _KIMI_NAMES,
+        # transformers 5.23 writes layers of the text by the name of the tower's.
+        aliases={
+            **_LANGUAGE_MODEL,
+            "model.mm_projector.": "mm_projector.",
+            "language_model.model.blocks.": "language_model.model.layers.",
+        },
+    ),
     text=TextPart(ties_by_default=True),
 )
 _LIGHTON: Final = _text_of(

@@ -14,6 +14,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
+from spmd_worker.model_config.families.kimi_vision import kimi_k25
 from spmd_worker.model_config.families.siglip_rows import deepseek_vl, paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
@@ -316,6 +317,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
     "paddleocr_vl": paddleocr_vl,
+    "kimi_k25": kimi_k25,
     "deepseek_vl": deepseek_vl,
     "llama4": llama4,
     "gemma3": gemma3,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kimi_names import WRITTEN
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -32,7 +33,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, llama4, pixtral, qwen, squares
+from spmd_worker.model.towers import gemma4, glm, kimi, llama4, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import TowerLinear, TowerTable
@@ -147,6 +148,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "glm_ocr": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_activation": "gelu"}],
     "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
     "paddleocr_vl": [{"rope_theta": 100.0}, {"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}],
+    "kimi_k25": [{"rope_theta": 100.0}, {"activation": "silu"}, {"projector_eps": 1e-5}, {"num_heads": 1}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "deepseek_vl": [{"activation": "silu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
@@ -218,6 +220,12 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
     "columns and lines of positions exchanged": (
         *("paddleocr_vl", qwen, "_taps"),
         lambda rows, columns, *rest, **kinds: right_taps(columns, rows, *rest, **kinds),
+    ),
+    "pairs of columns and lines exchanged": ("kimi_k25", kimi, "axial_angles", exchanged_angles),
+    "pairs of lines behind those of columns": ("kimi_k25", kimi, "_in_turns", lambda x: x),
+    "lines and columns of a table exchanged": (
+        *("kimi_k25", kimi, "resampled"),
+        lambda table, grid: right_resampled(table.transpose(0, 1), grid),
     ),
     "another curve between positions": ("glm46v", glm, "_A", 0.0),
     "padding of a picture cut at one end": ("llava_next", squares, "_unpadded", cut_at_end),
@@ -316,6 +324,12 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
     with model.as_checkpoint() as view:
         assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
+    if name == "kimi_k25":
+        # Whose queries and keys transformers puts in another order.
+        with pytest.raises(CheckpointError, match=r"layers\.0.*: the model has no such weight: use the names of its"):
+            model.load_weights([("model.vision_tower.layers.0.attn.q_proj.weight", torch.ones(32, 32))])
+        model.load_weights([(each, tensor) for each, tensor in files.items() if "vision_tower" not in each])
+        return
     image, memory = image_of(name, 0), vision_reference(name).state_dict()
     before = our_rows(model, image)
     model.load_weights([(each, -tensor) for each, tensor in memory.items()])
@@ -383,6 +397,14 @@ def test_tables_and_head_of_paddleocr_are_ignored(tmp_path: Path):
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
 
 
+def test_names_that_transformers_writes_of_kimi_load(tmp_path: Path):
+    name, files = "kimi_k25", load_file(vision_folder("kimi_k25") / "model.safetensors")
+    for written, ours in WRITTEN.items():
+        files = {each.replace(ours, written): tensor for each, tensor in files.items()}
+    model, image = model_of_files(config_of(name), tmp_path, files), image_of(name, 0)
+    assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
+
+
 def test_text_alone_has_no_tower():
     config = read_model_files(vision_folder("qwen3_vl")).model_config
     model = new_model("qwen3_vl", config)
@@ -411,7 +433,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi")):
         assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
