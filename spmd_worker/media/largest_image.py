@@ -16,7 +16,8 @@ def most_image_tokens(processor: ImageProcessor) -> int:
 
 def _of_squares(processor: ImageProcessor) -> int:
     """Tokens of at most `max_crops` squares, and behind several the complete image."""
-    return processor.tokens_per_crop * (processor.max_crops + 1 if processor.max_crops > 1 else 1)
+    most = max(processor.max_crops, processor.dense_crops)
+    return processor.tokens_per_crop * (most + 1 if most > 1 else 1)
 
 
 def _qwen(processor: ImageProcessor) -> int:
@@ -27,6 +28,10 @@ def _qwen(processor: ImageProcessor) -> int:
     # were rounded before.
     ratio = 2 * MAX_ASPECT_RATIO
     return max(most, isqrt(most * ratio) + 1, isqrt(ratio) + 1, least + isqrt(4 * least * ratio) + 2)
+
+
+def _lfm2(processor: ImageProcessor) -> int:
+    return _qwen(processor) + processor.tokens_per_crop * processor.max_crops * processor.splits
 
 
 def _kimi(processor: ImageProcessor) -> int:
@@ -71,6 +76,7 @@ def _smolvlm(processor: ImageProcessor) -> int:
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
     **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v", "paddleocr_vl"), _qwen),
     "kimi_k25": _kimi,
+    "lfm2_vl": _lfm2,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

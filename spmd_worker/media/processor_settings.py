@@ -140,6 +140,8 @@ _CLASSES: Final = {
     "llama4_vision_model": (448, 14),
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
+    "granite_docling_vision": (512, 16),
+    "siglip2_vision_model": (0, 16),
     "gemma4_vision": (0, 16),
     "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
@@ -172,6 +174,8 @@ _DEFAULTS: Final = {
     "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
     "smolvlm": ("smolvlm_vision", 224, 32),
+    "granite_docling": ("granite_docling_vision", 512, 16),
+    "lfm2_vl": ("siglip2_vision_model", 0, 16),
 }
 """Kind -> tower of a config.json without vision_config."""
 
@@ -192,3 +196,10 @@ def _equal_sides(reader: ConfigReader, key: str, default: int) -> int:
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         value = value[0]
     return checked_integer(value, reader.where(key), min(default, 1), MAX_SIDE)
+
+
+def check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: int) -> None:
+    """Raise ModelConfigError if the number of the setting `name` is not the tower's."""
+    if side != tower:
+        rule = f"must be the size that the tower has, vision_config's {tower}, not {side}"
+        raise settings.of(name).error(name, rule)

@@ -86,6 +86,8 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if config.merge_sizes:
+        return _paths_elements(config, hidden_size)
     if vision.kind == "glm4v":
         inner = config.projector_size
         gates, downsample = 2 * (inner + -inner % _ROW_STEP), hidden_size * (width + 1)
@@ -96,11 +98,23 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         return size + size * hidden_size
     if vision.kind == "smolvlm":
         return hidden_size * width
-    inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
+    inner, bias = config.projector_size, config.projector_has_bias
+    inputs = width if vision.kind in ("internvl", "lfm2_vl") else size
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
     merger = size + size * width
-    others = {"internvl": 2 * width, "mistral3": merger, "lighton_ocr": merger}
+    norms = 2 * width
+    others = {"internvl": norms, "lfm2_vl": norms * config.norms_tokens, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
+
+
+def _paths_elements(config: TowerConfig, hidden_size: int) -> int:
+    """Elements of a connector with layers for several sizes of tokens."""
+    size, elements = hidden_size, 2 * config.hidden_size + hidden_size * (hidden_size + 4)
+    for merge_size in config.merge_sizes:
+        width = config.hidden_size * merge_size**2
+        merger = 2 * width + size * (width + 1) + size * (size + 1)
+        elements += size * width + len(config.added_layers) * merger
+    return elements
 
 
 def encoder_elements(part: EncoderPart) -> int:

@@ -58,10 +58,11 @@ class TowerConfig:
     the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
     shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
-    The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
-    is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures
-    of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a square's
-    rows, a class token's, takes no token.
+    The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
+    the number of tokens of a square. `merge_sizes` are the patches a side of a token for which it has layers, if it has
+    them for several (Granite-Docling); tokens are normed before them with `norms_tokens`. `pinpoints` are the sizes of
+    pictures made of squares, in pixels, and pictures of more than `max_crops` squares are resampled to that
+    (LLaVA-OneVision). `drops_first_row`: the first of a square's rows, a class token's, takes no token.
     """
 
     names: TowerNames
@@ -97,6 +98,8 @@ class TowerConfig:
     projector_has_bias: bool = True
     projector_eps: float = 1e-6
     num_crop_tokens: int = 0
+    merge_sizes: tuple[int, ...] = ()
+    norms_tokens: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
     max_crops: int = 0
 

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
+from media_models import (
+    GEMMA4_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    media_processor,
+    noise,
+)
 from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced, torchvision_module
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
@@ -27,7 +36,7 @@ from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size, kimi_size, llama4_grid, llama4_size, paddleocr_size
+from spmd_worker.media.sizes import glm_size, kimi_size, lfm2_grid, llama4_grid, llama4_size, paddleocr_size
 from spmd_worker.model.towers.pixels import PixelTable
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
@@ -53,13 +62,16 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     values = np.asarray(inputs["pixel_values"])
     if kind.startswith(("qwen", "glm", "paddleocr", "kimi")):
         return values.reshape(len(values), -1)
+    if kind == "lfm2_vl":
+        rows = values[np.asarray(inputs["pixel_attention_mask"]) > 0]
+        return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
     if kind in ("mistral3", "pixtral", "lighton_ocr"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
-    elif kind == "smolvlm":
+    elif kind in ("smolvlm", "granite_docling"):
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
     elif kind in ("llava_next", "llava_onevision"):
         # Images of fewer crops are padded with zeros, which no normalised pixels are.
@@ -69,7 +81,11 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     return np.concatenate([patches(plane, patch) for plane in planes])
 
 
-OWN_TABLES: dict[str, dict[str, Any]] = {"llama4": {"has_bfloat16_pixels": True}, "kimi_k25": {"scales_levels": True}}
+OWN_TABLES: dict[str, dict[str, Any]] = {
+    "llama4": {"has_bfloat16_pixels": True},
+    "kimi_k25": {"scales_levels": True},
+    "lfm2_vl": {"scales_levels": True},
+}
 """Kinds whose pixels are normalised in other ways."""
 
 
@@ -193,6 +209,19 @@ def test_sizes_of_kimi_are_those_of_transformers():
         assert kimi_size(height, width, 14, most, side) == theirs(height, width, 14, 2, most, side)[0]
 
 
+def test_grids_of_lfm2_are_those_of_transformers():
+    """Also of images of ratios in the middle of two."""
+    module, generator = torchvision_module("lfm2_vl"), random.Random(4)
+    ratios = module.Lfm2VlImageProcessor._target_ratios.__wrapped__
+    for _ in range(2000):
+        height = int(2 ** generator.uniform(0, 12))
+        width = generator.choice([int(2 ** generator.uniform(0, 12)), 5 * height // 2, 3 * height // 2, 3 * height])
+        least, most, side = generator.choice([(2, 10, 512), (1, 4, 56), (2, 12, 64), (3, 3, 84)])
+        targets = ratios(None, least, most)
+        columns, lines = module.find_closest_aspect_ratio(width / height, targets, width, height, side)
+        assert lfm2_grid(height, width, side, least, most) == (lines, columns)
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -212,6 +241,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     "sides of no whole patches": ("lighton_ocr", {"patch_size": 35}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
+    "one page": ("granite_docling", {"crop_to_patches": False, "min_patches": 3}, {}, None),
+    "fine route": ("granite_docling", {"fine_route": True}, {}, None),
+    "dense pages": (
+        "granite_docling",
+        {"dense_max_patches": 9, "dense_min_aspect": 0.1, "dense_max_aspect": 2.0, "dense_max_scale": 4.0},
+        {},
+        None,
+    ),
+    "two tiles": ("lfm2_vl", {"max_tiles": 2}, {}, None),
+    "no tiles": ("lfm2_vl", {"do_image_splitting": False}, {}, None),
+    "few pixels too many": ("lfm2_vl", {"max_pixels_tolerance": 3.1}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
     "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
     "other filter and scale": ("gemma3", {"resample": 1, "rescale_factor": 0.0039, "image_mean": 0.4}, {}, None),
@@ -265,6 +305,11 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 14, "size": {"longest_edge": 1540}},
     ),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
+    "granite_docling": ({"vision_config": {}}, {"size": {"height": 512, "width": 512}, "max_patches": 32}),
+    "lfm2_vl": (
+        {"vision_config": {"patch_size": 16}},
+        {"encoder_patch_size": 16, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 10},
+    ),
     "smolvlm": (
         {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
         {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
@@ -299,7 +344,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *LFM2_SPECIAL)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
+from media_models import (
+    GEMMA4_SPECIAL,
+    GRANITE_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    media_processor,
+    noise,
+)
 from tokenizers import Tokenizer
 
 from spmd_worker.media.errors import MediaError
@@ -106,7 +116,7 @@ def test_line_ends_join_as_in_the_text(pieces: list[str]):
 
 @functools.cache
 def byte_tokenizer_once() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL)
 
 
 def test_image_of_one_row_is_expanded_or_left(tmp_path: Path, encode: Encode):

@@ -38,6 +38,8 @@ CLASSES = {
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
+    "granite_docling": ("GraniteDoclingConfig", 1024),
+    "lfm2_vl": ("Lfm2VlConfig", 2560),
     "llava": ("LlavaConfig", 4096),
     "llava_next": ("LlavaNextConfig", 4096),
     "llava_onevision": ("LlavaOnevisionConfig", 3584),
@@ -98,7 +100,7 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     token = getattr(theirs, "image_token_id", None)
     assert vision.image_token_id == (theirs.image_token_index if token is None else token)
     deepstack = getattr(bare, "deepstack_visual_indexes", ())
-    assert tower.added_layers == tuple(deepstack if row == "qwen3_vl" else ())
+    assert tower.added_layers == tuple(deepstack if row in ("qwen3_vl", "granite_docling") else ())
     if row == "gemma4":
         assert (tower.head_size, tower.num_positions, tower.rope_theta) == (64, 10240, 100.0)
         assert [bare.head_dim, bare.position_embedding_size, bare.pooling_kernel_size] == [64, 10240, vision.merge_size]
@@ -212,6 +214,17 @@ def test_every_row_is_of_a_family():
         ("llama4", {}, {"pixel_shuffle_ratio": 2}, "pixel_shuffle_ratio=2 must be 1 over a number that divides"),
         ("llama4", {}, {"intermediate_size": 3072}, "vision_output_dim=None must be projector_input_dim=4096"),
         ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
+        ("granite_docling", {}, {"out_hidden_size": 64}, "out_hidden_size=64 is not the hidden size of the text, 1024"),
+        ("granite_docling", {}, {"deepstack_visual_indexes": [3, 3]}, "must list each layer once"),
+        ("granite_docling", {}, {"deepstack_visual_indexes": [12]}, "must be a whole number from 0 to 11"),
+        ("granite_docling", {}, {"scale_factor": 3}, "scale_factor=3 must divide a square of 32 x 32 patches, as must"),
+        ("granite_docling", {}, {"scale_factor": 1}, "scale_factor=1 must divide a square of 32 x 32 patches, as must"),
+        ("granite_docling", {}, {"use_fine_route": "no"}, "use_fine_route='no' must be true or false"),
+        ("lfm2_vl", {}, {"num_patches": 200}, "num_patches=200 must be a square number"),
+        ("lfm2_vl", {}, {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not supported"),
+        ("lfm2_vl", {"projector_hidden_size": 0}, {}, "projector_hidden_size=0 must be a whole number"),
+        ("lfm2_vl", {"projector_use_layernorm": 1}, {}, "projector_use_layernorm=1 must be true or false"),
+        ("lfm2_vl", {"downsample_factor": None}, {"hidden_act": "mish"}, "hidden_act='mish' is not supported"),
         ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
         ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),
         ("qwen3_vl", {"image_token_id": "x"}, {}, "image_token_id='x' must be a whole number"),

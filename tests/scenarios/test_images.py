@@ -507,6 +507,8 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                     "glm_ocr",
                     "paddleocr_vl",
                     "kimi_k25",
+                    "granite_docling",
+                    "lfm2_vl",
                     "deepseek_vl",
                     "lighton_ocr",
                     "llama4",

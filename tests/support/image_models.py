@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 from kimi_names import restore_layers
-from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
+from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, LFM2_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
@@ -79,6 +79,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "use_double_wide_mlp": True,
         "pad_token_id": 3,
     },
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
@@ -111,6 +112,8 @@ def tokenizer_of_images(kind: str) -> Tokenizer:
         return byte_tokenizer(*GEMMA4_SPECIAL)
     if kind == "kimi_k25":
         return byte_tokenizer(*KIMI_SPECIAL)
+    if kind == "lfm2_vl":
+        return byte_tokenizer(*LFM2_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
@@ -282,8 +285,12 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
         "image_sizes",
         "batch_num_images",
         "pixel_attention_mask",
+        "spatial_shapes",
     )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
+    if kind == "lfm2_vl":
+        # Its processor counts tokens by them.
+        del given["image_sizes"]
     if kind == "gemma4_unified":
         given |= _merged(given, image_reference(kind).config.vision_config)
     types = (ids == image_token_id(kind)).long()

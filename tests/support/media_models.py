@@ -30,6 +30,14 @@ PAGE_SPECIAL: Final = (
     *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|vision_pad|>", "<image_placeholder>"),
 )
 """Of PaddleOCR-VL, LightOnOCR and DeepSeek-VL."""
+GRANITE_SPECIAL: Final = tuple(
+    f"<row_{row + 1}_col_{column + 1}>" for row in range(16) for column in range(16) if max(row, column) >= 6
+)
+"""Places of tiles that Idefics3 has not."""
+LFM2_SPECIAL: Final = (
+    *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    *(f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(5) for column in range(5)),
+)
 KIMI_SPECIAL: Final = (
     *(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")),
     "<|kimi_k25_video_placeholder|>",
@@ -149,6 +157,24 @@ MODELS: Final = {
         {"vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},
         {"size": {"longest_edge": 140}, "patch_size": 14},
         ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "granite_docling": MediaModel(
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 4},
+        ("granite_docling", "GraniteDoclingImageProcessorPil"),
+    ),
+    "lfm2_vl": MediaModel(
+        {"vision_config": {"patch_size": 14}, "downsample_factor": 2},
+        {
+            "encoder_patch_size": 14,
+            "downsample_factor": 2,
+            "tile_size": 56,
+            "min_image_tokens": 4,
+            "max_image_tokens": 12,
+            "max_tiles": 5,
+        },
+        # It has no processor for Pillow: see media_oracle.py.
+        ("lfm2_vl", "Lfm2VlImageProcessor"),
     ),
     "smolvlm": MediaModel(
         {"vision_config": {"image_size": 64, "patch_size": 8}},

@@ -58,6 +58,7 @@ _LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim"
     "n_shared_experts": 1,
 }
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
+_LFM2 = {"model_type": "lfm2", "block_auto_adjust_ff_dim": False, "norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
 _GEMMA4_TEXT = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "sliding_window": 24}
@@ -202,6 +203,37 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    "granite_docling": (
+        "GraniteDocling",
+        {"num_hidden_layers": 2, "embedding_multiplier": 3.0, "pad_token_id": 0},
+        {
+            "vision_config": {**_VIT, "image_size": 112, "out_hidden_size": 32, "deepstack_visual_indexes": [2, 0]},
+            "density_router_hidden_size": 8,
+        },
+    ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        {**_LFM2, "layer_types": ["conv"]},
+        {
+            "vision_config": {
+                **{key: value for key, value in _VIT.items() if key != "image_size"},
+                "num_patches": 36,
+                "model_type": "siglip2_vision_model",
+            },
+            "projector_hidden_size": 24,
+        },
+    ),
+    "lfm2_vl_plain": (
+        "Lfm2Vl",
+        {**_LFM2, "layer_types": ["conv"]},
+        {
+            "vision_config": {**_TOWER, "num_patches": 36, "model_type": "siglip2_vision_model"}
+            | {"patch_size": 14, "vision_use_head": False},
+            "projector_hidden_size": 40,
+            "projector_use_layernorm": False,
+            "projector_bias": False,
+        },
+    ),
     "llama4": (
         "Llama4",
         _LLAMA4,
@@ -336,11 +368,15 @@ def image_of(name: str, number: int) -> ImagePixels:
     if name.startswith((*OF_TOKEN_GRIDS, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
+    if name.startswith("lfm2"):
+        sizes = ((6, 8),), ((4, 10),), ((6, 6), (6, 6), (12, 4))
+        crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
+        return ImagePixels(crops, sizes[number][0], (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
     size, count = (
         SIZES[number],
-        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4")) else 1,
+        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4", "granite")) else 1,
     )
     if name.startswith(OF_PICTURES):
         height, width = best_pinpoint(*size, tuple([(each[0], each[1]) for each in PINPOINTS]))
@@ -362,7 +398,9 @@ def in_bfloat16(pixels: Any) -> Tensor:
     return ((levels - mean) / std).float()
 
 
-def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
+def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dict[str, Tensor]:
+    if name.startswith("lfm2"):
+        return _padded(image, config.vision_config.patch_size)
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
     if name in ("paddleocr_vl", "kimi_k25"):
         patches = patches_of(planes[0], config.vision_config.patch_size).view(
@@ -391,18 +429,39 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
     if name.startswith(OF_PICTURES):
         return {"pixel_values": planes[None], "image_sizes": sizes}
+    if name == "granite_docling":
+        fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if is_fine else {}
+        return {"pixel_values": planes[None], "pixel_attention_mask": torch.ones(1, len(planes)).bool(), **fine}
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 
+def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
+    """Patches of pictures of several sizes, the channels of a pixel side by side, behind them zeros."""
+    shapes = [(len(each) // size, each.shape[1] // size) for each in image.crops]
+    most, found = max(lines * columns for lines, columns in shapes), []
+    for crop, (lines, columns) in zip(image.crops, shapes, strict=True):
+        squares = normalised(crop).view(3, lines, size, columns, size).permute(1, 3, 2, 4, 0)
+        patches = squares.reshape(lines * columns, -1)
+        found.append(torch.nn.functional.pad(patches, (0, 0, 0, most - len(patches))))
+    mask = torch.stack([torch.arange(most) < lines * columns for lines, columns in shapes]).int()
+    return {
+        "pixel_values": torch.stack(found),
+        "spatial_shapes": torch.tensor(shapes),
+        "pixel_attention_mask": mask,
+    }
+
+
 @torch.no_grad()
-def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """Rows of the image's tokens, then those of each layer that adds some."""
+def their_rows(
+    name: str, image: ImagePixels, dtype: torch.dtype = torch.float32, *, is_fine: bool = False
+) -> tuple[Tensor, ...]:
+    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling."""
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     if name == "llama4":
         # A change of dtype leaves their imaginary part out.
         model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
-    inputs = _inputs(name, image, model.config)
+    inputs = _inputs(name, image, model.config, is_fine=is_fine)
     if not name.startswith(OF_TOKEN_GRIDS):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     if name == "llama4":

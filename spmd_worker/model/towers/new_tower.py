@@ -10,8 +10,10 @@ from spmd_worker.model.towers.audio import Qwen3AsrTower, WhisperTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
+from spmd_worker.model.towers.granite import GraniteDoclingTower
 from spmd_worker.model.towers.kimi import KimiTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
+from spmd_worker.model.towers.naflex import NaflexTower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import (
@@ -47,6 +49,8 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "lighton_ocr": LightonTower,
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
+    "granite_docling": GraniteDoclingTower,
+    "lfm2_vl": NaflexTower,
     "qwen2_audio": WhisperTower,
     "audioflamingo3": WhisperTower,
     "glmasr": WhisperTower,

@@ -56,6 +56,24 @@ _TEXTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen2": ("Qwen2ForCausalLM", _QWEN_SIZES),
     "qwen3": ("Qwen3ForCausalLM", _QWEN_SIZES),
     "exaone4": _EXAONE,
+    "granite_docling_text": (
+        "GraniteForCausalLM",
+        {
+            "vocab_size": 133800,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 100257,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.263,
+            "attention_multiplier": 0.015625,
+        },
+    ),
     # The name in the first files of EXAONE 4.5.
     "exaone4_5_text": _EXAONE,
 }
@@ -308,6 +326,14 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             "tie_word_embeddings": True,
             "eos_token_id": 2,
         },
+    ),
+    "GraniteDoclingForConditionalGeneration": _text_of(
+        "Granite-Docling, 500M and 2B",
+        # Files may have heads for speculative decoding.
+        replace(_SMOLVLM_NAMES, ignored_prefixes=("model.vision_model.", "model.density_router.", "mtp.")),
+        "granite_docling_text",
+        vision="granite_docling",
+        **_TIED,
     ),
     "MllamaForConditionalGeneration": Family(
         models="Llama 3.2 Vision, the text, which passes by the layers that look at images",

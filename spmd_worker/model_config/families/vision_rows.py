@@ -15,7 +15,7 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.kimi_vision import kimi_k25
-from spmd_worker.model_config.families.siglip_rows import deepseek_vl, paddleocr_vl
+from spmd_worker.model_config.families.siglip_rows import deepseek_vl, granite_docling, lfm2_vl, paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -330,6 +330,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
+    "granite_docling": granite_docling,
+    "lfm2_vl": lfm2_vl,
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""

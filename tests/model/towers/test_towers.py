@@ -33,7 +33,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, kimi, llama4, pixtral, qwen, squares
+from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, naflex, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import TowerLinear, TowerTable
@@ -162,6 +162,8 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
+    "lfm2_vl": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}, {"projector_activation": "silu"}],
+    "granite_docling": [{"added_layers": (0, 1)}, {"projector_eps": 0.03}, {"num_heads": 1}],
 }
 
 
@@ -199,6 +201,7 @@ right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpad
 right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 right_resampled, right_taps = glm.resampled, qwen._taps
+right_sines = granite.square_positions
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -249,6 +252,14 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         *("gemma4_unified", gemma4, "_numbers_of"),
         lambda plane, size: right_numbers(plane.transpose(1, 2), size),
     ),
+    "lines and columns of NaFlex's table exchanged": (
+        *("lfm2_vl", naflex, "resampled"),
+        lambda table, grid, taps: right_resampled(table.transpose(0, 1), grid, taps),
+    ),
+    "positions of lines and columns exchanged": (
+        *("granite_docling", granite, "square_positions"),
+        lambda side, size: right_sines(side, size).roll(size // 2, 1),
+    ),
     "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
 
@@ -257,6 +268,9 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
 def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
     name, *patched = MISTAKES[mistake]
+    if patched[1] == "square_positions":
+        # Made with the tower.
+        monkeypatch.setattr(*patched)
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
     expected = [their_rows(name, image) for image in images]
     monkeypatch.setattr(*patched)
@@ -303,6 +317,27 @@ def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
     with threads(2):
         together = our_rows(model, image)
     assert all(map(torch.equal, alone, together))
+
+
+def test_fine_route_has_rows_of_transformers():
+    """Four times as many, by layers of its own."""
+    name = "granite_docling"
+    model = new_model(name, config_of(name, merge_size=2))
+    for image in (image_of(name, number) for number in range(2)):
+        ours, theirs = our_rows(model, image), their_rows(name, image, is_fine=True)
+        assert len(ours[0]) == 16 * len(image.crops)
+        assert difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("grid", [(16, 16), (9, 23), (40, 5), (3, 64), (1, 1)])
+def test_resampled_positions_are_those_of_transformers(grid: tuple[int, int]):
+    """Of NaFlex, from more lines than there are and from fewer; without what it leaves out they are others."""
+    table = torch.randn(16, 16, 8, generator=torch.Generator().manual_seed(1))
+    planes, options = table.permute(2, 0, 1)[None], {"mode": "bilinear", "align_corners": False}
+    found = glm.resampled(table, grid, naflex.antialiased_taps).permute(2, 0, 1)
+    for is_right in (True, False) if min(grid) < 8 else (True,):
+        theirs = torch.nn.functional.interpolate(planes, grid, antialias=is_right, **options)[0]
+        assert (float((found - theirs).abs().max()) < 1e-5) == is_right
 
 
 def test_squares_do_not_see_each_other():
@@ -433,7 +468,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi", "lfm2")):
         assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
