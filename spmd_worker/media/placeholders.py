@@ -229,6 +229,10 @@ _LFM2: Final = (
     *("<image>", "<image>", "<image>"),
     ("<image>", *(f"<|{each}|>" for each in ("image_start", "image_end", "img_thumbnail"))),
 )
+_EXAONE: Final = (
+    *("<vision><|image_pad|></vision>", "<|image_pad|>", "<|image_pad|>"),
+    ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -249,6 +253,7 @@ PLACEHOLDERS: Final = {
         "qwen3_vl": _QWEN,
         "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
+        "exaone4_5": _EXAONE,
         "glm4v": _GLM,
         "paddleocr_vl": _PADDLEOCR,
         "kimi_k25": _KIMI,

@@ -253,6 +253,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "exaone4_5": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
     "kimi_k25": _kimi,

@@ -151,6 +151,7 @@ _CLASSES: Final = {
     "glm_ocr_vision": (0, 14),
     "paddleocr_vl_vision": (0, 14),
     "kimi_k25_vision": (0, 14),
+    "exaone4_5_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
@@ -158,6 +159,7 @@ _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
     "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
+    "exaone4_5": ("exaone4_5_vision", 0, 14),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
     "kimi_k25": ("kimi_k25_vision", 0, 14),

@@ -71,7 +71,7 @@ def _norm_elements(config: TowerConfig, size: int) -> int:
 
 def _layer_elements(config: TowerConfig) -> int:
     size, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
-    qkv = 3 * size * (size + config.has_qkv_bias)
+    qkv = (size + 2 * config.num_key_heads * config.head_size) * (size + config.has_qkv_bias)
     gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
     linears = qkv + size * (size + bias) + gates + size * (inner + bias)
     of_norm = config.head_size if config.norms_heads else size
@@ -82,7 +82,7 @@ def _layer_elements(config: TowerConfig) -> int:
 def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
     size = config.hidden_size
     width = size * vision.merge_size**2
-    if vision.kind.startswith(("qwen", "paddleocr", "kimi")):
+    if vision.kind.startswith(("qwen", "paddleocr", "kimi", "exaone")):
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))

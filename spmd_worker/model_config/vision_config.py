@@ -53,9 +53,9 @@ class TowerConfig:
     many patches a side, those at the ends perhaps in no token. Layers but `full_layers` see windows of `window_size`
     pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
-    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; the first `rotary_size` of them turn, 0 for all;
-    scores are multiplied by `score_scale`, 0 for
-    the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
+    `num_kv_heads` heads have keys and values, 0 for as many as queries. A head has `own_head_size` numbers, 0 for a
+    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all; scores are multiplied by `score_scale`, 0
+    for the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
     shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
@@ -79,6 +79,7 @@ class TowerConfig:
     has_bias: bool = True
     has_patch_bias: bool = True
     norms_heads: bool = False
+    num_kv_heads: int = 0
     num_frames: int = 1
     num_positions: int = 0
     rope_theta: float = 0.0
@@ -106,6 +107,11 @@ class TowerConfig:
     @property
     def head_size(self) -> int:
         return self.own_head_size or self.hidden_size // self.num_heads
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.num_kv_heads or self.num_heads
 
     @property
     def attention_scale(self) -> float:

@@ -26,6 +26,7 @@ EXPECTED = {
     "qwen2_5_vl": ImageProcessor(
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "exaone4_5": ImageProcessor("exaone4_5", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=50176),
     "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
     "paddleocr_vl": ImageProcessor(
         "paddleocr_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
@@ -131,6 +132,7 @@ def test_kimis_authors_file_says_the_same(tmp_path: Path):
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
+    "exaone4_5": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
     "paddleocr_vl": ({}, {}, {"min_pixels": 147456, "max_pixels": 2359296, "patch_size": 14, "merge_size": 2}),
     "kimi_k25": ({}, {}, {"max_pixels": 16384 * 196, "longest_edge": 7168, "patch_size": 14, "merge_size": 2}),

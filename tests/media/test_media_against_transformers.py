@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from media_models import (
+    EXAONE_SPECIAL,
     GEMMA4_SPECIAL,
     KIMI_SPECIAL,
     LFM2_SPECIAL,
@@ -60,7 +61,7 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith(("qwen", "glm", "paddleocr", "kimi")):
+    if kind.startswith(("qwen", "glm", "paddleocr", "kimi", "exaone")):
         return values.reshape(len(values), -1)
     if kind == "lfm2_vl":
         rows = values[np.asarray(inputs["pixel_attention_mask"]) > 0]
@@ -104,7 +105,7 @@ def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarr
     ]
     if processor.kind in OWN_TABLES:
         return np.concatenate([patches(plane, processor.patch_size) for plane in own_planes(images, processor)])
-    if processor.kind.startswith(("qwen", "glm")):
+    if processor.kind.startswith(("qwen", "glm", "exaone")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
 
@@ -344,7 +345,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *LFM2_SPECIAL)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

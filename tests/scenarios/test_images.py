@@ -508,6 +508,7 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                     "paddleocr_vl",
                     "kimi_k25",
                     "granite_docling",
+                    "exaone4_5",
                     "lfm2_vl",
                     "deepseek_vl",
                     "lighton_ocr",

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 from kimi_names import restore_layers
-from media_models import GEMMA4_SPECIAL, KIMI_SPECIAL, LFM2_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
+from media_models import (
+    EXAONE_SPECIAL,
+    GEMMA4_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    noise,
+)
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
@@ -112,6 +121,8 @@ def tokenizer_of_images(kind: str) -> Tokenizer:
         return byte_tokenizer(*GEMMA4_SPECIAL)
     if kind == "kimi_k25":
         return byte_tokenizer(*KIMI_SPECIAL)
+    if kind == "exaone4_5":
+        return byte_tokenizer(*EXAONE_SPECIAL)
     if kind == "lfm2_vl":
         return byte_tokenizer(*LFM2_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))

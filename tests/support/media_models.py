@@ -38,6 +38,7 @@ LFM2_SPECIAL: Final = (
     *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
     *(f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(5) for column in range(5)),
 )
+EXAONE_SPECIAL: Final = ("<vision>", "</vision>")
 KIMI_SPECIAL: Final = (
     *(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")),
     "<|kimi_k25_video_placeholder|>",
@@ -72,6 +73,9 @@ MODELS: Final = {
     ),
     "qwen2_5_vl": MediaModel(
         {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
+    "exaone4_5": MediaModel(
+        {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 50176}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
     ),
     "glm4v": MediaModel(
         {"vision_config": {}},

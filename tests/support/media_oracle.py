@@ -188,6 +188,7 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         ),
         "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
         "paddleocr_vl": ("paddleocr_vl", "PaddleOCRVLProcessor", {"image_token": "<|IMAGE_PLACEHOLDER|>"}),
+        "exaone4_5": ("exaone4_5", "Exaone4_5_Processor", {"image_token": "<|image_pad|>"}),
         "kimi_k25": ("kimi_k25", "Kimi_K25Processor", {"image_token": "<|media_pad|>"}),
         "llama4": ("llama4", "Llama4Processor", {"patch_size": 14, "downsample_ratio": 4}),
         "llava": (

@@ -103,6 +103,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": _ROPE},
         {"vision_config": {**_QWEN, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
     ),
+    "exaone4_5": (
+        "Exaone4_5_",
+        {"model_type": "exaone4", "sliding_window": 24},
+        {
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "num_key_value_heads": 2,
+                "window_size": 112,
+                "fullatt_block_indexes": [1, 3],
+            }
+        },
+    ),
     "glm4v": ("Glm4v", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "attention_bias": True}}),
     "glm46v": (
         "Glm46V",
@@ -291,6 +305,8 @@ PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
 OF_TOKEN_GRIDS = ("qwen", "glm", "paddleocr")
 """Beginnings of cases whose tokens have lines and columns, which their positions follow."""
+_LIKE_QWEN = (*OF_TOKEN_GRIDS, "exaone")
+"""And those whose patches are given as Qwen's."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
 
@@ -316,7 +332,7 @@ def _write(folder: Path, name: str) -> None:
     if name == "kimi_k25":
         restore_layers(folder / "model.safetensors")
     processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
-    if name.startswith(OF_TOKEN_GRIDS):
+    if name.startswith(_LIKE_QWEN):
         # Qwen's class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
     if name.startswith("gemma4"):
@@ -365,7 +381,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*OF_TOKEN_GRIDS, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
+    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     if name.startswith("lfm2"):
@@ -407,7 +423,7 @@ def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dic
             -1, 3, *[config.vision_config.patch_size] * 2
         )
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *image.grid]])}
-    if name.startswith(OF_TOKEN_GRIDS):
+    if name.startswith(_LIKE_QWEN):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
@@ -462,7 +478,7 @@ def their_rows(
         # A change of dtype leaves their imaginary part out.
         model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
     inputs = _inputs(name, image, model.config, is_fine=is_fine)
-    if not name.startswith(OF_TOKEN_GRIDS):
+    if not name.startswith(_LIKE_QWEN):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     if name == "llama4":
         return (model.multi_modal_projector(model.get_image_features(**inputs).last_hidden_state.flatten(0, 1)),)

@@ -33,6 +33,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen3_vl": Qwen3Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
+    "exaone4_5": Qwen2_5Tower,
     "glm4v": GlmTower,
     "paddleocr_vl": PaddleocrTower,
     "kimi_k25": KimiTower,

@@ -270,10 +270,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "DeepSeek-VL 1.3B", next_to(Names(), "vision_model", "aligner"), "llama", vision="deepseek_vl", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": _text_of(
-        "EXAONE 4.5, the text",
+        "EXAONE 4.5",
         replace(next_to(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
         "exaone4",
         "exaone4_5_text",
+        vision="exaone4_5",
     ),
     "Glm4vForConditionalGeneration": Family(
         models="GLM-4.1V, GLM-4.6V-Flash",

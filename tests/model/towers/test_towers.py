@@ -139,6 +139,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5": [{"rope_theta": 100.0}],
     "qwen2_vl": [{"rope_theta": 100.0}, {"activation": "gelu"}, {"eps": 0.01}, {"num_heads": 1}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "exaone4_5": [{"window_size": 56}, {"full_layers": (0, 3)}, {"rope_theta": 100.0}],
     "gemma4": [
         *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
         *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
@@ -189,8 +190,10 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
     def filled(attention: ImageAttention, *args: Any) -> None:
         make(attention, *args)
         assert attention._padded is not None
-        assert attention._padded.shape[-1] == 80
-        attention._padded.normal_(generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        for each in attention._padded:
+            assert each.shape[-1] == 80
+            each.normal_(generator=generator)
 
     assert difference(our_rows(model, image), expected) < TOLERANCE
     monkeypatch.setattr(ImageAttention, "__init__", filled)
@@ -468,7 +471,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi", "lfm2")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi", "lfm2", "exaone")):
         assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
