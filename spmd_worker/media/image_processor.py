@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.page_rules import MAX_CROPS, granite_docling, kimi, lfm2_vl, opened
 from spmd_worker.media.processor_settings import (
     MAX_SIDE,
     ProcessorSettings,
     TowerSizes,
     Values,
+    check_is_towers,
     image_values,
     json_object,
     tower_sizes,
@@ -26,7 +28,6 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 OVERRIDES: Final = "mm_processor_kwargs"
 _MAX_PIXELS: Final = 1 << 28
-_MAX_CROPS: Final = 64
 _BICUBIC: Final = 3
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -43,13 +44,15 @@ class ImageProcessor:
 
     A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
     which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
-    of two frames, Gemma 4 with at most `max_pixels`, Pixtral with at most `longest_edge`, LightOnOCR with sides of
-    multiples of `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes
-    the short side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a
-    square first if set; DeepSeek-VL pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and
-    LLaVA-OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes
-    `min_crops` to `max_crops` tiles, Llama 4 up to `max_crops`; SmolVLM resizes the long side to `longest_edge` and, if
-    `splits`, cuts.
+    of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most `longest_edge`, and black up
+    to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of `resize_unit` too.
+    The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge`
+    and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square first if set; DeepSeek-VL
+    pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-OneVision cut sizes of
+    `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles,
+    Llama 4 up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`; LFM2-VL makes `min_crops`
+    to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it `splits`; SmolVLM resizes the long
+    side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -71,18 +74,24 @@ class ImageProcessor:
     min_crops: int = 0
     max_crops: int = 0
     splits: bool = False
+    tolerance: float = 0.0
+    dense_crops: int = 0
+    dense_rule: tuple[float, ...] = ()
 
 
 def normalised_by(vision: VisionConfig, processor: ImageProcessor) -> VisionConfig:
     """The config of a tower whose pixels are those of `processor`."""
-    return replace(vision, image_mean=processor.mean, image_std=processor.std, rescale_factor=processor.scale)
+    vision = replace(vision, image_mean=processor.mean, image_std=processor.std, rescale_factor=processor.scale)
+    # Of two sizes of tokens the processor has one.
+    merge_size = processor.merge_size if vision.tower is not None and vision.tower.merge_sizes else vision.merge_size
+    return replace(vision, merge_size=merge_size)
 
 
 def processor_of(values: Mapping[str, Any]) -> ImageProcessor:
     """The processor whose `asdict` travelled as JSON."""
     pinpoints = tuple([(int(height), int(width)) for height, width in values["pinpoints"]])
-    mean, std = tuple(values["mean"]), tuple(values["std"])
-    return ImageProcessor(**{**values, "mean": mean, "std": std, "pinpoints": pinpoints})
+    listed = {key: tuple(values[key]) for key in ("mean", "std", "dense_rule")}
+    return ImageProcessor(**{**values, **listed, "pinpoints": pinpoints})
 
 
 def read_image_processor(
@@ -98,7 +107,7 @@ def read_image_processor(
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     if "size" in given:
         values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
-    settings = ProcessorSettings(ConfigReader(values, path), ConfigReader(given, Path(OVERRIDES)))
+    settings = ProcessorSettings(opened(ConfigReader(values, path)), ConfigReader(given, Path(OVERRIDES)))
     settings.check_steps(is_optional="" if rule.normalises else _NORMALISE)
     model = ConfigReader(config, folder / "config.json")
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
@@ -119,12 +128,6 @@ def _check_overrides(kind: str, rule: "_Rule", overrides: Mapping[str, Any]) -> 
     if unknown:
         known = f"only {', '.join(rule.overrides)}" if rule.overrides else "its sizes are those of the tower"
         raise ModelConfigError(f"{OVERRIDES}: {unknown[0]} is not supported for {kind}: {known}")
-
-
-def _check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: int) -> None:
-    if side != tower:
-        rule = f"must be the size that the tower has, vision_config's {tower}, not {side}"
-        raise settings.of(name).error(name, rule)
 
 
 # Kinds.
@@ -166,9 +169,9 @@ def _of_any_size(
     """Numbers of pictures of `least` to `most` pixels."""
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
-    _check_is_towers(settings, "patch_size", patch, tower.patch)
+    check_is_towers(settings, "patch_size", patch, tower.patch)
     settings.file.choice("temporal_patch_size", (num_frames,), num_frames)
-    _check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
+    check_is_towers(settings, "merge_size", merge, vision.count("spatial_merge_size", 2))
     if least > most:
         key = next((key for key in ("min_pixels", "size") if settings.of(key).get(key) is not None), "size")
         raise settings.of(key).error(key, f"asks for at least {least} pixels of an image and at most {most}")
@@ -184,7 +187,7 @@ def _num_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) 
 
 def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 224)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     tokens = model.count("mm_tokens_per_image", 256)
     side_tokens = int(tokens**0.5)
     if side_tokens**2 != tokens or (side // tower.patch) % side_tokens:
@@ -196,8 +199,8 @@ def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
 def _gemma4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     patch, merge = settings.integer("patch_size", 16, 1, 512), settings.integer("pooling_kernel_size", 3, 1, 16)
     vision = model.object("vision_config")
-    _check_is_towers(settings, "patch_size", patch, tower.patch)
-    _check_is_towers(settings, "pooling_kernel_size", merge, vision.count("pooling_kernel_size", 3))
+    check_is_towers(settings, "patch_size", patch, tower.patch)
+    check_is_towers(settings, "pooling_kernel_size", merge, vision.count("pooling_kernel_size", 3))
     tokens = settings.of("max_soft_tokens").choice("max_soft_tokens", _SOFT_TOKENS, 280)
     is_unified = tower.model_type == "gemma4_unified_vision"
     most = (
@@ -215,7 +218,7 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
     short_edge = settings.side("size", "shortest_edge", 224) if crops else 0
     name = "crop_size" if crops else "size"
     side = settings.square(name, 224)
-    _check_is_towers(settings, name, side, tower.side)
+    check_is_towers(settings, name, side, tower.side)
     if crops and short_edge < side:
         raise settings.of("size").error("size", f"must be at least the {side} of crop_size")
     strategy = model.choice("vision_feature_select_strategy", ("default", "full"), "default")
@@ -233,7 +236,7 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
 
 def _deepseek(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 384)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     settings.file.choice("do_pad", (True,), True)
     shortest = settings.integer("min_size", 14, 1, side)
     return {
@@ -247,7 +250,7 @@ def _deepseek(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
 
 def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 384)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     model.choice("vision_feature_select_strategy", ("full",), "full")
     ratio = model.get("vision_aspect_ratio", "anyres_max_9")
     found = re.fullmatch(r"anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
@@ -259,11 +262,11 @@ def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSiz
 
 
 def _llava_next(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    _check_is_towers(settings, "crop_size", settings.square("crop_size", 224), tower.side)
+    check_is_towers(settings, "crop_size", settings.square("crop_size", 224), tower.side)
     # A square of this size is what its middle is cut out of.
     has_height = settings.of("size").object("size").get("height") is not None
     side = settings.square("size", 224) if has_height else settings.side("size", "shortest_edge", 224)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     return _pictures(settings, model, tower, [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]])
 
 
@@ -290,9 +293,9 @@ def _pinpoints(reader: ConfigReader, side: int, default: list[list[int]]) -> tup
 
 def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 384)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     # InternVLProcessor cuts into tiles even if the image processor's own setting says no.
-    most = settings.integer("max_patches", 12, 1, _MAX_CROPS)
+    most = settings.integer("max_patches", 12, 1, MAX_CROPS)
     least = settings.integer("min_patches", 1, 1, most)
     ratio = model.number("downsample_ratio", 0.5)
     side_tokens = int(side // tower.patch * ratio)
@@ -304,11 +307,11 @@ def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
 
 def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.square("size", 336)
-    _check_is_towers(settings, "size", side, tower.side)
+    check_is_towers(settings, "size", side, tower.side)
     settings.file.choice("resize_to_max_canvas", (False,), False)
     merge = int(1 / model.object("vision_config").number("pixel_shuffle_ratio", 0.5))
     numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": (side // tower.patch // max(merge, 1)) ** 2}
-    return {**numbers, "max_crops": settings.integer("max_patches", 16, 1, _MAX_CROPS)}
+    return {**numbers, "max_crops": settings.integer("max_patches", 16, 1, MAX_CROPS)}
 
 
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
@@ -334,10 +337,10 @@ def _lighton(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes
 
 def _smolvlm(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     side = settings.side("max_image_size", "longest_edge", 364)
-    _check_is_towers(settings, "max_image_size", side, tower.side)
+    check_is_towers(settings, "max_image_size", side, tower.side)
     longest = settings.side("size", "longest_edge", 4 * 364)
-    if longest > _MAX_CROPS * side:
-        raise settings.of("size").error("size", f"makes more than {_MAX_CROPS} squares of {side} a side")
+    if longest > MAX_CROPS * side:
+        raise settings.of("size").error("size", f"makes more than {MAX_CROPS} squares of {side} a side")
     scale = model.count("scale_factor", 2)
     if (side // tower.patch) % scale:
         raise model.error("scale_factor", f"must divide the {side // tower.patch} patches of a side")
@@ -361,13 +364,17 @@ class _Rule:
 
 _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
 _GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
+_LFM2: Final = ("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles", "do_image_splitting")
+_TILED: Final = ("max_patches", "min_patches", "fine_route")
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
     "qwen3_vl": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
+    "exaone4_5": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
+    "kimi_k25": _Rule(kimi, (HALVES, HALVES), overrides=("max_patches", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
@@ -380,6 +387,8 @@ _RULES: Final = {
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "lighton_ocr": _Rule(_lighton, overrides=("size",)),
+    "lfm2_vl": _Rule(lfm2_vl, (HALVES, HALVES), 2, _LFM2),
+    "granite_docling": _Rule(granite_docling, overrides=_TILED),
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }
 KINDS: Final = frozenset(_RULES)

@@ -16,7 +16,8 @@ def most_image_tokens(processor: ImageProcessor) -> int:
 
 def _of_squares(processor: ImageProcessor) -> int:
     """Tokens of at most `max_crops` squares, and behind several the complete image."""
-    return processor.tokens_per_crop * (processor.max_crops + 1 if processor.max_crops > 1 else 1)
+    most = max(processor.max_crops, processor.dense_crops)
+    return processor.tokens_per_crop * (most + 1 if most > 1 else 1)
 
 
 def _qwen(processor: ImageProcessor) -> int:
@@ -27,6 +28,21 @@ def _qwen(processor: ImageProcessor) -> int:
     # were rounded before.
     ratio = 2 * MAX_ASPECT_RATIO
     return max(most, isqrt(most * ratio) + 1, isqrt(ratio) + 1, least + isqrt(4 * least * ratio) + 2)
+
+
+def _lfm2(processor: ImageProcessor) -> int:
+    return _qwen(processor) + processor.tokens_per_crop * processor.max_crops * processor.splits
+
+
+def _kimi(processor: ImageProcessor) -> int:
+    """Patches that a line of the picture fills in part are counted as none before it shrinks, and as one behind."""
+    merge, most, found = processor.merge_size, processor.max_pixels // processor.patch_size**2, 0
+    longest = processor.longest_edge // processor.patch_size
+    for lines in range(1, ceil(longest / merge) + 1):
+        least = max((lines - 1) * merge, 1)
+        columns = longest if lines == 1 else min(longest, most * (least + 1) / least**2 + 2)
+        found = max(found, lines * ceil(columns / merge))
+    return found
 
 
 def _gemma4(processor: ImageProcessor) -> int:
@@ -58,7 +74,9 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v", "paddleocr_vl"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "exaone4_5", "glm4v", "paddleocr_vl"), _qwen),
+    "kimi_k25": _kimi,
+    "lfm2_vl": _lfm2,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

@@ -221,12 +221,31 @@ _PADDLEOCR: Final = (
     *("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_PLACEHOLDER|>"),
     ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
 )
+_KIMI: Final = (
+    *("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|media_pad|>", "<|media_pad|>"),
+    (*(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")), "<|kimi_k25_video_placeholder|>"),
+)
+_LFM2: Final = (
+    *("<image>", "<image>", "<image>"),
+    ("<image>", *(f"<|{each}|>" for each in ("image_start", "image_end", "img_thumbnail"))),
+)
+_EXAONE: Final = (
+    *("<vision><|image_pad|></vision>", "<|image_pad|>", "<|image_pad|>"),
+    ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
 _MAX_GRID: Final = 6
 """Lines and columns of tiles that have tokens of their own in Idefics3."""
-_TILES: Final = tuple(f"<row_{row + 1}_col_{column + 1}>" for row in range(_MAX_GRID) for column in range(_MAX_GRID))
+_MAX_GRANITE_GRID: Final = 16
+
+
+def _tiles(most: int) -> tuple[str, ...]:
+    return tuple([f"<row_{row + 1}_col_{column + 1}>" for row in range(most) for column in range(most)])
+
+
+_OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
 
 PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
@@ -234,8 +253,10 @@ PLACEHOLDERS: Final = {
         "qwen3_vl": _QWEN,
         "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
+        "exaone4_5": _EXAONE,
         "glm4v": _GLM,
         "paddleocr_vl": _PADDLEOCR,
+        "kimi_k25": _KIMI,
         "gemma3": (
             *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
             ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -259,8 +280,10 @@ PLACEHOLDERS: Final = {
         "lighton_ocr": _LIGHTON,
         "smolvlm": (
             *("<image>", "<image>", "<image>"),
-            ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
+            (*_OF_TILES, *_tiles(_MAX_GRID)),
         ),
+        "lfm2_vl": _LFM2,
+        "granite_docling": (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRANITE_GRID))),
     }.items()
 } | {
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
@@ -310,9 +333,32 @@ def llama4_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
 def smolvlm_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
     """Tiles line by line, with their places, and the complete image; without tiles this alone."""
     tile = run_text("smolvlm", rows_per_tile)
-    lines = [
-        "".join([f"<fake_token_around_image><row_{line + 1}_col_{each + 1}>{tile}" for each in range(num_columns)])
-        for line in range(num_lines)
-    ]
-    tiles = "".join([f"{line}\n" for line in lines]) + "\n" * bool(lines)
+    tiles = _lines_text(num_lines, num_columns, tile) + "\n" * bool(num_lines)
     return f"{tiles}<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
+
+
+def _lines_text(num_lines: int, num_columns: int, tile: str) -> str:
+    return "".join(
+        [
+            "".join([f"<fake_token_around_image><row_{line + 1}_col_{each + 1}>{tile}" for each in range(num_columns)])
+            + "\n"
+            for line in range(num_lines)
+        ]
+    )
+
+
+def granite_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
+    """Tiles line by line, with their places, and behind several the complete image."""
+    tile = run_text("granite_docling", rows_per_tile)
+    lines = _lines_text(num_lines, num_columns, tile)
+    behind = f"\n<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
+    return lines + behind * (num_lines * num_columns > 1)
+
+
+def lfm2_text(num_lines: int, num_columns: int, rows_per_tile: int, num_rows: int) -> str:
+    """Tiles, if they are several, with their places, and the complete image of `num_rows`."""
+    tile = run_text("lfm2_vl", rows_per_tile)
+    places = [(line, column) for line in range(num_lines) for column in range(num_columns)]
+    tiles = "".join([f"<|img_row_{line + 1}_col_{column + 1}|>{tile}" for line, column in places])
+    behind = f"{tiles}<|img_thumbnail|>" if len(places) > 1 else ""
+    return f"<|image_start|>{behind}{run_text('lfm2_vl', num_rows)}<|image_end|>"

@@ -1,5 +1,6 @@
 """Preparing of an image: the crops that its tower takes and the text that stands in the prompt, by kind of model."""
 
+import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -26,14 +27,15 @@ def prepare(pixels: Pixels, processor: ImageProcessor, *, is_alone: bool, source
     """The image as the model takes it; `is_alone`: it is the prompt's only one. Raises MediaError."""
     parts = _KINDS[processor.kind](pixels, processor, is_alone)
     crops = tuple([np.ascontiguousarray(each) for each in parts.crops])
-    lines, columns = (side // processor.patch_size for side in _size_of(crops[0]))
+    patch = processor.patch_size
+    lines, columns = (side // patch for side in _size_of(crops[0]))
     prepared = ImagePixels(crops, (lines, columns), _size_of(pixels))
     return PreparedImage(
         media_id=media_id_of(prepared, processor, is_alone=is_alone),
         pixels=prepared,
         text=parts.text,
         num_rows=parts.num_rows,
-        num_patches=lines * columns * len(crops),
+        num_patches=sum(len(each) // patch * (each.shape[1] // patch) for each in crops),
         token_grid=parts.token_grid,
         source_digest=source_digest,
     )
@@ -83,6 +85,17 @@ def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     lines, columns = height // unit, width // unit
     text = placeholders.run_text(processor.kind, lines * columns)
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
+
+
+def _kimi(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The image at the top left of black tokens."""
+    patch, unit = processor.patch_size, processor.patch_size * processor.merge_size
+    limits = (processor.max_pixels // patch**2, processor.longest_edge // patch)
+    resized = _resized(pixels, sizes.kimi_size(*_size_of(pixels), patch, *limits), processor)
+    lines, columns = (-(-side // unit) for side in _size_of(resized))
+    canvas = np.zeros((lines * unit, columns * unit, NUM_CHANNELS), np.uint8)
+    canvas[: len(resized), : resized.shape[1]] = resized
+    return _Parts([canvas], placeholders.run_text(processor.kind, lines * columns), lines * columns)
 
 
 def _gemma3(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
@@ -151,6 +164,42 @@ def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Par
     return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
 
 
+_MOST_TILES: Final = 16
+"""Tiles of a line or column of Granite-Docling, which have tokens of their own."""
+
+
+def _lfm2(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles of an image that is too large for its tokens, and the complete image behind them or alone."""
+    side, unit, size = processor.side, processor.patch_size * processor.merge_size, _size_of(pixels)
+    height, width = sizes.lfm2_size(*size, unit, processor.min_pixels, processor.max_pixels)
+    rounded = (max(processor.patch_size, round(each / unit) * unit) for each in size)
+    lines = columns = 1
+    if processor.splits and math.prod(rounded) > processor.max_pixels * processor.tolerance:
+        lines, columns = sizes.lfm2_grid(*size, side, processor.min_crops, processor.max_crops)
+    crops = [_resized(pixels, (height, width), processor)]
+    if lines * columns > 1:
+        crops = [*_cut(_resized(pixels, (lines * side, columns * side), processor), side), *crops]
+    num_rows, per_tile = height // unit * (width // unit), processor.tokens_per_crop
+    text = placeholders.lfm2_text(lines, columns, per_tile, num_rows)
+    return _Parts(crops, text, num_rows + per_tile * (len(crops) - 1))
+
+
+def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles, of dense pages more, and behind several the complete image."""
+    side, least, most = processor.side, processor.min_crops, processor.max_crops
+    limits = (*_size_of(pixels), side)
+    if processor.dense_crops and sizes.is_dense(
+        *_size_of(pixels), sizes.tile_grid(*limits, least, most, _MOST_TILES)[1] * side, processor.dense_rule
+    ):
+        most = processor.dense_crops
+    lines, columns = sizes.tile_grid(*limits, min(least, most), most, _MOST_TILES)
+    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
+    if len(crops) > 1:
+        crops.append(_squeezed(pixels, processor))
+    text = placeholders.granite_text(lines, columns, processor.tokens_per_crop)
+    return _Parts(crops, text, processor.tokens_per_crop * len(crops))
+
+
 def _llama4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     """Tiles of the image at the top left of a black canvas, and behind several the complete image."""
     side, (height, width) = processor.side, _size_of(pixels)
@@ -204,8 +253,10 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "exaone4_5": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
+    "kimi_k25": _kimi,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
@@ -219,4 +270,6 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "pixtral": _pixtral,
     "lighton_ocr": _lighton,
     "smolvlm": _smolvlm,
+    "granite_docling": _granite,
+    "lfm2_vl": _lfm2,
 }

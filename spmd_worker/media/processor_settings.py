@@ -140,6 +140,8 @@ _CLASSES: Final = {
     "llama4_vision_model": (448, 14),
     "idefics3_vision": (224, 32),
     "smolvlm_vision": (224, 32),
+    "granite_docling_vision": (512, 16),
+    "siglip2_vision_model": (0, 16),
     "gemma4_vision": (0, 16),
     "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
@@ -148,6 +150,8 @@ _CLASSES: Final = {
     "glm4v_moe_vision": (0, 14),
     "glm_ocr_vision": (0, 14),
     "paddleocr_vl_vision": (0, 14),
+    "kimi_k25_vision": (0, 14),
+    "exaone4_5_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
 }
 """model_type of vision_config -> side and patch of its class."""
@@ -155,8 +159,10 @@ _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
     "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
+    "exaone4_5": ("exaone4_5_vision", 0, 14),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
+    "kimi_k25": ("kimi_k25_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
     "gemma4": ("gemma4_vision", 0, 16),
     "gemma4_unified": ("gemma4_unified_vision", 0, 16),
@@ -170,6 +176,8 @@ _DEFAULTS: Final = {
     "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
     "smolvlm": ("smolvlm_vision", 224, 32),
+    "granite_docling": ("granite_docling_vision", 512, 16),
+    "lfm2_vl": ("siglip2_vision_model", 0, 16),
 }
 """Kind -> tower of a config.json without vision_config."""
 
@@ -190,3 +198,10 @@ def _equal_sides(reader: ConfigReader, key: str, default: int) -> int:
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         value = value[0]
     return checked_integer(value, reader.where(key), min(default, 1), MAX_SIDE)
+
+
+def check_is_towers(settings: ProcessorSettings, name: str, side: int, tower: int) -> None:
+    """Raise ModelConfigError if the number of the setting `name` is not the tower's."""
+    if side != tower:
+        rule = f"must be the size that the tower has, vision_config's {tower}, not {side}"
+        raise settings.of(name).error(name, rule)

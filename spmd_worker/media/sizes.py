@@ -5,6 +5,7 @@ Rounding is part of each rule: Python's `round` is half to even.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -23,7 +24,13 @@ NUM_FRAMES: Final = 2
 def qwen_size(height: int, width: int, unit: int, min_pixels: float, max_pixels: float) -> Size:
     """Multiples of `unit` at about the same ratio, with `min_pixels` to `max_pixels` pixels."""
     _check_ratio(height, width)
-    new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
+    return _within(height, width, round(height / unit) * unit, round(width / unit) * unit, unit, min_pixels, max_pixels)
+
+
+def _within(
+    height: int, width: int, new_height: int, new_width: int, unit: int, min_pixels: float, max_pixels: float
+) -> Size:
+    """The new sizes, if they have `min_pixels` to `max_pixels` pixels, or others that have."""
     if new_height * new_width > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
         new_height = max(unit, math.floor(height / scale / unit) * unit)
@@ -32,6 +39,39 @@ def qwen_size(height: int, width: int, unit: int, min_pixels: float, max_pixels:
         scale = math.sqrt(min_pixels / (height * width))
         new_height, new_width = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
     return new_height, new_width
+
+
+def lfm2_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:
+    """Qwen's, of sides of `unit` and more."""
+    new_height, new_width = (max(unit, round(each / unit) * unit) for each in (height, width))
+    return _within(height, width, new_height, new_width, unit, min_pixels, max_pixels)
+
+
+def lfm2_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int) -> Size:
+    """Lines and columns of tiles: the nearest ratio; of equals the larger grid, while the image has more than half its
+    pixels.
+    """
+    best, nearest = (1, 1), math.inf
+    for columns, lines in _lfm2_grids(min_tiles, max_tiles):
+        distance = abs(width / height - columns / lines)
+        has_pixels = height * width > 0.5 * (side * side * columns * lines)
+        if distance < nearest or (distance == nearest and has_pixels):
+            best, nearest = (lines, columns), distance
+    return best
+
+
+@lru_cache(maxsize=16)
+def _lfm2_grids(min_tiles: int, max_tiles: int) -> list[Size]:
+    """Columns and lines of `min_tiles` to `max_tiles`, the fewest first."""
+    every = [
+        (columns, lines)
+        for most in range(min_tiles, max_tiles + 1)
+        for columns in range(1, most + 1)
+        for lines in range(1, most + 1)
+        if min_tiles <= columns * lines <= max_tiles
+    ]
+    # Those of one number in the order of transformers' set: hashes of integers are the same everywhere.
+    return sorted(set(every), key=lambda grid: grid[0] * grid[1])
 
 
 def gemma4_size(height: int, width: int, unit: int, max_pixels: int) -> Size:
@@ -72,6 +112,15 @@ def paddleocr_size(height: int, width: int, unit: int, min_pixels: int, max_pixe
     if width < unit:
         height, width = round(height * unit / width), unit
     return qwen_size(height, width, unit, min_pixels, max_pixels)
+
+
+def kimi_size(height: int, width: int, patch: int, max_patches: int, max_side: int) -> Size:
+    """Sides of at most `max_side` patches, about `max_patches` in all; images do not grow."""
+    num_patches = max(1.0, height // patch) * max(1.0, width // patch)
+    most = max_side * patch
+    # In the order of transformers: floats are rounded.
+    scale = min(1.0, math.sqrt(max_patches / num_patches), most / height, most / width)
+    return min(max(1, int(height * scale)), most), min(max(1, int(width * scale)), most)
 
 
 def short_edge_size(height: int, width: int, short_edge: int) -> Size:
@@ -125,11 +174,11 @@ def resampled_grid(lines: int, columns: int, max_crops: int, side: int) -> Size:
     return (int(lines // ratio), int(columns // ratio)) if ratio > _SMALLER_RATIO else (lines, columns)
 
 
-def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int) -> Size:
+def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int, longest: int = 0) -> Size:
     """Lines and columns of InternVL's tiles: the nearest ratio; of equals the larger grid, while the image has more
-    than half its pixels.
+    than half its pixels. A line or column has at most `longest` tiles, 0 for any number.
     """
-    numbers = range(1, max_tiles + 1)
+    numbers = range(1, min(max_tiles, longest or max_tiles) + 1)
     grids = [(lines, columns) for columns in numbers for lines in numbers if min_tiles <= lines * columns <= max_tiles]
     best, nearest = (1, 1), math.inf
     for lines, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
@@ -138,6 +187,16 @@ def tile_grid(height: int, width: int, side: int, min_tiles: int, max_tiles: int
         if distance < nearest or (distance == nearest and has_pixels):
             best, nearest = (lines, columns), distance
     return best
+
+
+def is_dense(height: int, width: int, tiled_width: int, rule: Sequence[float]) -> bool:
+    """Whether a page of Granite-Docling has more tiles than others: it is wider than the second number of `rule` times
+    its height, not wider than the third, and its tiles are less wide than the first times the page; 0 for no rule.
+    """
+    scale, least, most = rule
+    ratio = width / height
+    is_wide = ratio > least and (not most or ratio <= most)
+    return bool(scale or least) and is_wide and (not scale or tiled_width / width < scale)
 
 
 def llama4_grid(height: int, width: int, side: int, max_tiles: int) -> Size:

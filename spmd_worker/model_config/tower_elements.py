@@ -71,7 +71,7 @@ def _norm_elements(config: TowerConfig, size: int) -> int:
 
 def _layer_elements(config: TowerConfig) -> int:
     size, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
-    qkv = 3 * size * (size + config.has_qkv_bias)
+    qkv = (size + 2 * config.num_key_heads * config.head_size) * (size + config.has_qkv_bias)
     gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
     linears = qkv + size * (size + bias) + gates + size * (inner + bias)
     of_norm = config.head_size if config.norms_heads else size
@@ -82,10 +82,12 @@ def _layer_elements(config: TowerConfig) -> int:
 def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
     size = config.hidden_size
     width = size * vision.merge_size**2
-    if vision.kind.startswith(("qwen", "paddleocr")):
+    if vision.kind.startswith(("qwen", "paddleocr", "kimi", "exaone")):
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if config.merge_sizes:
+        return _paths_elements(config, hidden_size)
     if vision.kind == "glm4v":
         inner = config.projector_size
         gates, downsample = 2 * (inner + -inner % _ROW_STEP), hidden_size * (width + 1)
@@ -96,11 +98,23 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         return size + size * hidden_size
     if vision.kind == "smolvlm":
         return hidden_size * width
-    inputs, inner, bias = width if vision.kind == "internvl" else size, config.projector_size, config.projector_has_bias
+    inner, bias = config.projector_size, config.projector_has_bias
+    inputs = width if vision.kind in ("internvl", "lfm2_vl") else size
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
     merger = size + size * width
-    others = {"internvl": 2 * width, "mistral3": merger, "lighton_ocr": merger}
+    norms = 2 * width
+    others = {"internvl": norms, "lfm2_vl": norms * config.norms_tokens, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
+
+
+def _paths_elements(config: TowerConfig, hidden_size: int) -> int:
+    """Elements of a connector with layers for several sizes of tokens."""
+    size, elements = hidden_size, 2 * config.hidden_size + hidden_size * (hidden_size + 4)
+    for merge_size in config.merge_sizes:
+        width = config.hidden_size * merge_size**2
+        merger = 2 * width + size * (width + 1) + size * (size + 1)
+        elements += size * width + len(config.added_layers) * merger
+    return elements
 
 
 def encoder_elements(part: EncoderPart) -> int:

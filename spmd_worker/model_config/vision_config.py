@@ -53,15 +53,16 @@ class TowerConfig:
     many patches a side, those at the ends perhaps in no token. Layers but `full_layers` see windows of `window_size`
     pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
-    A head has `own_head_size` numbers, 0 for a share of `hidden_size`; the first `rotary_size` of them turn, 0 for all;
-    scores are multiplied by `score_scale`, 0 for
-    the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
+    `num_kv_heads` heads have keys and values, 0 for as many as queries. A head has `own_head_size` numbers, 0 for a
+    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all; scores are multiplied by `score_scale`, 0
+    for the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
     shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
 
-    The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens`
-    is the number of tokens of a square. `pinpoints` are the sizes of pictures made of squares, in pixels, and pictures
-    of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a square's
-    rows, a class token's, takes no token.
+    The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
+    the number of tokens of a square. `merge_sizes` are the patches a side of a token for which it has layers, if it has
+    them for several (Granite-Docling); tokens are normed before them with `norms_tokens`. `pinpoints` are the sizes of
+    pictures made of squares, in pixels, and pictures of more than `max_crops` squares are resampled to that
+    (LLaVA-OneVision). `drops_first_row`: the first of a square's rows, a class token's, takes no token.
     """
 
     names: TowerNames
@@ -78,6 +79,7 @@ class TowerConfig:
     has_bias: bool = True
     has_patch_bias: bool = True
     norms_heads: bool = False
+    num_kv_heads: int = 0
     num_frames: int = 1
     num_positions: int = 0
     rope_theta: float = 0.0
@@ -97,12 +99,19 @@ class TowerConfig:
     projector_has_bias: bool = True
     projector_eps: float = 1e-6
     num_crop_tokens: int = 0
+    merge_sizes: tuple[int, ...] = ()
+    norms_tokens: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
     max_crops: int = 0
 
     @property
     def head_size(self) -> int:
         return self.own_head_size or self.hidden_size // self.num_heads
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.num_kv_heads or self.num_heads
 
     @property
     def attention_scale(self) -> float:
@@ -130,7 +139,8 @@ class VisionConfig:
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
     of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
-    in bfloat16 with `has_bfloat16_pixels`.
+    in bfloat16 with `has_bfloat16_pixels`; with `scales_levels` mean and deviation are scaled instead, to
+    levels of 0 to 255, which gives other last bits.
 
     `audio`: the model hears, and its prompts have audio where those of others have images. Each token then has
     `merge_size` rows of the convolutions.
@@ -149,6 +159,7 @@ class VisionConfig:
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
     has_bfloat16_pixels: bool = False
+    scales_levels: bool = False
     audio: AudioInput | None = None
 
     def most_audio_tokens(self, max_audio_s: int) -> int:

@@ -26,10 +26,12 @@ EXPECTED = {
     "qwen2_5_vl": ImageProcessor(
         "qwen2_5_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "exaone4_5": ImageProcessor("exaone4_5", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=50176),
     "glm4v": ImageProcessor("glm4v", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=6272, max_pixels=100352),
     "paddleocr_vl": ImageProcessor(
         "paddleocr_vl", 14, CLIP_MEAN, CLIP_STD, merge_size=2, min_pixels=3136, max_pixels=100352
     ),
+    "kimi_k25": ImageProcessor("kimi_k25", 14, HALVES, HALVES, merge_size=2, max_pixels=64 * 196, longest_edge=168),
     "gemma3": ImageProcessor("gemma3", 14, HALVES, HALVES, resampling="bilinear", side=112, tokens_per_crop=16),
     "gemma4": ImageProcessor("gemma4", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
     "gemma4_unified": ImageProcessor("gemma4_unified", 4, *PLAIN, merge_size=2, max_pixels=70 * 64),
@@ -61,6 +63,28 @@ EXPECTED = {
     ),
     "mistral3": ImageProcessor("mistral3", 14, CLIP_MEAN, CLIP_STD, merge_size=2, longest_edge=140),
     "pixtral": ImageProcessor("pixtral", 16, CLIP_MEAN, CLIP_STD, longest_edge=128),
+    "granite_docling": ImageProcessor(
+        *("granite_docling", 14, CLIP_MEAN, CLIP_STD),
+        merge_size=4,
+        side=56,
+        tokens_per_crop=1,
+        min_crops=1,
+        max_crops=4,
+        dense_rule=(0.0, 0.0, 0.0),
+    ),
+    "lfm2_vl": ImageProcessor(
+        *("lfm2_vl", 14, HALVES, HALVES),
+        resampling="bilinear",
+        merge_size=2,
+        min_pixels=4 * 784,
+        max_pixels=12 * 784,
+        side=56,
+        tokens_per_crop=4,
+        min_crops=2,
+        max_crops=5,
+        splits=True,
+        tolerance=2.0,
+    ),
     "smolvlm": ImageProcessor(
         *("smolvlm", 8, HALVES, HALVES),
         resampling="lanczos",
@@ -93,12 +117,25 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
     assert read(folder, "qwen3_vl").max_pixels == 2
 
 
+def test_kimis_authors_file_says_the_same(tmp_path: Path):
+    """Which has the numbers in an object, by other names."""
+    settings = {"in_patch_limit": 64, "patch_limit_on_one_side": 12, "patch_size": 14, "merge_kernel_size": 2}
+    more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "fixed_output_tokens": None, "sample_fps": 2.0}
+    folder = media_folder(tmp_path, "kimi_k25", {"size": None, "max_patches": None, "media_proc_cfg": settings | more})
+    assert read(folder, "kimi_k25") == EXPECTED["kimi_k25"]
+    given = {"max_patches": 32, "size": {"max_height": 9, "max_width": 9}}
+    found = read(folder, "kimi_k25", given)
+    assert (found.max_pixels, found.longest_edge) == (32 * 196, 126)
+
+
 # Files that leave everything out: their class's defaults, where the tower's agree.
 THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "qwen2_5_vl": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
+    "exaone4_5": ({}, {}, {"min_pixels": 3136, "max_pixels": 1_003_520, "patch_size": 14, "merge_size": 2}),
     "glm4v": ({}, {}, {"min_pixels": 12544, "max_pixels": 11_760_000, "patch_size": 14, "merge_size": 2}),
     "paddleocr_vl": ({}, {}, {"min_pixels": 147456, "max_pixels": 2359296, "patch_size": 14, "merge_size": 2}),
+    "kimi_k25": ({}, {}, {"max_pixels": 16384 * 196, "longest_edge": 7168, "patch_size": 14, "merge_size": 2}),
     "gemma3": ({"vision_config": {"patch_size": 14}}, {}, {"side": 224, "tokens_per_crop": 256}),
     "gemma4": ({}, {}, {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "mean": PLAIN[0]}),
     "llava": (
@@ -130,6 +167,16 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lighton_ocr": ({}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2, "resize_unit": 16}),
     "mistral3": ({"model_type": "mistral3"}, {}, {"longest_edge": 1024, "patch_size": 14, "merge_size": 2}),
     "pixtral": ({"model_type": "llava"}, {}, {"longest_edge": 1024, "patch_size": 16, "merge_size": 1}),
+    "granite_docling": (
+        {},
+        {},
+        {"side": 512, "patch_size": 16, "merge_size": 4, "tokens_per_crop": 64, "max_crops": 32, "dense_crops": 0},
+    ),
+    "lfm2_vl": (
+        {},
+        {},
+        {"side": 512, "patch_size": 16, "merge_size": 2, "tokens_per_crop": 256, "min_pixels": 65536, "max_crops": 10},
+    ),
     "smolvlm": (
         {"vision_config": {"image_size": 364, "patch_size": 14}},
         {},
@@ -210,6 +257,19 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("glm4v", {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, r"size=.* at least 9 pixels .* at most 8"),
     ("glm4v", {"size": {"longest_edge": 99}}, {}, r"size.shortest_edge=None must be a whole number"),
     ("paddleocr_vl", {"temporal_patch_size": 2}, {}, r"temporal_patch_size=2 is not supported, only 1"),
+    ("kimi_k25", {"size": {"max_height": 12, "max_width": 13}}, {}, r"size=.* must be a square, in patches"),
+    ("kimi_k25", {"size": {"max_height": 12}}, {}, r"size.max_width=None must be a whole number"),
+    ("kimi_k25", {"max_patches": 1 << 21}, {}, r"max_patches=2097152 must be a whole number from 1 to 1048576"),
+    ("kimi_k25", {"merge_size": 3}, {"vision_config": {"merge_kernel_size": [2, 2]}}, r"must be that of the tower, "),
+    ("kimi_k25", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
+    ("kimi_k25", {"media_proc_cfg": {"fixed_output_tokens": 64}}, {}, r"media_proc_cfg.fixed_output_tokens=64 is not"),
+    (
+        "kimi_k25",
+        {"media_proc_cfg": {"in_patch_limit": "no"}},
+        {},
+        r"in_patch_limit='no' must be a whole number",
+    ),
+    ("kimi_k25", {"media_proc_cfg": [1]}, {}, r"media_proc_cfg=\[1\] must be an object"),
     ("gemma3", {"do_pan_and_scan": True}, {}, r"do_pan_and_scan=True is not supported"),
     ("gemma3", {"size": {"height": 112, "width": 84}}, {}, r"size=.* must be a square"),
     ("gemma3", {"size": {"height": 84, "width": 84}}, {}, r"size=.*must be the size that the tower has.* 112, not 84"),
@@ -272,6 +332,24 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         r"size=.*must be the size that the tower has.* 84, not 98",
     ),
     ("mistral3", {"size": {"longest_edge": 141}}, {}, r"size=.*asks for more than the 140 pixels a side"),
+    ("granite_docling", {"size": {"height": 84, "width": 84}}, {}, r"must be the size that the tower has.* 56, not 84"),
+    ("granite_docling", {"max_patches": 65}, {}, r"max_patches=65 must be a whole number from 1 to 64"),
+    ("granite_docling", {"dense_max_patches": -1}, {}, r"dense_max_patches=-1 must be a whole number from 0 to 64"),
+    ("granite_docling", {"dense_max_aspect": "no"}, {}, r"dense_max_aspect='no' must be a number from 0 to"),
+    ("granite_docling", {"crop_to_patches": 1}, {}, r"crop_to_patches=1 must be true or false"),
+    (
+        "granite_docling",
+        {"fine_route": True},
+        {"vision_config": {"image_size": 56, "patch_size": 14, "use_fine_route": False}},
+        r"fine_route=True needs a model with use_fine_route",
+    ),
+    ("lfm2_vl", {"tile_size": 57}, {}, r"tile_size=57 must be a multiple of 28, the pixels of a token's side"),
+    ("lfm2_vl", {"min_tiles": 6}, {}, r"min_tiles=6 must be a whole number from 1 to 5"),
+    ("lfm2_vl", {"downsample_factor": 4}, {}, r"downsample_factor=4 must be the size that the tower has"),
+    ("lfm2_vl", {"use_thumbnail": False}, {}, r"use_thumbnail=False is not supported, only true"),
+    ("lfm2_vl", {}, {"use_image_special_tokens": False}, r"use_image_special_tokens=False is not supported, only true"),
+    ("lfm2_vl", {"max_pixels_tolerance": 0}, {}, r"max_pixels_tolerance=0 must be a number"),
+    ("lfm2_vl", {"min_image_tokens": 13}, {}, r"min_image_tokens=13 must be a whole number from 1 to 12"),
     ("smolvlm", {"max_image_size": {"longest_edge": 32}}, {}, r"max_image_size=.*must be the size"),
     ("smolvlm", {}, {"scale_factor": 3}, r"scale_factor=3 must divide the 8 patches"),
     ("smolvlm", {"do_image_splitting": "no"}, {}, r"do_image_splitting=.no. must be true or false"),

@@ -13,8 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
-from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced
+from media_models import (
+    EXAONE_SPECIAL,
+    GEMMA4_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    media_processor,
+    noise,
+)
+from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced, torchvision_module
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
@@ -27,7 +37,7 @@ from spmd_worker.media.patches import normalise, patches, qwen_patches
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size, llama4_grid, llama4_size, paddleocr_size
+from spmd_worker.media.sizes import glm_size, kimi_size, lfm2_grid, llama4_grid, llama4_size, paddleocr_size
 from spmd_worker.model.towers.pixels import PixelTable
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
@@ -51,15 +61,18 @@ def _one_axis_a_call() -> Iterator[None]:
 def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     """All patches of the prompt's images, in the tower's order, without padding."""
     values = np.asarray(inputs["pixel_values"])
-    if kind.startswith(("qwen", "glm", "paddleocr")):
+    if kind.startswith(("qwen", "glm", "paddleocr", "kimi", "exaone")):
         return values.reshape(len(values), -1)
+    if kind == "lfm2_vl":
+        rows = values[np.asarray(inputs["pixel_attention_mask"]) > 0]
+        return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
     if kind in ("mistral3", "pixtral", "lighton_ocr"):
         planes = [plane[:, :height, :width] for plane, (height, width) in zip(values, inputs["image_sizes"])]
-    elif kind == "smolvlm":
+    elif kind in ("smolvlm", "granite_docling"):
         planes = [plane for plane, mask in zip(values[0], inputs["pixel_attention_mask"][0]) if mask.any()]
     elif kind in ("llava_next", "llava_onevision"):
         # Images of fewer crops are padded with zeros, which no normalised pixels are.
@@ -69,10 +82,18 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     return np.concatenate([patches(plane, patch) for plane in planes])
 
 
-def bfloat16_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
-    """Planes of a tower whose pixels are normalised in bfloat16."""
+OWN_TABLES: dict[str, dict[str, Any]] = {
+    "llama4": {"has_bfloat16_pixels": True},
+    "kimi_k25": {"scales_levels": True},
+    "lfm2_vl": {"scales_levels": True},
+}
+"""Kinds whose pixels are normalised in other ways."""
+
+
+def own_planes(images: list[PreparedImage], processor: ImageProcessor) -> list[np.ndarray]:
+    """Planes of such a tower."""
     numbers = {"image_mean": processor.mean, "image_std": processor.std, "rescale_factor": processor.scale}
-    table = PixelTable(VisionConfig(processor.kind, 1, has_bfloat16_pixels=True, **numbers), torch.device("cpu"))
+    table = PixelTable(VisionConfig(processor.kind, 1, **OWN_TABLES[processor.kind], **numbers), torch.device("cpu"))
     return [plane.numpy() for image in images for plane in table.planes(image.pixels)]
 
 
@@ -82,9 +103,9 @@ def our_rows(images: list[PreparedImage], processor: ImageProcessor) -> np.ndarr
         for image in images
         for crop in image.pixels.crops
     ]
-    if processor.kind == "llama4":
-        return np.concatenate([patches(plane, processor.patch_size) for plane in bfloat16_planes(images, processor)])
-    if processor.kind.startswith(("qwen", "glm")):
+    if processor.kind in OWN_TABLES:
+        return np.concatenate([patches(plane, processor.patch_size) for plane in own_planes(images, processor)])
+    if processor.kind.startswith(("qwen", "glm", "exaone")):
         return np.concatenate([qwen_patches(plane, processor.patch_size, processor.merge_size) for plane in planes])
     return np.concatenate([patches(plane, processor.patch_size) for plane in planes])
 
@@ -120,6 +141,16 @@ def test_pixel_comparison_detects_vertical_pass_first(tmp_path: Path, monkeypatc
     processor = media_processor(tmp_path, "gemma3")
     theirs = oracle_rows("gemma3", oracle_inputs("gemma3", PROMPTS["one"]), 14)
     assert not np.array_equal(our_rows(prepared(PROMPTS["one"], processor), processor), theirs)
+
+
+@pytest.mark.control("Prepared pixels are those of transformers")
+def test_pixel_comparison_detects_levels_scaled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    processor = media_processor(tmp_path, "kimi_k25")
+    theirs = oracle_rows("kimi_k25", oracle_inputs("kimi_k25", PROMPTS["one"]), 14)
+    monkeypatch.delitem(OWN_TABLES, "kimi_k25")
+    ours = our_rows(prepared(PROMPTS["one"], processor), processor)
+    assert np.allclose(ours, theirs, atol=1e-6)
+    assert not np.array_equal(ours, theirs)
 
 
 def test_sizes_of_glm_are_those_of_transformers():
@@ -170,6 +201,28 @@ def test_sizes_of_paddleocr_are_those_of_transformers():
     assert 100 < num_refused < 1000
 
 
+def test_sizes_of_kimi_are_those_of_transformers():
+    """Sides from 1 on, of any ratio."""
+    theirs, generator = torchvision_module("kimi_k25").navit_resize, random.Random(3)
+    for _ in range(2000):
+        height, width = (int(2 ** generator.uniform(0, 13)) for _ in range(2))
+        most, side = generator.choice([(16384, 512), (64, 12), (4096, 40), (7, 300)])
+        assert kimi_size(height, width, 14, most, side) == theirs(height, width, 14, 2, most, side)[0]
+
+
+def test_grids_of_lfm2_are_those_of_transformers():
+    """Also of images of ratios in the middle of two."""
+    module, generator = torchvision_module("lfm2_vl"), random.Random(4)
+    ratios = module.Lfm2VlImageProcessor._target_ratios.__wrapped__
+    for _ in range(2000):
+        height = int(2 ** generator.uniform(0, 12))
+        width = generator.choice([int(2 ** generator.uniform(0, 12)), 5 * height // 2, 3 * height // 2, 3 * height])
+        least, most, side = generator.choice([(2, 10, 512), (1, 4, 56), (2, 12, 64), (3, 3, 84)])
+        targets = ratios(None, least, most)
+        columns, lines = module.find_closest_aspect_ratio(width / height, targets, width, height, side)
+        assert lfm2_grid(height, width, side, least, most) == (lines, columns)
+
+
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 84, "patch_size": 14}
 SQUARE: dict[str, Any] = {"size": {"height": 84, "width": 84}, "crop_size": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = {
@@ -189,6 +242,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     "sides of no whole patches": ("lighton_ocr", {"patch_size": 35}, {}, None),
     "one tile": ("internvl", {"max_patches": 1}, {}, None),
     "many tiles": ("internvl", {"min_patches": 4, "max_patches": 12}, {}, None),
+    "one page": ("granite_docling", {"crop_to_patches": False, "min_patches": 3}, {}, None),
+    "fine route": ("granite_docling", {"fine_route": True}, {}, None),
+    "dense pages": (
+        "granite_docling",
+        {"dense_max_patches": 9, "dense_min_aspect": 0.1, "dense_max_aspect": 2.0, "dense_max_scale": 4.0},
+        {},
+        None,
+    ),
+    "two tiles": ("lfm2_vl", {"max_tiles": 2}, {}, None),
+    "no tiles": ("lfm2_vl", {"do_image_splitting": False}, {}, None),
+    "few pixels too many": ("lfm2_vl", {"max_pixels_tolerance": 3.1}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
     "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
     "other filter and scale": ("gemma3", {"resample": 1, "rescale_factor": 0.0039, "image_mean": 0.4}, {}, None),
@@ -215,6 +279,7 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({}, {"min_pixels": 3136, "max_pixels": 12845056}),
     "glm4v": ({}, {"size": {"shortest_edge": 12544, "longest_edge": 9633792}}),
     "paddleocr_vl": ({}, {"min_pixels": 147384, "max_pixels": 2822400}),
+    "kimi_k25": ({}, {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}),
     "gemma3": (
         {"vision_config": {"image_size": 896, "patch_size": 14}, "mm_tokens_per_image": 256},
         {"size": {"height": 896, "width": 896}},
@@ -241,6 +306,11 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 14, "size": {"longest_edge": 1540}},
     ),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
+    "granite_docling": ({"vision_config": {}}, {"size": {"height": 512, "width": 512}, "max_patches": 32}),
+    "lfm2_vl": (
+        {"vision_config": {"patch_size": 16}},
+        {"encoder_patch_size": 16, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 10},
+    ),
     "smolvlm": (
         {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
         {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
@@ -275,7 +345,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL)
+    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL)
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

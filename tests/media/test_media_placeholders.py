@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, media_processor, noise
+from media_models import (
+    EXAONE_SPECIAL,
+    GEMMA4_SPECIAL,
+    GRANITE_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    media_processor,
+    noise,
+)
 from tokenizers import Tokenizer
 
 from spmd_worker.media.errors import MediaError
@@ -50,7 +61,7 @@ def test_text_of_an_image_has_a_token_for_each_row(kind: str, tmp_path: Path, to
     for image in images_of(kind, tmp_path):
         assert image.text.count(placeholders.image_token) == image.num_rows
         lines, columns = image.token_grid
-        assert lines * columns == (image.num_rows if kind.startswith(("qwen", "glm", "paddleocr")) else 0)
+        assert lines * columns == (image.num_rows if kind.startswith(("qwen", "glm", "paddleocr", "exaone")) else 0)
     for token in (*placeholders.reserved, placeholders.marker, placeholders.image_token):
         assert tokenizer.token_to_id(token) is not None
 
@@ -106,7 +117,9 @@ def test_line_ends_join_as_in_the_text(pieces: list[str]):
 
 @functools.cache
 def byte_tokenizer_once() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL)
+    return byte_tokenizer(
+        *GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL
+    )
 
 
 def test_image_of_one_row_is_expanded_or_left(tmp_path: Path, encode: Encode):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from conv_checkpoints import CASES as CONVOLUTIONS
+from conv_checkpoints import conv_config, conv_suffix
 from cross_rows import CASES as WITH_ENCODERS
 from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
@@ -50,7 +51,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     """Architecture and transformers config of every small checkpoint."""
     for family, keys in CONVOLUTIONS.values():
         if with_experts == ("num_experts" in keys):
-            yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**keys)
+            yield family + conv_suffix(family), conv_config(family, keys)
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)

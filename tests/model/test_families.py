@@ -367,6 +367,7 @@ OWN_SIZES = {
     "GPTNeoXForCausalLM": {"hidden_size": 512},
     "MinistralForCausalLM": {"head_dim": 8},
     "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4"},
+    "GraniteDoclingForConditionalGeneration": {"hidden_size": 1024},
 }
 """What goes with the class's other defaults, and what it cannot do without."""
 HAVE_OWN_HEADS = ("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration")
@@ -508,6 +509,7 @@ TIED_BY_DEFAULT = {
     "InternVLForConditionalGeneration": "internvl",
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "GraniteDoclingForConditionalGeneration": "granite_docling",
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",

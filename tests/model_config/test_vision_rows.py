@@ -24,12 +24,14 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5Config", 3584),
     "qwen2_vl": ("Qwen2VLConfig", 3584),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", 3584),
+    "exaone4_5": ("Exaone4_5_Config", 3584),
     "glm4v": ("Glm4vConfig", 4096),
     "glm4v_moe": ("Glm4vMoeConfig", 4096),
     "glm_ocr": ("GlmOcrConfig", 1536),
     "lighton_ocr": ("LightOnOcrConfig", 1024),
     "deepseek_vl": ("DeepseekVLConfig", 2048),
     "paddleocr_vl": ("PaddleOCRVLConfig", 1024),
+    "kimi_k25": ("Kimi_K25Config", 7168),
     "gemma3": ("Gemma3Config", 2304),
     "gemma4": ("Gemma4Config", 2304),
     "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
@@ -37,6 +39,8 @@ CLASSES = {
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
     "smolvlm": ("SmolVLMConfig", 2048),
+    "granite_docling": ("GraniteDoclingConfig", 1024),
+    "lfm2_vl": ("Lfm2VlConfig", 2560),
     "llava": ("LlavaConfig", 4096),
     "llava_next": ("LlavaNextConfig", 4096),
     "llava_onevision": ("LlavaOnevisionConfig", 3584),
@@ -97,7 +101,7 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     token = getattr(theirs, "image_token_id", None)
     assert vision.image_token_id == (theirs.image_token_index if token is None else token)
     deepstack = getattr(bare, "deepstack_visual_indexes", ())
-    assert tower.added_layers == tuple(deepstack if row == "qwen3_vl" else ())
+    assert tower.added_layers == tuple(deepstack if row in ("qwen3_vl", "granite_docling") else ())
     if row == "gemma4":
         assert (tower.head_size, tower.num_positions, tower.rope_theta) == (64, 10240, 100.0)
         assert [bare.head_dim, bare.position_embedding_size, bare.pooling_kernel_size] == [64, 10240, vision.merge_size]
@@ -149,6 +153,8 @@ def test_every_row_is_of_a_family():
         ("qwen2_vl", {}, {"mlp_ratio": 1000}, "mlp_ratio=1000 must be at most 256"),
         ("qwen2_vl", {}, {"mlp_ratio": 2.5}, "mlp_ratio=2.5 must be a whole number"),
         ("qwen2_5_vl", {}, {"window_size": 20}, "must hold a token of 2 patches a side"),
+        ("exaone4_5", {}, {"num_key_value_heads": 3}, "num_key_value_heads=3 must divide the 16 heads"),
+        ("exaone4_5", {}, {"num_key_value_heads": 0}, "num_key_value_heads=0 must be a whole number"),
         ("glm4v", {}, {"out_hidden_size": 64}, "vision_config.out_hidden_size=64 is not the hidden size of the text"),
         ("glm4v", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
         ("glm4v", {}, {"attention_bias": 1}, "attention_bias=1 must be true or false"),
@@ -162,6 +168,13 @@ def test_every_row_is_of_a_family():
         ("deepseek_vl", {}, {"num_attention_heads": 7}, "num_attention_heads=7 must divide hidden_size=768"),
         ("deepseek_vl", {"image_token_id": "no"}, {}, "image_token_id='no' must be a whole number"),
         ("paddleocr_vl", {}, {"image_size": 8}, "image_size=8 must hold a patch of 14 pixels"),
+        ("kimi_k25", {}, {"pos_emb_width": 32}, "pos_emb_height=None must be that of pos_emb_width, at most 4096"),
+        ("kimi_k25", {}, {"init_pos_emb_height": 9}, "init_pos_emb_height=9 must be that of pos_emb_width"),
+        ("kimi_k25", {"projection_hidden_size": 64}, {}, "projection_hidden_size=64 is not supported, only 1152"),
+        ("kimi_k25", {}, {"mm_hidden_size": 64}, "vision_config.mm_hidden_size=64 is not supported, only 1152"),
+        ("kimi_k25", {}, {"vt_num_attention_heads": 7}, "vt_num_attention_heads=7 must divide hidden_size=1152 into"),
+        ("kimi_k25", {}, {"projector_ln_eps": "no"}, "projector_ln_eps='no' must be a number"),
+        ("kimi_k25", {}, {"merge_kernel_size": [2, 1]}, "merge_kernel_size=[2, 1] must be one length for both"),
         ("glm4v_moe", {}, {"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number"),
         ("gemma3", {"mm_tokens_per_image": 200}, {}, "must divide a square of 14 x 14 patches"),
         ("gemma3", {}, {"num_channels": 1}, "num_channels=1 is not supported"),
@@ -204,6 +217,17 @@ def test_every_row_is_of_a_family():
         ("llama4", {}, {"pixel_shuffle_ratio": 2}, "pixel_shuffle_ratio=2 must be 1 over a number that divides"),
         ("llama4", {}, {"intermediate_size": 3072}, "vision_output_dim=None must be projector_input_dim=4096"),
         ("smolvlm", {"scale_factor": 5}, {}, "must divide a square of 7 x 7 patches"),
+        ("granite_docling", {}, {"out_hidden_size": 64}, "out_hidden_size=64 is not the hidden size of the text, 1024"),
+        ("granite_docling", {}, {"deepstack_visual_indexes": [3, 3]}, "must list each layer once"),
+        ("granite_docling", {}, {"deepstack_visual_indexes": [12]}, "must be a whole number from 0 to 11"),
+        ("granite_docling", {}, {"scale_factor": 3}, "scale_factor=3 must divide a square of 32 x 32 patches, as must"),
+        ("granite_docling", {}, {"scale_factor": 1}, "scale_factor=1 must divide a square of 32 x 32 patches, as must"),
+        ("granite_docling", {}, {"use_fine_route": "no"}, "use_fine_route='no' must be true or false"),
+        ("lfm2_vl", {}, {"num_patches": 200}, "num_patches=200 must be a square number"),
+        ("lfm2_vl", {}, {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not supported"),
+        ("lfm2_vl", {"projector_hidden_size": 0}, {}, "projector_hidden_size=0 must be a whole number"),
+        ("lfm2_vl", {"projector_use_layernorm": 1}, {}, "projector_use_layernorm=1 must be true or false"),
+        ("lfm2_vl", {"downsample_factor": None}, {"hidden_act": "mish"}, "hidden_act='mish' is not supported"),
         ("internvl", {"vision_feature_layer": -2}, {}, "vision_feature_layer=-2 is not supported"),
         ("mistral3", {}, {"head_dim": 32}, "head_dim=32 is not supported, only 64"),
         ("qwen3_vl", {"image_token_id": "x"}, {}, "image_token_id='x' must be a whole number"),
@@ -276,6 +300,18 @@ def test_padding_id_counts_where_layers_have_inputs():
     assert read("gemma4", {"vision_config": {}, "text_config": text})[0].input_token_id == 0
     with pytest.raises(ModelConfigError, match=r"pad_token_id=-1 must be a whole number .* runs the text alone"):
         read("gemma4", {"vision_config": {}, "text_config": {**text, "hidden_size_per_layer_input": 8}})
+
+
+def test_keys_of_kimis_authors_are_read():
+    """Which are other than transformers'; numbers of the projector are beside the tower's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+    hub = {**{f"vt_{key}": size for key, size in sizes.items()}, "init_pos_emb_height": 9, "init_pos_emb_width": 9}
+    theirs = {**hub, "mm_hidden_size": 64, "projector_ln_eps": 0.1, "merge_kernel_size": [2, 2], "patch_size": 7}
+    ours = {**sizes, "pos_emb_height": 9, "pos_emb_width": 9, "merge_kernel_size": [2, 2], "patch_size": 7}
+    projector = {"projection_hidden_size": 64, "projection_layer_norm_eps": 0.1}
+    one = read("kimi_k25", {"vision_config": theirs, "media_placeholder_token_id": 5})
+    assert one == read("kimi_k25", {"vision_config": ours, "image_token_id": 5, **projector})
+    assert (one[1].num_positions, one[1].projector_eps, one[0].image_token_id) == (81, 0.1, 5)
 
 
 def test_name_of_lightonocr_in_the_hubs_files_is_read():

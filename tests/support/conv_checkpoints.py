@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2_vl": ("Lfm2Vl", {**_LFM2, **_WIDTH, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "lfm3": ("Lfm3", {**_LFM3, "rope_parameters": _SMALL_ROPES}),
     "lfm3_plain": (
         "Lfm3",
@@ -81,6 +82,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+_BESIDE: dict[str, Any] = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"model_type": "siglip2_vision_model", "num_patches": 4, "patch_size": 4},
+    "projector_hidden_size": 16,
+}
+"""What LFM2-VL has beside its text."""
 
 
 @cache
@@ -98,12 +106,27 @@ def thinned_conv_folder(name: str) -> Path:
 @cache
 def conv_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder."""
-    return open_reference(thinned_conv_folder(name) if is_thinned else conv_folder(name))
+    folder, family = thinned_conv_folder(name) if is_thinned else conv_folder(name), CASES[name][0]
+    if family != "Lfm2Vl":
+        return open_reference(folder)
+    model_class = getattr(transformers, family + conv_suffix(family))
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def conv_config(family: str, keys: dict[str, Any]) -> Any:
+    """transformers' config of a case."""
+    given = {"text_config": {"model_type": "lfm2", **keys}, **_BESIDE} if family == "Lfm2Vl" else keys
+    return getattr(transformers, f"{family}Config")(**given)
+
+
+def conv_suffix(family: str) -> str:
+    """The end of the name of the case's architecture."""
+    return "ForConditionalGeneration" if family == "Lfm2Vl" else "ForCausalLM"
 
 
 def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**keys))
-    model = model.float().eval()
+    config = conv_config(family, keys)
+    model = getattr(transformers, family + conv_suffix(family))(config).float().eval()
     stir(model)
     with torch.no_grad():
         for name, value in model.named_buffers():
@@ -118,7 +141,9 @@ def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
 def _thin(full: Path, folder: Path, family: str) -> None:
     shutil.copytree(full, folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    whole = json.loads(path.read_text())
+    config = whole.get("text_config", whole)
+    family = "Lfm2" if family == "Lfm2Vl" else family
     defaults = getattr(transformers, f"{family}Config")().to_dict()
     kept = {"architectures", "model_type"}
     thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
@@ -130,4 +155,4 @@ def _thin(full: Path, folder: Path, family: str) -> None:
         thin |= {} if rope is None else {"rope_theta": rope["rope_theta"]}
     if family != "Lfm3":
         thin["tie_embedding"] = thin.pop("tie_word_embeddings", True)
-    path.write_text(json.dumps(thin))
+    path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))

@@ -180,6 +180,19 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
             }
         },
     ),
+    "granite_docling": (
+        "GraniteDocling",
+        {**_TEXT, "logits_scaling": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "pad_token_id": 0},
+        {
+            "vision_config": {
+                **_VISION,
+                "image_size": 56,
+                "patch_size": 14,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            }
+        },
+    ),
     "deepseek_vl": ("DeepseekVL", {**_TEXT, "model_type": "llama"}, _OF_SIGLIP),
     "exaone4_5": (
         "Exaone4_5_",
@@ -202,7 +215,7 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
 NESTED_IN_LAYOUTS: Final = ("glm4v", "mllama")
 """Models whose logits are tested in the layout tier; the others are in the stress tier."""
 AS_IN_MEMORY: Final = (
-    *("idefics2", "video_llama_3", "lighton_ocr", "janus", "deepseek_vl", "exaone4_5"),
+    *("idefics2", "video_llama_3", "lighton_ocr", "janus", "deepseek_vl", "exaone4_5", "granite_docling"),
     *("glm4v", "glm46v", "glm_ocr", "qwen3_asr"),
 )
 """Files whose names are those that transformers has in memory."""

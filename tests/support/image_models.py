@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
-from media_models import GEMMA4_SPECIAL, MODELS, PAGE_SPECIAL, byte_tokenizer, noise
+from kimi_names import restore_layers
+from media_models import (
+    EXAONE_SPECIAL,
+    GEMMA4_SPECIAL,
+    KIMI_SPECIAL,
+    LFM2_SPECIAL,
+    MODELS,
+    PAGE_SPECIAL,
+    byte_tokenizer,
+    noise,
+)
 from media_oracle import one_axis_a_call, oracle_inputs, oracle_texts, replaced
 from run_folder import made_once
 from tokenizers import Tokenizer
@@ -78,6 +88,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "use_double_wide_mlp": True,
         "pad_token_id": 3,
     },
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
@@ -108,6 +119,12 @@ def media_kind(kind: str) -> str:
 def tokenizer_of_images(kind: str) -> Tokenizer:
     if kind.startswith("gemma4"):
         return byte_tokenizer(*GEMMA4_SPECIAL)
+    if kind == "kimi_k25":
+        return byte_tokenizer(*KIMI_SPECIAL)
+    if kind == "exaone4_5":
+        return byte_tokenizer(*EXAONE_SPECIAL)
+    if kind == "lfm2_vl":
+        return byte_tokenizer(*LFM2_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
@@ -162,6 +179,8 @@ def _write(folder: Path, kind: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
+    if kind == "kimi_k25":
+        restore_layers(folder / "model.safetensors")
     (folder / "preprocessor_config.json").write_text(json.dumps(media.settings))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template_of(kind)}))
@@ -277,8 +296,12 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
         "image_sizes",
         "batch_num_images",
         "pixel_attention_mask",
+        "spatial_shapes",
     )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
+    if kind == "lfm2_vl":
+        # Its processor counts tokens by them.
+        del given["image_sizes"]
     if kind == "gemma4_unified":
         given |= _merged(given, image_reference(kind).config.vision_config)
     types = (ids == image_token_id(kind)).long()

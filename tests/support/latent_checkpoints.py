@@ -14,8 +14,8 @@ from typing import Any
 import transformers
 from expert_checkpoints import open_experts, stir
 from family_checkpoints import BASE
+from kimi_names import restore_layers
 from run_folder import made_once
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
@@ -133,13 +133,7 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     model = getattr(transformers, f"{family}{kind}")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    # transformers renames all that has the name of a layer of Kimi's vision tower.
-    tensors = {
-        each.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
-        for each, tensor in load_file(path).items()
-    }
-    save_file(tensors, path, metadata={"format": "pt"})
+    restore_layers(folder / "model.safetensors")
 
 
 def _thin(full: Path, folder: Path, name: str) -> None:

@@ -30,6 +30,19 @@ PAGE_SPECIAL: Final = (
     *("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|vision_pad|>", "<image_placeholder>"),
 )
 """Of PaddleOCR-VL, LightOnOCR and DeepSeek-VL."""
+GRANITE_SPECIAL: Final = tuple(
+    f"<row_{row + 1}_col_{column + 1}>" for row in range(16) for column in range(16) if max(row, column) >= 6
+)
+"""Places of tiles that Idefics3 has not."""
+LFM2_SPECIAL: Final = (
+    *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    *(f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(5) for column in range(5)),
+)
+EXAONE_SPECIAL: Final = ("<vision>", "</vision>")
+KIMI_SPECIAL: Final = (
+    *(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")),
+    "<|kimi_k25_video_placeholder|>",
+)
 PINPOINTS: Final = [[84 * lines, 84 * columns] for lines in (1, 2, 3) for columns in (1, 2, 3)]
 
 
@@ -61,6 +74,9 @@ MODELS: Final = {
     "qwen2_5_vl": MediaModel(
         {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 100352}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
     ),
+    "exaone4_5": MediaModel(
+        {"vision_config": {}}, {"min_pixels": 3136, "max_pixels": 50176}, ("qwen2_vl", "Qwen2VLImageProcessorPil")
+    ),
     "glm4v": MediaModel(
         {"vision_config": {}},
         {"size": {"shortest_edge": 6272, "longest_edge": 100352}},
@@ -70,6 +86,12 @@ MODELS: Final = {
         {"vision_config": {}},
         {"size": {"shortest_edge": 3136, "longest_edge": 100352}},
         ("paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
+    ),
+    "kimi_k25": MediaModel(
+        {"vision_config": {}},
+        {"size": {"max_height": 12, "max_width": 12}, "max_patches": 64},
+        # It has no processor for Pillow: see media_oracle.py.
+        ("kimi_k25", "Kimi_K25ImageProcessor"),
     ),
     "gemma3": MediaModel(
         {"vision_config": {**_SIGLIP, "image_size": 112}, "mm_tokens_per_image": 16},
@@ -139,6 +161,24 @@ MODELS: Final = {
         {"vision_config": {"model_type": "pixtral", "image_size": 140, "patch_size": 14}},
         {"size": {"longest_edge": 140}, "patch_size": 14},
         ("pixtral", "PixtralImageProcessorPil"),
+    ),
+    "granite_docling": MediaModel(
+        {"vision_config": {"image_size": 56, "patch_size": 14}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 4},
+        ("granite_docling", "GraniteDoclingImageProcessorPil"),
+    ),
+    "lfm2_vl": MediaModel(
+        {"vision_config": {"patch_size": 14}, "downsample_factor": 2},
+        {
+            "encoder_patch_size": 14,
+            "downsample_factor": 2,
+            "tile_size": 56,
+            "min_image_tokens": 4,
+            "max_image_tokens": 12,
+            "max_tiles": 5,
+        },
+        # It has no processor for Pillow: see media_oracle.py.
+        ("lfm2_vl", "Lfm2VlImageProcessor"),
     ),
     "smolvlm": MediaModel(
         {"vision_config": {"image_size": 64, "patch_size": 8}},

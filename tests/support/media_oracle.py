@@ -45,6 +45,10 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
     images = [Image.fromarray(each) for each in pictures]
     if kind == "llama4":
         return _llama4_inputs(pictures)
+    if kind == "kimi_k25":
+        return _kimi_inputs(pictures)
+    if kind == "lfm2_vl":
+        return _lfm2_inputs(pictures)
     # Its processors may write into what they are given.
     settings = deepcopy(MODELS[kind].settings)
     options: dict[str, Any] = {}
@@ -55,13 +59,18 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
         options["patch_size"] = 28 if kind == "mistral3" else 16
     if kind == "smolvlm":
         options["return_row_col_info"] = True
-    given = [images] if kind in ("llava_onevision", "smolvlm") else images
+    given = [images] if kind in ("llava_onevision", "smolvlm", "granite_docling") else images
     return dict(oracle_of(kind)(**settings)(images=given, return_tensors="np", **options))
 
 
 def llama4_module() -> Any:
-    """transformers' module of Llama 4's processor, which has one for torchvision alone, with the one function of it
-    that it calls itself.
+    """transformers' module of Llama 4's processor."""
+    return torchvision_module("llama4")
+
+
+def torchvision_module(name: str) -> Any:
+    """transformers' module of a processor that is for torchvision alone, with the one function of it that such call
+    themselves.
     """
 
     def pad(images: torch.Tensor, padding: list[int], fill: list[int]) -> torch.Tensor:
@@ -70,52 +79,85 @@ def llama4_module() -> Any:
         return torch.nn.functional.pad(images, (left, right, top, bottom))
 
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    modules: dict[str, Any] = {each: ModuleType(each) for each in names}
     modules[names[-1]].functional = SimpleNamespace(pad=pad)
     with patch.dict(sys.modules, modules):
-        return importlib.import_module("transformers.models.llama4.image_processing_llama4")
+        return importlib.import_module(f"transformers.models.{name}.image_processing_{name}")
 
 
-def _llama4_inputs(pictures: list[Pixels]) -> dict[str, Any]:
-    """What its processor makes with Pillow's resizing in place of torchvision's, whose levels differ by one."""
-    settings = MODELS["llama4"].settings
+def _torchvision_outputs(processor: Any, pictures: list[Pixels], mean: float, **settings: Any) -> Any:
+    """What a processor for torchvision makes with Pillow's resizing in place of torchvision's, whose levels differ by
+    one.
+    """
 
-    def resize(images: torch.Tensor, size: Any, resample: int) -> torch.Tensor:
+    def resize(self: Any, images: torch.Tensor, size: Any, resample: int, **_: object) -> torch.Tensor:
         whole = [
             Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
             for each in images
         ]
         return torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in whole])
 
-    def normalise(images: torch.Tensor, mean: list[float], std: list[float]) -> torch.Tensor:
-        pair = (torch.tensor(each, dtype=images.dtype).view(3, 1, 1) for each in (mean, std))
+    def pad(self: Any, images: torch.Tensor, pad_size: Any) -> torch.Tensor:
+        height, width = images.shape[-2:]
+        return torch.nn.functional.pad(images, (0, pad_size.width - width, 0, pad_size.height - height))
+
+    def normalise(self: Any, images: torch.Tensor, mean: Any, std: Any, **_: object) -> torch.Tensor:
+        pair = (torch.as_tensor(each, dtype=images.dtype).view(3, 1, 1) for each in (mean, std))
         return (images - next(pair)) / next(pair)
 
-    processor = llama4_module().Llama4ImageProcessor
-    stub = SimpleNamespace(resize=resize, normalize=normalise)
-    stub.rescale_and_normalize = processor.rescale_and_normalize.__get__(stub)
-    made = processor._preprocess(
-        stub,
-        [torch.from_numpy(each.copy()).permute(2, 0, 1) for each in pictures],
-        do_resize=True,
-        do_rescale=True,
-        do_normalize=True,
-        rescale_factor=1 / 255,
+    methods: dict[str, Any] = {"resize": resize, "pad": pad, "normalize": normalise}
+    made = object.__new__(type("Own", (processor,), methods))
+    # Some call those of the class that they inherit from.
+    with patch.multiple(processor.__mro__[1], **methods):
+        return made._preprocess(
+            [torch.from_numpy(each.copy()).permute(2, 0, 1) for each in pictures],
+            do_resize=True,
+            do_rescale=True,
+            do_normalize=True,
+            rescale_factor=1 / 255,
+            image_mean=(mean,) * 3,
+            image_std=(mean,) * 3,
+            disable_grouping=True,
+            return_tensors=None,
+            **{**settings, "size": SizeDict(**settings["size"])},
+        )
+
+
+def _llama4_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """All tiles, and those of each image."""
+    made = _torchvision_outputs(
+        *(llama4_module().Llama4ImageProcessor, pictures, 0.5),
         resample=2,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
         resize_to_max_canvas=False,
-        disable_grouping=True,
-        return_tensors=None,
-        size=SizeDict(**settings["size"]),
-        max_patches=settings["max_patches"],
+        **MODELS["llama4"].settings,
     )
-    # All tiles, and those of each image.
     tiles = [each.flatten(0, -4) for each in made["pixel_values"]]
     return {
         "pixel_values": torch.cat(tiles).float().numpy(),
         "aspect_ratios": torch.stack(made["aspect_ratios"]).tolist(),
     }
+
+
+def _kimi_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """Patches by lines."""
+    processor, sizes = torchvision_module("kimi_k25").Kimi_K25ImageProcessor, {"patch_size": 14, "merge_size": 2}
+    return dict(_torchvision_outputs(processor, pictures, 0.5, resample=3, **{**sizes, **MODELS["kimi_k25"].settings}))
+
+
+def _lfm2_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """Patches of each tile, behind them zeros, and which are patches."""
+    processor = torchvision_module("lfm2_vl").Lfm2VlImageProcessor
+    names = ("do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail", "max_pixels_tolerance", "size")
+    settings = {**{name: getattr(processor, name) for name in names}, **MODELS["lfm2_vl"].settings}
+    settings |= {"do_pad": True, "return_row_col_info": True}
+    return dict(_torchvision_outputs(processor, pictures, 0.5, resample=2, **settings))
+
+
+_OF_TILES = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_tag": "<global-img>",
+}
 
 
 def processing_module(name: str) -> Any:
@@ -146,6 +188,8 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
         ),
         "glm4v": ("glm4v", "Glm4vProcessor", {"image_token": "<|image|>"}),
         "paddleocr_vl": ("paddleocr_vl", "PaddleOCRVLProcessor", {"image_token": "<|IMAGE_PLACEHOLDER|>"}),
+        "exaone4_5": ("exaone4_5", "Exaone4_5_Processor", {"image_token": "<|image_pad|>"}),
+        "kimi_k25": ("kimi_k25", "Kimi_K25Processor", {"image_token": "<|media_pad|>"}),
         "llama4": ("llama4", "Llama4Processor", {"patch_size": 14, "downsample_ratio": 4}),
         "llava": (
             *("llava", "LlavaProcessor"),
@@ -193,25 +237,36 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
             *("lighton_ocr", "LightOnOcrProcessor"),
             {"image_token": "<|image_pad|>", "effective_patch_size": 28},
         ),
-        "smolvlm": (
-            *("idefics3", "Idefics3Processor"),
+        "smolvlm": ("idefics3", "Idefics3Processor", {**_OF_TILES, "image_seq_len": 16}),
+        "lfm2_vl": (
+            *("lfm2_vl", "Lfm2VlProcessor"),
             {
                 "image_token": "<image>",
-                "fake_image_token": "<fake_token_around_image>",
-                "global_image_tag": "<global-img>",
-                "image_seq_len": 16,
+                "image_start_token": "<|image_start|>",
+                "image_end_token": "<|image_end|>",
+                "image_thumbnail_token": "<|img_thumbnail|>",
             },
         ),
+        "granite_docling": ("granite_docling", "GraniteDoclingProcessor", {**_OF_TILES, "image_seq_len": 1}),
     }["gemma4" if kind == "gemma4_unified" else kind]
     if name == "pixtral":
         own |= {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     class_ = getattr(processing_module(name), class_name)
     settings = {key: value for key, value in MODELS[kind].settings.items() if key == "image_grid_pinpoints"}
+    more: dict[str, Any] = {}
+    if kind == "lfm2_vl":
+        settings, more = {**MODELS[kind].settings, "use_thumbnail": True}, {"use_image_special_tokens": True}
     stub = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2, **settings), **{**own, **changes})
-    for method in ("_prompt_split_image", "_get_number_of_features", "_get_unpadded_features"):
+    for method in _METHODS:
         if hasattr(class_, method):
             setattr(stub, method, getattr(class_, method).__get__(stub))
-    return [class_.replace_image_token(stub, inputs, index) for index in range(num_images)]
+    return [class_.replace_image_token(stub, inputs, index, **more) for index in range(num_images)]
+
+
+_METHODS = (
+    *("_prompt_split_image", "_get_number_of_features", "_get_unpadded_features", "_get_image_num_tokens"),
+    *("_build_image_tokens", "_compute_tokens_per_tile", "_compute_tokens_for_image"),
+)
 
 
 def replaced(text: str, marker: str, texts: list[str]) -> str:

@@ -41,6 +41,8 @@ MODEL_TYPES: Final = {
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "LightOnOCRForConditionalGeneration": "lighton_ocr",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "GraniteDoclingForConditionalGeneration": "granite_docling",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "Exaone4_5_ForConditionalGeneration": "exaone4_5",

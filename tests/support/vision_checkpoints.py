@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from kimi_names import restore_layers
 from run_folder import made_once
 from torch import Tensor
 
@@ -50,7 +51,14 @@ _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_
     "floor_scale": 16,
     "attn_scale": 0.3,
 }
+_LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16} | {
+    "v_head_dim": 16,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
+_LFM2 = {"model_type": "lfm2", "block_auto_adjust_ff_dim": False, "norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
 
 _GEMMA4_TEXT = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "sliding_window": 24}
@@ -95,6 +103,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": _ROPE},
         {"vision_config": {**_QWEN, "window_size": 112, "fullatt_block_indexes": [1, 3]}},
     ),
+    "exaone4_5": (
+        "Exaone4_5_",
+        {"model_type": "exaone4", "sliding_window": 24},
+        {
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "num_key_value_heads": 2,
+                "window_size": 112,
+                "fullatt_block_indexes": [1, 3],
+            }
+        },
+    ),
     "glm4v": ("Glm4v", {"rope_parameters": _HALF}, {"vision_config": {**_GLM, "attention_bias": True}}),
     "glm46v": (
         "Glm46V",
@@ -107,6 +129,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "PaddleOCRVL",
         {"rope_parameters": _ROPE, "use_bias": True},
         {"vision_config": {**_VIT, "hidden_size": 48, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {**_LATENT, "model_type": "deepseek_v3"},
+        {"vision_config": {**_TOWER, "pos_emb_height": 6, "pos_emb_width": 6, "rope_parameters": {"rope_theta": 50.0}}}
+        | {"projection_hidden_size": 32, "projection_layer_norm_eps": 0.03},
     ),
     "gemma3": (
         "Gemma3",
@@ -189,6 +217,37 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, {"vision_config": {**_VIT, "image_size": 56}, "scale_factor": 2}),
+    "granite_docling": (
+        "GraniteDocling",
+        {"num_hidden_layers": 2, "embedding_multiplier": 3.0, "pad_token_id": 0},
+        {
+            "vision_config": {**_VIT, "image_size": 112, "out_hidden_size": 32, "deepstack_visual_indexes": [2, 0]},
+            "density_router_hidden_size": 8,
+        },
+    ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        {**_LFM2, "layer_types": ["conv"]},
+        {
+            "vision_config": {
+                **{key: value for key, value in _VIT.items() if key != "image_size"},
+                "num_patches": 36,
+                "model_type": "siglip2_vision_model",
+            },
+            "projector_hidden_size": 24,
+        },
+    ),
+    "lfm2_vl_plain": (
+        "Lfm2Vl",
+        {**_LFM2, "layer_types": ["conv"]},
+        {
+            "vision_config": {**_TOWER, "num_patches": 36, "model_type": "siglip2_vision_model"}
+            | {"patch_size": 14, "vision_use_head": False},
+            "projector_hidden_size": 40,
+            "projector_use_layernorm": False,
+            "projector_bias": False,
+        },
+    ),
     "llama4": (
         "Llama4",
         _LLAMA4,
@@ -246,6 +305,8 @@ PADDED: tuple[str, ...] = ("qwen3_vl_heads_of_72", "gemma3_heads_of_72")
 REAL_HEADS: tuple[str, ...] = (*PADDED, "qwen2_5_vl_heads_of_80", "llava_heads_of_64")
 OF_TOKEN_GRIDS = ("qwen", "glm", "paddleocr")
 """Beginnings of cases whose tokens have lines and columns, which their positions follow."""
+_LIKE_QWEN = (*OF_TOKEN_GRIDS, "exaone")
+"""And those whose patches are given as Qwen's."""
 _ALWAYS_BESIDE = {"image_token_id": IMAGE_TOKEN, "eos_token_id": 2}
 
 
@@ -268,8 +329,10 @@ def _write(folder: Path, name: str) -> None:
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
+    if name == "kimi_k25":
+        restore_layers(folder / "model.safetensors")
     processor: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
-    if name.startswith(OF_TOKEN_GRIDS):
+    if name.startswith(_LIKE_QWEN):
         # Qwen's class assumes 14.
         processor["patch_size"] = model.config.vision_config.patch_size
     if name.startswith("gemma4"):
@@ -318,14 +381,18 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*OF_TOKEN_GRIDS, "gemma4", "mistral3", "pixtral", "lighton")):
+    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
+    if name.startswith("lfm2"):
+        sizes = ((6, 8),), ((4, 10),), ((6, 6), (6, 6), (12, 4))
+        crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
+        return ImagePixels(crops, sizes[number][0], (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
     size, count = (
         SIZES[number],
-        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4")) else 1,
+        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4", "granite")) else 1,
     )
     if name.startswith(OF_PICTURES):
         height, width = best_pinpoint(*size, tuple([(each[0], each[1]) for each in PINPOINTS]))
@@ -347,14 +414,16 @@ def in_bfloat16(pixels: Any) -> Tensor:
     return ((levels - mean) / std).float()
 
 
-def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
+def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dict[str, Tensor]:
+    if name.startswith("lfm2"):
+        return _padded(image, config.vision_config.patch_size)
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
-    if name == "paddleocr_vl":
+    if name in ("paddleocr_vl", "kimi_k25"):
         patches = patches_of(planes[0], config.vision_config.patch_size).view(
             -1, 3, *[config.vision_config.patch_size] * 2
         )
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *image.grid]])}
-    if name.startswith(OF_TOKEN_GRIDS):
+    if name.startswith(_LIKE_QWEN):
         (rows, columns), size = image.grid, config.vision_config.patch_size
         squares = planes[0].view(3, rows // 2, 2, size, columns // 2, 2, size).permute(1, 4, 2, 5, 0, 3, 6)
         frames = squares.unsqueeze(5).expand(*squares.shape[:5], 2, size, size)
@@ -376,19 +445,40 @@ def _inputs(name: str, image: ImagePixels, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
     if name.startswith(OF_PICTURES):
         return {"pixel_values": planes[None], "image_sizes": sizes}
+    if name == "granite_docling":
+        fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if is_fine else {}
+        return {"pixel_values": planes[None], "pixel_attention_mask": torch.ones(1, len(planes)).bool(), **fine}
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 
+def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
+    """Patches of pictures of several sizes, the channels of a pixel side by side, behind them zeros."""
+    shapes = [(len(each) // size, each.shape[1] // size) for each in image.crops]
+    most, found = max(lines * columns for lines, columns in shapes), []
+    for crop, (lines, columns) in zip(image.crops, shapes, strict=True):
+        squares = normalised(crop).view(3, lines, size, columns, size).permute(1, 3, 2, 4, 0)
+        patches = squares.reshape(lines * columns, -1)
+        found.append(torch.nn.functional.pad(patches, (0, 0, 0, most - len(patches))))
+    mask = torch.stack([torch.arange(most) < lines * columns for lines, columns in shapes]).int()
+    return {
+        "pixel_values": torch.stack(found),
+        "spatial_shapes": torch.tensor(shapes),
+        "pixel_attention_mask": mask,
+    }
+
+
 @torch.no_grad()
-def their_rows(name: str, image: ImagePixels, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """Rows of the image's tokens, then those of each layer that adds some."""
+def their_rows(
+    name: str, image: ImagePixels, dtype: torch.dtype = torch.float32, *, is_fine: bool = False
+) -> tuple[Tensor, ...]:
+    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling."""
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     if name == "llama4":
         # A change of dtype leaves their imaginary part out.
         model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
-    inputs = _inputs(name, image, model.config)
-    if not name.startswith(OF_TOKEN_GRIDS):
+    inputs = _inputs(name, image, model.config, is_fine=is_fine)
+    if not name.startswith(_LIKE_QWEN):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     if name == "llama4":
         return (model.multi_modal_projector(model.get_image_features(**inputs).last_hidden_state.flatten(0, 1)),)

@@ -48,17 +48,19 @@ class ImageAttention:
     def __init__(self, backend: AttentionBackend, config: TowerConfig, like: Tensor, num_blocks: int) -> None:
         """`like` [N, ...] has the dtype and device; `num_blocks` are enough for every layer's sequences."""
         self._backend, self._size, self._scale = backend, config.head_size, config.attention_scale
-        num_heads, padded_size = config.num_heads, config.padded_head_size
-        shape = backend.block_shape(num_heads, BLOCK_SIZE, padded_size)
+        heads, padded_size = (config.num_heads, *[config.num_key_heads] * 2), config.padded_head_size
+        shape = backend.block_shape(config.num_key_heads, BLOCK_SIZE, padded_size)
         self._blocks = like.new_zeros((num_blocks, *shape))
-        self._padded = like.new_zeros((3, len(like), num_heads, padded_size)) if padded_size != self._size else None
+        self._padded: list[Tensor] | None = None
+        if padded_size != self._size:
+            self._padded = [like.new_zeros((len(like), each, padded_size)) for each in heads]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: ImageSequences) -> Tensor:
-        """[N, H, D] each, strided or not -> [N, H * D]."""
+        """[N, H, D] each, strided or not -> [N, H * D]. Keys and values may have fewer heads."""
         if self._padded is not None:
             for padded, each in zip(self._padded, (query, key, value), strict=True):
                 padded[..., : self._size] = each
-            query, key, value = self._padded.unbind()
+            query, key, value = self._padded
         self._backend.write(key, value, self._blocks, sequences.metadata)
         attended = self._backend.attend(query, self._blocks, sequences.metadata, self._scale, window=0)
         return attended[..., : self._size].reshape(len(query), -1)

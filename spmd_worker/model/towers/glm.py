@@ -4,7 +4,8 @@ squares of patches as tokens.
 N: patches; E: width of the tower; M: tokens of the image; H: hidden size of the text.
 """
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from spmd_worker.model.towers.tower import TowerRows
 from spmd_worker.model.towers.trunk import axial_angles, interpolated
 from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
+Taps: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Indices and weights, of each tap of all new lines."""
 _A: Final = -0.75
 """Parameter of cubic convolution, as torch has it."""
 
@@ -73,18 +76,19 @@ class GlmTower(QwenTower):
         return TowerRows(self.merger(self.downsample(squares)))
 
 
-def resampled(table: Tensor, grid: tuple[int, int]) -> Tensor:
+def resampled(table: Tensor, grid: tuple[int, int], taps_of: Callable[..., Taps] | None = None) -> Tensor:
     """[lines, columns, E] -> float32 [*grid, E]: bicubic, by the middles of patches, columns first. Beyond its edges
-    the table goes on with its last numbers.
+    the table goes on with its last numbers. `taps_of` are in place of those of this curve.
     """
+    taps_of = taps_of or _taps
     lines, columns, size = table.shape
     by_columns = table.transpose(0, 1).reshape(columns, lines * size)
-    across = interpolated(by_columns, _taps(columns, grid[1], table.device)).view(grid[1], lines, size)
+    across = interpolated(by_columns, taps_of(columns, grid[1], table.device)).view(grid[1], lines, size)
     by_lines = across.transpose(0, 1).reshape(lines, grid[1] * size)
-    return interpolated(by_lines, _taps(lines, grid[0], table.device)).view(*grid, size)
+    return interpolated(by_lines, taps_of(lines, grid[0], table.device)).view(*grid, size)
 
 
-def _taps(size: int, new_size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _taps(size: int, new_size: int, device: torch.device) -> Taps:
     """The four lines around each new one and their weights."""
     # The steps of `grid_sample`, each rounded to float32.
     place = ((torch.arange(new_size) + 0.5) / new_size) * 2 - 1

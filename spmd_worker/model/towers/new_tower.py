@@ -10,7 +10,10 @@ from spmd_worker.model.towers.audio import Qwen3AsrTower, WhisperTower
 from spmd_worker.model.towers.encoder import EncoderTower, NewStack
 from spmd_worker.model.towers.gemma4 import Gemma4Embedder, Gemma4Tower
 from spmd_worker.model.towers.glm import GlmTower
+from spmd_worker.model.towers.granite import GraniteDoclingTower
+from spmd_worker.model.towers.kimi import KimiTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
+from spmd_worker.model.towers.naflex import NaflexTower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import (
@@ -30,8 +33,10 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen3_vl": Qwen3Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
+    "exaone4_5": Qwen2_5Tower,
     "glm4v": GlmTower,
     "paddleocr_vl": PaddleocrTower,
+    "kimi_k25": KimiTower,
     "llama4": Llama4Tower,
     "gemma3": Gemma3Tower,
     "gemma4": Gemma4Tower,
@@ -45,6 +50,8 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "lighton_ocr": LightonTower,
     "pixtral": PixtralTower,
     "smolvlm": SmolvlmTower,
+    "granite_docling": GraniteDoclingTower,
+    "lfm2_vl": NaflexTower,
     "qwen2_audio": WhisperTower,
     "audioflamingo3": WhisperTower,
     "glmasr": WhisperTower,

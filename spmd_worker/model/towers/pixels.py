@@ -30,13 +30,21 @@ class PixelTable(nn.Module):
 
 
 def _table(vision: VisionConfig) -> Tensor:
-    """float32 [3, 256]: (x * factor - mean) / std, each step rounded to float32, or to bfloat16."""
+    """float32 [3, 256]: (x * factor - mean) / std, each step rounded to float32, or to bfloat16; or the same with mean
+    and std divided by the factor.
+    """
     if vision.has_bfloat16_pixels:
         given = torch.arange(256, dtype=torch.bfloat16) * vision.rescale_factor
         mean, std = (
             torch.tensor(each, dtype=torch.bfloat16).unsqueeze(1) for each in (vision.image_mean, vision.image_std)
         )
         return ((given - mean) / std).float()
+    if vision.scales_levels:
+        mean, std = (
+            torch.tensor(each).unsqueeze(1) * (1 / vision.rescale_factor)
+            for each in (vision.image_mean, vision.image_std)
+        )
+        return (torch.arange(256, dtype=torch.float32) - mean) / std
     levels = (np.arange(256, dtype=np.float64) * vision.rescale_factor).astype(np.float32)
     pairs = zip(vision.image_mean, vision.image_std, strict=True)
     return torch.from_numpy(np.stack([(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs]))

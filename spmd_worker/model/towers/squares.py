@@ -72,6 +72,17 @@ class SquareTower(Tower):
 
     def _squares(self, image: ImagePixels) -> Tensor:
         """[C, N, E], with a class token [C, N + 1, E] unless the tower drops it."""
+        rows, shape = self._embedded(image)
+        rows = self.trunk(rows, self._sequences(shape))
+        rows = rows if self.last_norm is None else self.last_norm(rows)
+        squares: Tensor = rows.view(shape)[:, int(self._config.drops_first_row) :]
+        return squares
+
+    def _sequences(self, shape: torch.Size) -> ImageSequences:
+        return ImageSequences([shape[1]] * shape[0], self._device)
+
+    def _embedded(self, image: ImagePixels) -> tuple[Tensor, torch.Size]:
+        """Input of the first layer, [C * N, E], and its shape [C, N, E]; with class tokens N is one more."""
         planes = self._pixels.planes(image)
         used, count = self._side * self._config.patch_size, len(planes)
         # A convolution leaves out incomplete patches at the end.
@@ -80,10 +91,7 @@ class SquareTower(Tower):
         if self.class_token is not None:
             x = torch.cat((self.class_token().expand(count, 1, -1), x), dim=1)
         rows: Tensor = (x + self.positions()).flatten(0, 1)
-        rows = rows if self.first_norm is None else self.first_norm(rows)
-        rows = self.trunk(rows, ImageSequences([x.shape[1]] * count, self._device))
-        rows = rows if self.last_norm is None else self.last_norm(rows)
-        return rows.view(x.shape)[:, int(self._config.drops_first_row) :]
+        return rows if self.first_norm is None else self.first_norm(rows), x.shape
 
     def _merged(self, x: Tensor) -> Tensor:
         """[C, N, E] -> [tokens, E * patches of a token], patches of a token by lines."""

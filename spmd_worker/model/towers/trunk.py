@@ -34,6 +34,7 @@ class TowerLayer(nn.Module):
         names, size = config.names, config.hidden_size
         beginning = f"{names.layers}.{index}."
         self._num_heads, self._head_size, self._kernels = config.num_heads, config.head_size, context.kernels
+        self._num_key_heads = config.num_key_heads
         self._activation, self._norms_heads = config.activation, config.norms_heads
 
         def norm(name: str) -> TowerNorm:
@@ -47,7 +48,8 @@ class TowerLayer(nn.Module):
             return TowerLinear(context, ((beginning + name, output_size),), (input_size,), has_bias=has_bias)
 
         self.attention_norm, self.mlp_norm = norm(names.norms[0]), norm(names.norms[1])
-        num_each = 3 * size // len(names.qkv)
+        num_heads = config.num_heads + 2 * config.num_key_heads
+        num_each = num_heads * config.head_size // len(names.qkv)
         parts = tuple([(beginning + name, num_each) for name in names.qkv])
         unbiased = tuple([beginning + name for name in names.unbiased])
         self.qkv = TowerLinear(context, parts, (size,), has_bias=config.has_qkv_bias, unbiased=unbiased)
@@ -77,7 +79,7 @@ class TowerLayer(nn.Module):
             self._kernels.add_(rows, _scaled(self.down(y), self.mlp_scale))
 
     def _query_key_value(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, E] -> [N, H, D] each."""
+        """[N, E] -> [N, H, D] each; keys and values may have fewer heads."""
         projected = self.qkv(self.attention_norm(x))
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.chunk(3, dim=1)
@@ -90,10 +92,11 @@ class TowerLayer(nn.Module):
             if angles is not None:
                 normed = [angles.rotate(self._kernels, each) for each in normed]
             return normed[0], normed[1], value.view(shape)
-        heads = projected.view(len(x), 3 * self._num_heads, self._head_size)
-        value = heads[:, 2 * self._num_heads :]
+        num_rotated = self._num_heads + self._num_key_heads
+        heads = projected.view(len(x), num_rotated + self._num_key_heads, self._head_size)
+        value = heads[:, num_rotated:]
         # Queries and keys are rotated in one call.
-        both = heads[:, : 2 * self._num_heads]
+        both = heads[:, :num_rotated]
         both = both if angles is None else angles.rotate(self._kernels, both)
         return both[:, : self._num_heads], both[:, self._num_heads :], value
 

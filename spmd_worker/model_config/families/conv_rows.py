@@ -15,7 +15,9 @@ from spmd_worker.model_config.families.family import (
     Names,
     Norms,
     Rope,
+    TextPart,
     Windows,
+    next_to,
 )
 from spmd_worker.model_config.layer_config import ConvConfig, ExpertsConfig, LayerConfig
 
@@ -202,6 +204,15 @@ CONV_ROWS: Final[dict[str, Family]] = {
             "num_experts_per_tok": 4,
             "norm_topk_prob": True,
         },
+    ),
+    "Lfm2VlForConditionalGeneration": replace(
+        _LFM2,
+        models="LFM2-VL: 450M, 1.6B, 3B",
+        vision="lfm2_vl",
+        names=replace(
+            next_to(_NAMES, "vision_tower", "multi_modal_projector"), norm="model.language_model.embedding_norm"
+        ),
+        text=TextPart(ties_by_default=True),
     ),
     "Lfm3ForCausalLM": Family(
         models="LFM3: 1.7B",

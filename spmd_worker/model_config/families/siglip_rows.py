@@ -1,10 +1,20 @@
-"""Rows of `vision_rows.py`: models with SigLIP's tower and a projector of their own: PaddleOCR-VL, DeepSeek-VL."""
+"""Rows of `vision_rows.py`: models with SigLIP's tower and a projector of their own: PaddleOCR-VL, DeepSeek-VL,
+Granite-Docling, LFM2-VL.
+"""
 
 from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.square_rows import SIGLIP, VIT_SIZES, vit, vit_names
-from spmd_worker.model_config.families.vision_files import VisionFiles, heads_of, image_token_of, rope_theta_of
+from spmd_worker.model_config.families.vision_files import (
+    WAY_OUT,
+    VisionFiles,
+    activation_of,
+    heads_of,
+    image_token_of,
+    layers_of,
+    rope_theta_of,
+)
 from spmd_worker.model_config.vision_config import VisionConfig
 
 _TOWER: Final = "visual.vision_model."
@@ -50,3 +60,70 @@ def deepseek_vl(files: VisionFiles) -> VisionConfig:
     tower = vit(files, {**VIT_SIZES, **SIGLIP}, names)
     token = image_token_of(files, 100015)
     return VisionConfig("deepseek_vl", image_token_id=token, tower=replace(tower, projector_size=files.hidden_size))
+
+
+_DOCLING_TOWER: Final = "model.vision_model."
+_NUM_SINES: Final = 4
+
+
+def granite_docling(files: VisionFiles) -> VisionConfig:
+    """Granite-Docling: squares, tokens of two sizes, outputs of layers for the text's first layers."""
+    vision, hidden_size = files.vision, files.hidden_size
+    names = replace(vit_names(_DOCLING_TOWER, is_clip=False, has_last_norm=True), beginnings=(_DOCLING_TOWER,))
+    tower = vit(files, {**SIGLIP, "image_size": 512}, names)
+    if vision.count("out_hidden_size", 1024) != hidden_size:
+        raise vision.error("out_hidden_size", f"is not the hidden size of the text, {hidden_size}{WAY_OUT}")
+    if hidden_size % _NUM_SINES:
+        raise vision.error("out_hidden_size", f"must be a multiple of {_NUM_SINES}{WAY_OUT}")
+    added = sorted(layers_of(vision, "deepstack_visual_indexes", [3, 7, 10], tower.num_layers))
+    if len({*added}) < len(added):
+        raise vision.error("deepstack_visual_indexes", f"must list each layer once{WAY_OUT}")
+    has_fine, scale = vision.flag("use_fine_route", True), vision.count("scale_factor", 4)
+    side, sizes = tower.crop_size // tower.patch_size, (scale, scale // 2) if has_fine else (scale,)
+    if any(not size or side % size for size in sizes):
+        rule = f"must divide a square of {side} x {side} patches{', as must half of it' * has_fine}{WAY_OUT}"
+        raise vision.error("scale_factor", rule)
+    return VisionConfig(
+        "granite_docling",
+        image_token_id=files.whole.count("image_token_id", 100337),
+        num_added=len(added),
+        merge_size=scale,
+        tower=replace(
+            tower,
+            added_layers=tuple(added),
+            merge_sizes=sizes,
+            projector_size=hidden_size,
+            projector_eps=1e-5,
+        ),
+    )
+
+
+_NAFLEX_TOWER: Final = "model.vision_tower."
+
+
+def lfm2_vl(files: VisionFiles) -> VisionConfig:
+    """LFM2-VL: SigLIP 2 for images of any size, with resampled positions; squares are tokens."""
+    vision, whole, inside = files.vision, files.whole, f"{_NAFLEX_TOWER}vision_model."
+    names = replace(
+        vit_names(inside, is_clip=False, has_last_norm=True),
+        beginnings=(_NAFLEX_TOWER, "model.multi_modal_projector."),
+        # Files of transformers from 5 on leave out a module's name.
+        aliases=((inside, inside), (_NAFLEX_TOWER, inside)),
+    )
+    vision.choice("model_type", ("siglip2_vision_model",), "siglip2_vision_model")
+    whole.choice("vision_feature_layer", (-1,), -1)
+    num_positions = vision.count("num_patches", 256)
+    if round(num_positions**0.5) ** 2 != num_positions:
+        raise vision.error("num_patches", f"must be a square number{WAY_OUT}")
+    tower = replace(
+        vit(files, SIGLIP, names),
+        crop_size=0,
+        num_positions=num_positions,
+        norms_tokens=whole.flag("projector_use_layernorm", True),
+        projector_eps=1e-5,
+        projector_size=whole.count("projector_hidden_size", 2560),
+        projector_activation=activation_of(whole, "projector_hidden_act", "gelu"),
+        projector_has_bias=whole.flag("projector_bias", True),
+    )
+    token, merge_size = image_token_of(files, 396), whole.count("downsample_factor", 2)
+    return VisionConfig("lfm2_vl", image_token_id=token, merge_size=merge_size, tower=tower, scales_levels=True)

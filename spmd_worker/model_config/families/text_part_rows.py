@@ -56,6 +56,24 @@ _TEXTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen2": ("Qwen2ForCausalLM", _QWEN_SIZES),
     "qwen3": ("Qwen3ForCausalLM", _QWEN_SIZES),
     "exaone4": _EXAONE,
+    "granite_docling_text": (
+        "GraniteForCausalLM",
+        {
+            "vocab_size": 133800,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 100257,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.263,
+            "attention_multiplier": 0.015625,
+        },
+    ),
     # The name in the first files of EXAONE 4.5.
     "exaone4_5_text": _EXAONE,
 }
@@ -135,10 +153,20 @@ GLM_NAMES: Final = Names(
 """Names of GLM-4-0414, and of the text of GLM that accepts images."""
 
 
+_KIMI_NAMES: Final = inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.")
 _KIMI: Final = replace(
     LATENT_ROWS["DeepseekV3ForCausalLM"],
-    models="Kimi K2.5, K2.6, the text",
-    names=inside_language_model(DEEPSEEK_V3_NAMES, *_OTHER_INPUT, "mm_projector.", "model.mm_projector."),
+    models="Kimi K2.5, K2.6",
+    vision="kimi_k25",
+    names=replace(
+        _KIMI_NAMES,
+        # transformers 5.23 writes layers of the text by the name of the tower's.
+        aliases={
+            **_LANGUAGE_MODEL,
+            "model.mm_projector.": "mm_projector.",
+            "language_model.model.blocks.": "language_model.model.layers.",
+        },
+    ),
     text=TextPart(ties_by_default=True),
 )
 _LIGHTON: Final = _text_of(
@@ -242,10 +270,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "DeepSeek-VL 1.3B", next_to(Names(), "vision_model", "aligner"), "llama", vision="deepseek_vl", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": _text_of(
-        "EXAONE 4.5, the text",
+        "EXAONE 4.5",
         replace(next_to(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
         "exaone4",
         "exaone4_5_text",
+        vision="exaone4_5",
     ),
     "Glm4vForConditionalGeneration": Family(
         models="GLM-4.1V, GLM-4.6V-Flash",
@@ -298,6 +327,14 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             "tie_word_embeddings": True,
             "eos_token_id": 2,
         },
+    ),
+    "GraniteDoclingForConditionalGeneration": _text_of(
+        "Granite-Docling, 500M and 2B",
+        # Files may have heads for speculative decoding.
+        replace(_SMOLVLM_NAMES, ignored_prefixes=("model.vision_model.", "model.density_router.", "mtp.")),
+        "granite_docling_text",
+        vision="granite_docling",
+        **_TIED,
     ),
     "MllamaForConditionalGeneration": Family(
         models="Llama 3.2 Vision, the text, which passes by the layers that look at images",

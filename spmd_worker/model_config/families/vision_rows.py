@@ -14,7 +14,8 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
-from spmd_worker.model_config.families.siglip_rows import deepseek_vl, paddleocr_vl
+from spmd_worker.model_config.families.kimi_vision import kimi_k25
+from spmd_worker.model_config.families.siglip_rows import deepseek_vl, granite_docling, lfm2_vl, paddleocr_vl
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -128,6 +129,20 @@ def _qwen2_vl(files: VisionFiles) -> VisionConfig:
 
 
 def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
+    return _qwen_vision(files, "qwen2_5_vl", _qwen2_5_tower(files, "visual."), 151655)
+
+
+def _exaone4_5(files: VisionFiles) -> VisionConfig:
+    """Tokens have one position each, and heads of the tower share keys and values."""
+    tower, vision = _qwen2_5_tower(files, "model.visual."), files.vision
+    num_kv_heads = vision.count("num_key_value_heads", 8)
+    if tower.num_heads % num_kv_heads:
+        raise vision.error("num_key_value_heads", f"must divide the {tower.num_heads} heads{WAY_OUT}")
+    tower = replace(tower, num_kv_heads=num_kv_heads)
+    return replace(_qwen_vision(files, "exaone4_5", tower, 67), has_three_positions=False)
+
+
+def _qwen2_5_tower(files: VisionFiles, beginning: str) -> TowerConfig:
     defaults = {"hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "patch_size": 14}
     sizes = _qwen_sizes(files, defaults, "silu")
     merge_size, window = files.vision.count("spatial_merge_size", 2), side_of(files.vision, "window_size", 112)
@@ -135,8 +150,8 @@ def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
         raise files.vision.error("window_size", f"must hold a token of {merge_size} patches a side{WAY_OUT}")
     # Its class's default names layers that a shallow tower lacks.
     full_layers = layers_of(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], _MOST_LAYERS)
-    tower = TowerConfig(
-        names=_qwen_names("visual.", mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+    return TowerConfig(
+        names=_qwen_names(beginning, mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
         norm="rms",
         is_gated=True,
         has_patch_bias=False,
@@ -144,7 +159,6 @@ def _qwen2_5_vl(files: VisionFiles) -> VisionConfig:
         full_layers=tuple([each for each in full_layers if each < sizes["num_layers"]]),
         **sizes,
     )
-    return _qwen_vision(files, "qwen2_5_vl", tower, 151655)
 
 
 # ---- GLM -----------------------------------------------------------------------------------------------------------
@@ -312,10 +326,12 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_5": _qwen3_5,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "exaone4_5": _exaone4_5,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
     "paddleocr_vl": paddleocr_vl,
+    "kimi_k25": kimi_k25,
     "deepseek_vl": deepseek_vl,
     "llama4": llama4,
     "gemma3": gemma3,
@@ -328,6 +344,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
+    "granite_docling": granite_docling,
+    "lfm2_vl": lfm2_vl,
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
@@ -337,6 +355,7 @@ _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_
 _FILE_KEYS: Final = {
     "qwen2_vl": {**_DEPTH, **_QWEN2_VL_KEYS},
     "qwen2_5_vl": _DEPTH,
+    "exaone4_5": _DEPTH,
     "qwen3_vl": _DEPTH,
     "qwen3_5": _DEPTH,
     "glm4v": _DEPTH,

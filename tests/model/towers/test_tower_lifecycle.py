@@ -15,7 +15,9 @@ from spmd_worker import resolved as resolved_module
 WEIGHTS = {
     "qwen3_vl_heads_of_24": "model.visual.blocks.0.attn.qkv.weight",
     "gemma4_clipped": "model.vision_tower.encoder.layers.0.self_attn.q_proj.input_max",
+    "kimi_k25": "vision_tower.encoder.blocks.0.wqkv.bias",
 }
+IN_GATE = ("qwen3_vl_heads_of_24", "gemma4_clipped")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolved_module, "takes_images", lambda config: True)
 
 
-@pytest.fixture(params=WEIGHTS)
+@pytest.fixture(params=[pytest.param(each, marks=() if each in IN_GATE else pytest.mark.stress) for each in WEIGHTS])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

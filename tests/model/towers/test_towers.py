@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kimi_names import WRITTEN
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -32,7 +33,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, llama4, pixtral, qwen, squares
+from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, naflex, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import TowerLinear, TowerTable
@@ -138,6 +139,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5": [{"rope_theta": 100.0}],
     "qwen2_vl": [{"rope_theta": 100.0}, {"activation": "gelu"}, {"eps": 0.01}, {"num_heads": 1}],
     "qwen2_5_vl": [{"window_size": 56}, {"full_layers": (0, 3)}, {"image_std": (0.5,) * 3}],
+    "exaone4_5": [{"window_size": 56}, {"full_layers": (0, 3)}, {"rope_theta": 100.0}],
     "gemma4": [
         *({"rope_theta": 100.0}, {"score_scale": 0.0}, {"activation": "silu"}),
         *({"eps": 1e-6}, {"image_mean": (0.5,) * 3}),
@@ -147,6 +149,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "glm_ocr": [{"rope_theta": 100.0}, {"eps": 1e-5}, {"activation": "gelu"}, {"projector_activation": "gelu"}],
     "glm46v": [{"projector_activation": "gelu"}, {"num_heads": 1}],
     "paddleocr_vl": [{"rope_theta": 100.0}, {"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}],
+    "kimi_k25": [{"rope_theta": 100.0}, {"activation": "silu"}, {"projector_eps": 1e-5}, {"num_heads": 1}],
     "gemma3": [{"eps": 1e-6}, {"activation": "silu"}],
     "llava": [{"activation": "gelu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
     "deepseek_vl": [{"activation": "silu"}, {"eps": 1e-5}, {"projector_activation": "silu"}],
@@ -160,6 +163,8 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
+    "lfm2_vl": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}, {"projector_activation": "silu"}],
+    "granite_docling": [{"added_layers": (0, 1)}, {"projector_eps": 0.03}, {"num_heads": 1}],
 }
 
 
@@ -185,8 +190,10 @@ def test_comparison_detects_filled_padding_of_heads(name: str, is_native: bool, 
     def filled(attention: ImageAttention, *args: Any) -> None:
         make(attention, *args)
         assert attention._padded is not None
-        assert attention._padded.shape[-1] == 80
-        attention._padded.normal_(generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        for each in attention._padded:
+            assert each.shape[-1] == 80
+            each.normal_(generator=generator)
 
     assert difference(our_rows(model, image), expected) < TOLERANCE
     monkeypatch.setattr(ImageAttention, "__init__", filled)
@@ -197,6 +204,7 @@ right_angles, right_unpadded, right_table = pixtral.axial_angles, squares._unpad
 right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 right_resampled, right_taps = glm.resampled, qwen._taps
+right_sines = granite.square_positions
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -218,6 +226,12 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
     "columns and lines of positions exchanged": (
         *("paddleocr_vl", qwen, "_taps"),
         lambda rows, columns, *rest, **kinds: right_taps(columns, rows, *rest, **kinds),
+    ),
+    "pairs of columns and lines exchanged": ("kimi_k25", kimi, "axial_angles", exchanged_angles),
+    "pairs of lines behind those of columns": ("kimi_k25", kimi, "_in_turns", lambda x: x),
+    "lines and columns of a table exchanged": (
+        *("kimi_k25", kimi, "resampled"),
+        lambda table, grid: right_resampled(table.transpose(0, 1), grid),
     ),
     "another curve between positions": ("glm46v", glm, "_A", 0.0),
     "padding of a picture cut at one end": ("llava_next", squares, "_unpadded", cut_at_end),
@@ -241,6 +255,14 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         *("gemma4_unified", gemma4, "_numbers_of"),
         lambda plane, size: right_numbers(plane.transpose(1, 2), size),
     ),
+    "lines and columns of NaFlex's table exchanged": (
+        *("lfm2_vl", naflex, "resampled"),
+        lambda table, grid, taps: right_resampled(table.transpose(0, 1), grid, taps),
+    ),
+    "positions of lines and columns exchanged": (
+        *("granite_docling", granite, "square_positions"),
+        lambda side, size: right_sines(side, size).roll(size // 2, 1),
+    ),
     "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
 
@@ -249,6 +271,9 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
 def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
     name, *patched = MISTAKES[mistake]
+    if patched[1] == "square_positions":
+        # Made with the tower.
+        monkeypatch.setattr(*patched)
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
     expected = [their_rows(name, image) for image in images]
     monkeypatch.setattr(*patched)
@@ -297,6 +322,27 @@ def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
     assert all(map(torch.equal, alone, together))
 
 
+def test_fine_route_has_rows_of_transformers():
+    """Four times as many, by layers of its own."""
+    name = "granite_docling"
+    model = new_model(name, config_of(name, merge_size=2))
+    for image in (image_of(name, number) for number in range(2)):
+        ours, theirs = our_rows(model, image), their_rows(name, image, is_fine=True)
+        assert len(ours[0]) == 16 * len(image.crops)
+        assert difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("grid", [(16, 16), (9, 23), (40, 5), (3, 64), (1, 1)])
+def test_resampled_positions_are_those_of_transformers(grid: tuple[int, int]):
+    """Of NaFlex, from more lines than there are and from fewer; without what it leaves out they are others."""
+    table = torch.randn(16, 16, 8, generator=torch.Generator().manual_seed(1))
+    planes, options = table.permute(2, 0, 1)[None], {"mode": "bilinear", "align_corners": False}
+    found = glm.resampled(table, grid, naflex.antialiased_taps).permute(2, 0, 1)
+    for is_right in (True, False) if min(grid) < 8 else (True,):
+        theirs = torch.nn.functional.interpolate(planes, grid, antialias=is_right, **options)[0]
+        assert (float((found - theirs).abs().max()) < 1e-5) == is_right
+
+
 def test_squares_do_not_see_each_other():
     model, image = new_model("smolvlm"), image_of("smolvlm", 1)
     (rows,) = our_rows(model, image)
@@ -316,6 +362,12 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
     with model.as_checkpoint() as view:
         assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
+    if name == "kimi_k25":
+        # Whose queries and keys transformers puts in another order.
+        with pytest.raises(CheckpointError, match=r"layers\.0.*: the model has no such weight: use the names of its"):
+            model.load_weights([("model.vision_tower.layers.0.attn.q_proj.weight", torch.ones(32, 32))])
+        model.load_weights([(each, tensor) for each, tensor in files.items() if "vision_tower" not in each])
+        return
     image, memory = image_of(name, 0), vision_reference(name).state_dict()
     before = our_rows(model, image)
     model.load_weights([(each, -tensor) for each, tensor in memory.items()])
@@ -383,6 +435,14 @@ def test_tables_and_head_of_paddleocr_are_ignored(tmp_path: Path):
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
 
 
+def test_names_that_transformers_writes_of_kimi_load(tmp_path: Path):
+    name, files = "kimi_k25", load_file(vision_folder("kimi_k25") / "model.safetensors")
+    for written, ours in WRITTEN.items():
+        files = {each.replace(ours, written): tensor for each, tensor in files.items()}
+    model, image = model_of_files(config_of(name), tmp_path, files), image_of(name, 0)
+    assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
+
+
 def test_text_alone_has_no_tower():
     config = read_model_files(vision_folder("qwen3_vl")).model_config
     model = new_model("qwen3_vl", config)
@@ -411,7 +471,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi", "lfm2", "exaone")):
         assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 
