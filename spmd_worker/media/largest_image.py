@@ -58,7 +58,7 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v", "paddleocr_vl"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "paddleocr_vl"), _qwen),
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

@@ -204,6 +204,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "qwen2_5_omni": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
     "gemma3": _gemma3,

@@ -149,12 +149,15 @@ _CLASSES: Final = {
     "glm_ocr_vision": (0, 14),
     "paddleocr_vl_vision": (0, 14),
     "qwen2_5_vl_vision": (0, 14),
+    "qwen2_5_omni_vision_encoder": (0, 14),
+    "qwen3_omni_moe_vision_encoder": (0, 16),
 }
 """model_type of vision_config -> side and patch of its class."""
 _DEFAULTS: Final = {
     "qwen3_vl": ("qwen3_vl_vision", 0, 16),
     "qwen2_vl": ("qwen2_vl_vision", 0, 14),
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
+    "qwen2_5_omni": ("qwen2_5_omni_vision_encoder", 0, 14),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
     "gemma3": ("siglip_vision_model", 224, 16),
