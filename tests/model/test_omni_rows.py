@@ -6,21 +6,30 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from family_checks import joined_logits, without_each
 from family_mutants import entries
-from omni_models import KINDS, omni_folder, omni_reference, thinker_folder
-from our_model import is_noticed, prompt_logits
+from hearing_models import NUM_MEL_BINS, recording
+from media_models import noise
+from omni_models import KINDS, Given, omni_folder, omni_reference, text_of, their_inputs, thinker_folder
+from our_model import is_noticed, load_model, prompt_logits
+from peft_adapters import write_adapter
 from plain_models import new_model
+from quantised_files import quantise
 from reference_models import random_prompt, relative_error
 from torch import Tensor
 
-from spmd_worker.base.errors import SpmdError
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.errors import AdapterError, SpmdError
+from spmd_worker.media.prepared import AudioFeatures
+from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.replica.sequence.lora_request import LoRARequest
 
 TOLERANCE = 1e-4
 # Around a block of 16, and beyond the window.
@@ -49,6 +58,7 @@ def test_logits_equal_transformers(kind: str, folder: Any):
     assert worst_error(kind, logits_of(folder(kind))) < TOLERANCE
 
 
+@pytest.mark.gate("qwen3_omni")
 @pytest.mark.parametrize("kind", KINDS)
 def test_shard_logits_equal_transformers(kind: str):
     new = partial(new_model, omni_folder(kind))
@@ -110,3 +120,52 @@ def test_comparison_detects_each_row_entry_set_to_llama(kind: str, monkeypatch: 
         if readings(kind) == right and not is_seen:
             silent.append(what)
     assert not silent, silent
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ["fp8_block", "gptq_order", "w4a16", "nf4_nested", "bnb_int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantised_models_are_bit_identical_to_plain_files(kind: str, name: str, tmp_path: Path):
+    """Layers of the text and of the recordings' tower, and what is left out, are quantised."""
+    quantised, plain = quantise(omni_folder(kind), tmp_path, name)
+    ours, theirs, before = (load_model(folder) for folder in (quantised, plain, omni_folder(kind)))
+    found = [[*prompt_logits(model, PROMPTS), heard_rows(model)] for model in (ours, theirs, before)]
+    assert all(map(torch.equal, found[0], found[1]))
+    # Negative control: they are others than those that were quantised.
+    assert not any(map(torch.equal, found[0], found[2]))
+
+
+@torch.inference_mode()
+def heard_rows(model: DecoderForCausalLM) -> Tensor:
+    assert model.tower is not None
+    features = np.random.default_rng(0).normal(size=(NUM_MEL_BINS, 130)).astype(np.float32)
+    rows: Tensor = model.tower(AudioFeatures(features)).rows
+    return rows
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_those_of_peft(kind: str, tmp_path: Path):
+    """Of the text; those of a tower that runs are rejected, and left out of the text alone."""
+    base = type(omni_reference(kind)).from_pretrained(thinker_folder(kind), dtype=torch.float32).eval()
+    settings = (("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")), ("exclude_modules", r".*audio_tower.*"))
+    write_adapter(base, tmp_path / "text", settings)
+    media: list[Given] = [("audio", recording(20_000, 1)), ("image", noise(97, 61, 3))]
+    given = their_inputs(kind, media)
+    with torch.no_grad():
+        ids = base.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
+    prompt = {"prompt": text_of(kind, media), "multi_modal_data": dict(media)}
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "enable_lora": True, "max_lora_rank": 4}
+    with LLM(str(omni_folder(kind)), **options) as llm:
+        found = [
+            list(llm.generate(prompt, greedy, lora_request=request, use_tqdm=False)[0].outputs[0].token_ids)
+            for request in (LoRARequest("text", 1, str(tmp_path / "text")), None)
+        ]
+        assert found[0] == ids != found[1]
+    base = type(omni_reference(kind)).from_pretrained(thinker_folder(kind), dtype=torch.float32)
+    write_adapter(base, tmp_path / "all", (("target_modules", ("q_proj", "fc1", "qkv")),))
+    with LLM(str(omni_folder(kind)), **options) as llm, pytest.raises(AdapterError, match="of the model's tower"):
+        llm.llm_engine.add_lora(LoRARequest("all", 1, str(tmp_path / "all")))
+    with LLM(str(omni_folder(kind)), **options, max_images=0, max_audios=0) as llm:
+        llm.llm_engine.add_lora(LoRARequest("all", 1, str(tmp_path / "all")))

@@ -14,7 +14,7 @@ import torch
 from hearing_models import RATE, recording
 from jobs_of_rows import answers_of_job, openai_row
 from media_models import noise, saved
-from omni_models import KINDS, Given, omni_folder, text_of, their_answer, written
+from omni_models import Given, omni_folder, text_of, their_answer, written
 from safetensors.torch import load_file
 from serving import ServedHere
 from speech_models import wave_file
@@ -74,7 +74,7 @@ def opened(kind: str, **options: Any) -> LLM:
     return LLM(str(omni_folder(kind)), **{**ROOMY, **options})
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_omni", marks=pytest.mark.stress), "qwen3_omni"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -136,7 +136,8 @@ def test_comparison_detects_names_without_contents(kind: str, expected: list[Any
     assert found[2] != expected[2]
 
 
-@pytest.mark.parametrize("chunk", [7, pytest.param(16, marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("chunk", [7, 16])
 def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
     with opened(kind, max_num_batched_tokens=chunk, max_num_seqs=4) as made:
         assert answers(made, prompts(kind)) == expected
@@ -184,6 +185,7 @@ def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tm
     assert [each[:2] for each in first] == [each[:2] for each in expected]
 
 
+@pytest.mark.stress
 @pytest.mark.guarantee("A trainer's towers make the next rows", is_control_inside=True)
 def test_weights_sleep_change_and_are_saved(kind: str, expected: list[Any], tmp_path: Path):
     files = load_file(omni_folder(kind) / "model.safetensors")

@@ -167,7 +167,7 @@ def _write(kind: str, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {f"thinker.{name}": tensor for name, tensor in load_file(thinker / "model.safetensors").items()}
-    tensors |= {f"{part}.model.layers.0.weight": torch.ones(2, 2) for part in _LEFT_OUT[kind]}
+    tensors |= {f"{part}.model.layers.0.weight": torch.ones(32, 32) for part in _LEFT_OUT[kind]}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     _write_beside(kind, folder)
 

@@ -100,6 +100,7 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((own - other).abs().max() / other.abs().max()) for own, other in pairs)
 
 
+@pytest.mark.gate("qwen2_5_omni")
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_and_tokens_equal_those_of_transformers(kind: str):
     for length in (*LENGTHS, SHORTEST[kind]):
@@ -126,6 +127,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.gate("qwen2_5_omni")
 @pytest.mark.control("Rows of a model's two towers are those of transformers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_comparison_detects_changed_numbers_of_either_tower(kind: str):
@@ -187,6 +189,7 @@ def test_comparison_detects_other_orders_and_grids(kind: str):
         assert not np.array_equal(rope_positions(items, 0, count), expected.numpy())
 
 
+@pytest.mark.gate("qwen3_omni")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_go_by_the_names_of_files_and_memory(kind: str):
     model, files = load_model(omni_folder(kind), resolved_of(kind).model_config), weights_of(omni_folder(kind))
@@ -212,6 +215,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not re.fullmatch(left_out, name)}
 
 
+@pytest.mark.gate("qwen3_omni")
 @pytest.mark.parametrize("kind", KINDS)
 def test_thinker_alone_is_the_same_model(kind: str):
     config = read_model_files(thinker_folder(kind), with_images=True, with_audio=True).model_config
@@ -223,6 +227,7 @@ def test_thinker_alone_is_the_same_model(kind: str):
         assert {name for name, weight in ours.named_parameters() if torch.equal(weight, weights[name])} == {*weights}
 
 
+@pytest.mark.gate("qwen2_5_omni")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_medium_has_its_own_limit(kind: str):
     both = resolved_of(kind)
