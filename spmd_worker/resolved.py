@@ -143,17 +143,30 @@ class ResolvedRun:
 
     @property
     def max_tower_rows(self) -> int:
-        """The most rows that a tower makes at once: tokens of an image, or an encoder's input."""
-        return self.max_encoder_len or min(self.max_image_tokens, self.largest_image or self.max_image_tokens)
+        """The most rows that a tower makes at once: tokens of an image or a recording, or an encoder's input."""
+        return self.max_encoder_len or max(self.most_tower_rows, default=0)
+
+    @property
+    def most_tower_rows(self) -> tuple[int, ...]:
+        """The most rows of each tower, by `VisionConfig.parts`; those of an encoder's input."""
+        if self.max_encoder_len:
+            return (self.max_encoder_len,)
+        parts = () if self.model_config.vision is None else self.model_config.vision.parts
+        largest = min(self.max_image_tokens, self.largest_image or self.max_image_tokens)
+        return tuple([largest if each.sees else self.max_audio_tokens for each in parts])
 
     @property
     def max_image_tokens(self) -> int:
-        """The most tokens of an image, or of a recording; 0 if the model takes neither."""
+        """The most tokens of an image; 0 if the model takes none."""
         vision = self.model_config.vision
         most = getattr(self.config.limits, "max_image_tokens", _DEFAULT_MAX_IMAGE_TOKENS)
-        if vision is not None and vision.audio is not None:
-            return vision.most_audio_tokens(self.config.limits.max_audio_s)
-        return 0 if vision is None else int(most)
+        return 0 if vision is None or not vision.sees else int(most)
+
+    @property
+    def max_audio_tokens(self) -> int:
+        """The most tokens of a recording in a prompt; 0 if the model takes none."""
+        hearing = None if self.model_config.vision is None else self.model_config.vision.hearing
+        return 0 if hearing is None else hearing.most_audio_tokens(self.config.limits.max_audio_s)
 
     @property
     def model_folder(self) -> Path:
@@ -235,18 +248,18 @@ def takes_images(config: RunConfig) -> bool:
 
 def _warn_of_missing_processor(config: RunConfig, model_config: ModelConfig, folder: Path) -> None:
     """Log that a run takes no images or audio because its folder does not say how they are prepared."""
-    hears = model_config.hears
-    is_wanted = config.limits.max_audios > 0 if hears else takes_images(config)
-    has_processor = config.plan.enabled or (has_audio_processor if hears else has_image_processor)(folder)
-    if not model_config.has_tower or not is_wanted or has_processor:
-        return
-    logger.warning(
-        "%s has neither preprocessor_config.json nor processor_config.json, which say how %s prepared: the run takes "
-        "no %s; add the file of the model, or set limits.%s=0",
-        folder,
-        *(("audio is", "audio", "max_audios") if hears else ("images are", "images", "max_images")),
-        extra=SAME_ON_EVERY_RANK,
-    )
+    for medium in () if config.plan.enabled else model_config.media:
+        hears = medium == "audio"
+        is_wanted = config.limits.max_audios > 0 if hears else takes_images(config)
+        if not is_wanted or (has_audio_processor if hears else has_image_processor)(folder):
+            continue
+        logger.warning(
+            "%s has neither preprocessor_config.json nor processor_config.json, which say how %s prepared: the run "
+            "takes no %s; add the file of the model, or set limits.%s=0",
+            folder,
+            *(("audio is", "audio", "max_audios") if hears else ("images are", "images", "max_images")),
+            extra=SAME_ON_EVERY_RANK,
+        )
 
 
 def _image_processor(config: RunConfig, vision: VisionConfig | None, folder: Path) -> ImageProcessor | None:

@@ -127,10 +127,11 @@ def new_audio_preparer(resolved: ResolvedRun, settings: AudioSettings) -> LazyPr
 def run_audio_settings(resolved: ResolvedRun) -> AudioSettings | None:
     """The numbers by which the audio of a run is prepared; None for a model without audio. Raises ModelConfigError."""
     part, vision = resolved.model_config.encoder_part, resolved.model_config.vision
-    audio = part.audio if part is not None else None if vision is None else vision.audio
+    hearing = None if vision is None else vision.hearing
+    audio = part.audio if part is not None else None if hearing is None else hearing.audio
     if audio is None:
         return None
-    of_prompt = () if vision is None else (vision.kind, vision.merge_size)
+    of_prompt = () if hearing is None else (hearing.kind, hearing.merge_size)
     return read_audio_settings(resolved.model_folder, audio, *of_prompt)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, Preparer, num_media_bytes
+from spmd_worker.compat.image_prompts import GivenMedium, ImagePrompts, PendingImages, Preparer, num_media_bytes
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.media_sizes import AbsentFeatures, AbsentPixels
@@ -50,14 +50,15 @@ def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, .
     prompt = _dropped(media)
     if prompt is None:
         return tuple(media)
-    made = prompt.again()
-    changed = [index for index, (old, new) in enumerate(zip(media, made)) if old.media_id != new.media_id]
-    if changed:
-        words = f"{changed[0]} changed while the call ran: its tokens are of another"
-        if isinstance(media[0], PreparedImage):
-            raise MediaError("image_changed", f"image {words}")
-        raise MediaError("audio_changed", f"audio {words}")
-    return made
+    # Of a prompt with images and audio they are in the order of the caller.
+    made = {each.media_id: each for each in prompt.again()}
+    for index, old in enumerate(media):
+        if old.media_id not in made:
+            words = f"{index} changed while the call ran: its tokens are of another"
+            if isinstance(old, PreparedImage):
+                raise MediaError("image_changed", f"image {words}")
+            raise MediaError("audio_changed", f"audio {words}")
+    return tuple([made[each.media_id] for each in media])
 
 
 def prepare_ahead(media: Sequence[PreparedMedia]) -> None:
@@ -132,10 +133,16 @@ class CallPreparer:
 
     def _prompt_of(self, sources: Sequence[Any]) -> CallPrompt:
         # The images of a prompt together: how one is prepared may depend on their number.
-        key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
+        key = tuple([_key_of(each) for each in sources])
         if key not in self._prompts:
             self._prompts[key] = CallPrompt(tuple(sources), self)
         return self._prompts[key]
+
+
+def _key_of(source: Any) -> Hashable:
+    if isinstance(source, GivenMedium):
+        return source.medium, _key_of(source.source)
+    return source if isinstance(source, str | bytes) else id(source)
 
 
 @dataclass(frozen=True, slots=True)

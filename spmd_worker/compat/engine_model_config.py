@@ -54,8 +54,9 @@ class EngineModelConfig:
         self.is_encoder_decoder = part is not None
         self.is_attention_free = resolved.model_config.is_attention_free
         vision, limits = resolved.model_config.vision, resolved.config.limits
-        is_heard = limits.max_audios > 0 if vision is not None and vision.audio is not None else limits.max_images > 0
-        vision = vision if is_heard else None
+        parts = () if vision is None else vision.parts
+        is_taken = any((limits.max_images if each.sees else limits.max_audios) > 0 for each in parts)
+        vision = vision if is_taken else None
         self.is_multimodal_model = vision is not None or (part is not None and part.audio is not None)
         self.uses_mrope = vision is not None and vision.has_three_positions
         self.runner_type = "generate" if resolved.model_config.pooling is None else "pooling"

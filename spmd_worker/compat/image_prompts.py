@@ -22,6 +22,7 @@ TRUNCATED: Final = (
 )
 NUM_DIGEST_BYTES: Final = 16
 _MISMATCH: Final = "placeholder_mismatch"
+_MEDIA: Final[Mapping[MediumName, Medium]] = {"image": IMAGE, "audio": AUDIO}
 
 
 class PendingImages(Protocol):
@@ -43,32 +44,76 @@ class Preparer(Protocol):
 
 
 class MediaPrompt(NamedTuple):
-    """Ids of a prompt with images, and which of them take the rows of each."""
+    """Ids of a prompt with images, which of them take the rows of each, and the images."""
 
     token_ids: tuple[int, ...]
     items: tuple[MediaItem, ...]
+    media: tuple[PreparedMedia, ...]
+    """Images and recordings in the order of the prompt, as `items`."""
+
+
+class MediumTokens(NamedTuple):
+    """Placeholders of a medium, and the id of the tokens that take rows."""
+
+    placeholders: Placeholders
+    token_id: int
+
+
+class GivenMedium(NamedTuple):
+    """An image or a recording of a prompt that may have both."""
+
+    medium: MediumName
+    source: Any
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
-    """Prompts with images, or with audio, for one model. All methods raise MediaError."""
+    """Prompts with images, or with audio, for one model; with both if it has tokens for audio `beside` those for
+    images. `media` is the medium of each source, the model's only one without. All methods raise MediaError.
+    """
 
     preparer: Preparer
     placeholders: Placeholders
     image_token_id: int
+    beside: MediumTokens | None = None
 
     @property
-    def medium(self) -> Medium:
-        """Images or audio."""
-        return self.placeholders.medium
+    def kinds(self) -> tuple[MediumTokens, ...]:
+        """Tokens of each medium, images first."""
+        first = MediumTokens(self.placeholders, self.image_token_id)
+        return (first,) if self.beside is None else (first, self.beside)
 
-    def prepare(self, sources: Sequence[Any]) -> tuple[PreparedMedia, ...]:
-        return tuple(self.preparer.prepare(sources))
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """Images, audio, or both."""
+        return tuple([each.placeholders.medium for each in self.kinds])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that take rows."""
+        return tuple([each.token_id for each in self.kinds])
+
+    def takes(self, media: Sequence[MediumName]) -> bool:
+        """Whether prompts may have all of these."""
+        return {*media} <= {each.name for each in self.media}
+
+    def prepare(self, sources: Sequence[Any], media: Sequence[MediumName] = ()) -> tuple[PreparedMedia, ...]:
+        return tuple(self.preparer.prepare(self._given(sources, media)))
+
+    def submit(self, sources: Sequence[Any], media: Sequence[MediumName] = ()) -> PendingImages:
+        """`prepare` ahead of time."""
+        return self.preparer.submit(self._given(sources, media))
+
+    def _given(self, sources: Sequence[Any], media: Sequence[MediumName]) -> Sequence[Any]:
+        if self.beside is None:
+            return sources
+        return [GivenMedium(*each) for each in zip(media, sources, strict=True)]
 
     def of_text(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text with placeholders; `encode` may add special tokens."""
-        token_ids = tuple(encode(self.placeholders.expand_text(text, images)))
-        return MediaPrompt(token_ids, self.placeholders.media_items(token_ids, images, self.image_token_id))
+        for placeholders, _ in self.kinds:
+            text = placeholders.expand_text(text, _of_medium(images, placeholders.medium))
+        return self._placed(tuple(encode(text)), images)
 
     def of_chat(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text that a chat template has rendered."""
@@ -77,46 +122,62 @@ class ImagePrompts:
         except MediaError as error:
             if error.code != _MISMATCH:
                 raise
-            medium = self.medium
-            name = medium.name
+            names, plurals = (" or ".join(each) for each in zip(*[(each.name, each.plural) for each in self.media]))
+            written = " and ".join([f"{each.written!r} for each {each.medium.one}" for each, _ in self.kinds])
             raise MediaError(
                 _MISMATCH,
-                f"the chat template does not write a placeholder for each {name} part: {error}; render the messages "
-                f"yourself, with {self.placeholders.written!r} for each {medium.one}, as prompt, and give the "
-                f"{medium.plural} with it",
+                f"the chat template does not write a placeholder for each {names} part: {error}; render the messages "
+                f"yourself, with {written}, as prompt, and give the {plurals} with it",
             ) from None
 
     def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of ids, with a placeholder's id for each image, or expanded; `encode` adds no special tokens."""
-        ids = tuple(self.placeholders.expand_ids(token_ids, images, encode))
-        return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
+        ids = list(token_ids)
+        for placeholders, _ in self.kinds:
+            ids = placeholders.expand_ids(ids, _of_medium(images, placeholders.medium), encode)
+        return self._placed(tuple(ids), images)
+
+    def _placed(self, token_ids: tuple[int, ...], images: Sequence[PreparedMedia]) -> MediaPrompt:
+        placed: list[tuple[MediaItem, PreparedMedia]] = []
+        for placeholders, token_id in self.kinds:
+            own = _of_medium(images, placeholders.medium)
+            placed += zip(placeholders.media_items(token_ids, own, token_id), own, strict=True)
+        placed.sort(key=lambda each: each[0].start)
+        return MediaPrompt(token_ids, tuple([item for item, _ in placed]), tuple([each for _, each in placed]))
+
+
+def _of_medium(media: Sequence[PreparedMedia], medium: Medium) -> list[PreparedMedia]:
+    return [each for each in media if isinstance(each, PreparedImage) == (medium == IMAGE)]
 
 
 def check_images(
     images: ImagePrompts | None,
     sources: Sequence[Any],
-    medium: MediumName,
+    media: Sequence[MediumName],
     *,
     is_truncated: bool,
     architecture: str = "",
 ) -> ImagePrompts:
-    """`images`, for a prompt whose sources, of a `medium`, can be prepared. Raises MediaError, which names the
+    """`images`, for a prompt whose sources, of `media`, can be prepared. Raises MediaError, which names the
     `architecture`.
     """
-    plural = (AUDIO if medium == "audio" else IMAGE).plural
     if images is None:
+        medium = media[0] if media else "image"
+        plural = _MEDIA[medium].plural
         raise MediaError(
             f"{plural}_unsupported",
             f"this run takes no {plural}: the model{f' ({architecture})' if architecture else ''} runs with text "
             f"alone, its folder has no preprocessor_config.json, or limits.max_{medium}s is 0: leave {plural} out",
         )
-    if images.medium.name != medium:
-        message = f"the model takes {images.medium.plural} in its prompts and no {plural}: leave {plural} out"
-        raise MediaError(f"{plural}_unsupported", message)
+    for medium in media:
+        if not images.takes([medium]):
+            plural = _MEDIA[medium].plural
+            message = f"the model takes {images.media[0].plural} in its prompts and no {plural}: leave {plural} out"
+            raise MediaError(f"{plural}_unsupported", message)
     if is_truncated:
         raise MediaError("conflicting_keys", TRUNCATED)
     if any(each is None for each in sources):
-        if images.medium == AUDIO:
+        if media[[*sources].index(None)] == "audio":
             raise MediaError("audio_missing", "an audio part has no audio: give it input_audio, audio_url or audio")
         raise MediaError("image_missing", "an image part has no image: give it image_url or image")
     return images
@@ -129,7 +190,8 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):
-                images.placeholders.check_reserved(text)
+                for placeholders, _ in images.kinds:
+                    placeholders.check_reserved(text)
 
 
 def check_sizes(images: Sequence[PreparedMedia]) -> None:
@@ -156,34 +218,38 @@ def media_digest(source_digests: Sequence[bytes]) -> str:
     return blake2b(sources, digest_size=NUM_DIGEST_BYTES).hexdigest() if sources else ""
 
 
-def medium_of_data(data: Any, images: ImagePrompts | None) -> MediumName:
-    """The medium of vLLM's `multi_modal_data`: the model's, or that of what is given to a model of text alone."""
-    if images is not None:
-        return "image" if images.medium == IMAGE else "audio"
-    return (
-        "audio"
-        if isinstance(data, Mapping) and data.get("image") is None and data.get("audio") is not None
-        else "image"
-    )
-
-
-def media_of(data: Any, images: ImagePrompts | None) -> list[Any]:
-    """Images or recordings of vLLM's `multi_modal_data`, for a model that takes these. Raises MediaError for anything
-    else in it.
+def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[MediumName]]:
+    """Images and then recordings of vLLM's `multi_modal_data`, and the medium of each, for a model that takes these.
+    Raises MediaError for anything else in it.
     """
     if data is None:
-        return []
-    medium = AUDIO if medium_of_data(data, images) == "audio" else IMAGE
-    kind, code = medium.name, f"{medium.plural}_unsupported"
+        return [], []
+    kinds = _media_of_data(data, images)
+    plurals = [_MEDIA[each].plural for each in kinds]
+    code = f"{plurals[0]}_unsupported"
     if not isinstance(data, Mapping):
-        raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kind!r}: {kind}}}")
-    others = [str(each) for each, value in data.items() if each != kind and value is not None]
+        raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kinds[0]!r}: {kinds[0]}}}")
+    others = [str(each) for each, value in data.items() if each not in kinds and value is not None]
     if others:
-        verb = "is" if medium == AUDIO else "are"
-        message = f"multi_modal_data has {', '.join(others)}: only {medium.plural} {verb} supported, under {kind!r}"
+        verb, under = "is" if plurals == ["audio"] else "are", " or ".join([repr(each) for each in kinds])
+        message = (
+            f"multi_modal_data has {', '.join(others)}: only {' and '.join(plurals)} {verb} supported, under {under}"
+        )
         raise MediaError(code, message)
-    given = data.get(kind)
-    if medium == AUDIO:
+    found = [(source, medium) for medium in kinds for source in _listed(data.get(medium), medium)]
+    return [source for source, _ in found], [medium for _, medium in found]
+
+
+def _media_of_data(data: Any, images: ImagePrompts | None) -> list[MediumName]:
+    """Media of the model, or that of what is given to a model of text alone."""
+    if images is not None:
+        return [name for name, medium in _MEDIA.items() if medium in images.media]
+    is_audio = isinstance(data, Mapping) and data.get("image") is None and data.get("audio") is not None
+    return ["audio"] if is_audio else ["image"]
+
+
+def _listed(given: Any, medium: str) -> list[Any]:
+    if medium == "audio":
         return _recordings(given)
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if any(isinstance(each, Mapping) for each in listed):

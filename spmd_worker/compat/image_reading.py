@@ -1,4 +1,4 @@
-"""Opens the images or audio of a run's prompts: processor, limits, root and helper processes."""
+"""Opens the images and audio of a run's prompts: processor, limits, root and helper processes."""
 
 from functools import partial
 from pathlib import Path
@@ -8,12 +8,14 @@ import numpy as np
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.audio_reading import LazyPreparer, PromptAudio, new_audio_preparer, run_audio_settings
-from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens
+from spmd_worker.compat.mixed_preparer import MixedPreparer
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
+from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.resolved import ResolvedRun
 
 _EXAMPLES: Final = ((480, 640), (1080, 1920))
@@ -21,19 +23,40 @@ _EXAMPLES: Final = ((480, 640), (1080, 1920))
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
-    """The images or audio of a run; None for a model without them. Raises ModelConfigError."""
-    vision, processor, config = resolved.model_config.vision, resolved.image_processor, resolved.config
-    if vision is not None and vision.audio is not None:
-        settings = run_audio_settings(resolved)
-        assert settings is not None, "the model hears"
-        audio = PromptAudio(new_audio_preparer(resolved, settings), config.limits.max_audios)
-        return ImagePrompts(audio, PLACEHOLDERS[vision.kind], vision.image_token_id)
-    if vision is None or processor is None:
+    """The images and audio of a run; None for a model without them. Raises ModelConfigError."""
+    vision = resolved.model_config.vision
+    if vision is None:
         return None
-    placeholders = PLACEHOLDERS[vision.kind]
+    found = [
+        (_image_preparer(resolved, each) if each.sees else _audio_preparer(resolved), each) for each in vision.parts
+    ]
+    opened = [
+        (preparer, MediumTokens(PLACEHOLDERS[each.kind], each.image_token_id))
+        for preparer, each in found
+        if preparer is not None
+    ]
+    if not opened:
+        return None
+    (first, tokens), *others = opened
+    if not others:
+        return ImagePrompts(first, *tokens)
+    ((second, beside),) = others
+    return ImagePrompts(MixedPreparer(first, second), *tokens, beside)
+
+
+def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer[PreparedImage] | None:
+    processor, config = resolved.image_processor, resolved.config
+    if processor is None:
+        return None
     root = None if config.job.media_root is None else Path(config.job.media_root)
-    make = partial(ImagePreparer, processor, placeholders, media_limits(config), root, config.job.media_threads)
-    return ImagePrompts(LazyPreparer[PreparedImage](make), placeholders, vision.image_token_id)
+    given = (processor, PLACEHOLDERS[vision.kind], media_limits(config), root, config.job.media_threads)
+    return LazyPreparer[PreparedImage](partial(ImagePreparer, *given))
+
+
+def _audio_preparer(resolved: ResolvedRun) -> PromptAudio:
+    settings = run_audio_settings(resolved)
+    assert settings is not None, "the model hears"
+    return PromptAudio(new_audio_preparer(resolved, settings), resolved.config.limits.max_audios)
 
 
 def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:

@@ -13,7 +13,6 @@ from spmd_worker.compat.image_prompts import (
     check_images,
     check_sizes,
     media_of,
-    medium_of_data,
 )
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.late_texts import encode_late_text
@@ -32,11 +31,12 @@ from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.replica.sequence.token_rules import TokenRules
+from spmd_worker.tokenizer.messages import MediumName
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, `{"prompt_embeds": rows}`, or token ids. Text and ids in a
-dict may have images, `"multi_modal_data": {"image": image or list}`, or audio in a model that hears.
+dict may have images, `"multi_modal_data": {"image": image or list}`, or audio in a model that hears, or both.
 """
 
 
@@ -261,11 +261,11 @@ def _encode_mapping(
             return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
         return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
     try:
-        sources = media_of(prompt.get("multi_modal_data"), images)
+        sources, media = media_of(prompt.get("multi_modal_data"), images)
     except MediaError as error:
         return Encoded(None, (), str(error))
     if sources:
-        return _encode_with_images(prompt, sources, need_tokenizer, check_text, images, architecture)
+        return _encode_with_images(prompt, sources, media, need_tokenizer, check_text, images, architecture)
     if prompt.get("prompt_embeds") is not None:
         if "prompt_token_ids" in prompt:
             return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
@@ -286,6 +286,7 @@ def _encode_mapping(
 def _encode_with_images(
     prompt: Mapping[str, Any],
     sources: Sequence[Any],
+    media: Sequence[MediumName],
     need_tokenizer: Callable[[], Tokenizer],
     check_text: CheckText | None,
     images: ImagePrompts | None,
@@ -294,28 +295,29 @@ def _encode_with_images(
     text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
     encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
     try:
-        medium = medium_of_data(prompt.get("multi_modal_data"), images)
-        images = check_images(images, sources, medium, is_truncated=check_text is None, architecture=architecture)
+        images = check_images(images, sources, media, is_truncated=check_text is None, architecture=architecture)
         if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
             raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
         tokenizer = need_tokenizer()
         if encoded.is_ids:
             token_ids = as_token_ids(prompt["prompt_token_ids"])
-            encoded.media = _prepared(prompt, sources, images)
+            encoded.media = _prepared(prompt, sources, media, images)
             made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
         else:
             if check_text is not None:
                 check_text(tokenizer, text)
-            encoded.media = _prepared(prompt, sources, images)
+            encoded.media = _prepared(prompt, sources, media, images)
             made = images.of_text(text or "", encoded.media, tokenizer.encode)
-        encoded.token_ids, encoded.media_items = made
+        encoded.token_ids, encoded.media_items, encoded.media = made
     except (ConfigError, ValueError, TypeError) as error:
         encoded.error = str(error)
     return encoded
 
 
-def _prepared(prompt: Mapping[str, Any], sources: Sequence[Any], images: ImagePrompts) -> tuple[PreparedMedia, ...]:
-    made = images.prepare(sources)
+def _prepared(
+    prompt: Mapping[str, Any], sources: Sequence[Any], media: Sequence[MediumName], images: ImagePrompts
+) -> tuple[PreparedMedia, ...]:
+    made = images.prepare(sources, media)
     if prompt.get(_PROCESSOR_KEY) == _KEPT_SIZES:
         check_sizes(made)
     return made

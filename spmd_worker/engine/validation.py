@@ -253,9 +253,9 @@ class RequestLimits:
 
     def _is_of_images(self, token_id: int, token_ids: tuple[int, ...], media_items: Sequence[MediaItem]) -> bool:
         """Whether all tokens of an id take rows of images: one more, of a scored completion, is a token like others."""
-        if not media_items or self.images is None or token_id != self.images.image_token_id:
+        if not media_items or self.images is None or token_id not in self.images.token_ids:
             return False
-        return token_ids.count(token_id) == sum(item.num_rows for item in media_items)
+        return sum(map(token_ids.count, self.images.token_ids)) == sum(item.num_rows for item in media_items)
 
     def _check_media(self, media_items: Sequence[MediaItem], num_tokens: int) -> None:
         code, message = self.media.refusal(media_items)

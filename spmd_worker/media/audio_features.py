@@ -46,7 +46,10 @@ def prompt_features(samples: Samples, settings: AudioSettings, num_frames: int) 
     size = settings.chunk_s * SAMPLING_RATE
     num_windows = -(-num_frames // settings.chunk_frames)
     if settings.has_one_level:
-        return log_mel(samples, replace(settings, window_s=num_windows * settings.chunk_s))[:, :num_frames]
+        # Behind an exact end features are those of a longer silence.
+        window_s = num_windows * settings.chunk_s
+        window_s = min(window_s + 1, settings.window_s) if settings.has_exact_end else window_s
+        return log_mel(samples, replace(settings, window_s=window_s))[:, :num_frames]
     each = replace(settings, window_s=settings.chunk_s)
     windows = [log_mel(samples[start : start + size], each) for start in range(0, num_windows * size, size)]
     return np.concatenate(windows, axis=1)[:, :num_frames]

@@ -22,8 +22,9 @@ FRAME_SAMPLES: Final = 400
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
 _CLASS: Final = "WhisperFeatureExtractor"
 _UNPADDED_CLASS: Final = "Qwen3ASRFeatureExtractor"
+_KEPT: Final = ("hears_padding", "counts_padding", "has_one_level", "has_exact_end")
 CHUNK_FRAMES: Final = 100
-"""Frames that the convolutions of Qwen3-ASR see at once."""
+"""Frames that the convolutions of Qwen3-ASR and Qwen3-Omni see at once."""
 _FIXED: Final[Mapping[str, Any]] = {
     "sampling_rate": SAMPLING_RATE,
     "hop_length": HOP_SAMPLES,
@@ -41,7 +42,7 @@ class AudioSettings:
     an encoder's input. `least_samples`: shorter audio is padded to these alone, and longer audio is not.
 
     `chunk_s`: what an encoder reads at once of a recording in a prompt, 0 for all. Its rows and their padding are those
-    of `AudioInput`, `rows_per_token` of them in a token.
+    of `AudioInput`, `rows_per_token` of them in a token; so is `has_exact_end`.
     """
 
     num_mel_bins: int
@@ -53,6 +54,7 @@ class AudioSettings:
     hears_padding: bool = False
     counts_padding: bool = False
     has_one_level: bool = False
+    has_exact_end: bool = False
 
     @property
     def chunk_frames(self) -> int:
@@ -80,15 +82,21 @@ def read_audio_settings(folder: Path, audio: AudioInput, kind: str = "", rows_pe
     that its class of transformers has. Raises ModelConfigError.
     """
     reader = _reader(folder)
-    if kind == "qwen3_asr":
+    if audio.chunk_frames:
         return _of_any_length(reader, audio, kind)
     reader.choice("feature_extractor_type", (_CLASS,), _CLASS)
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
     length, given = reader.count("chunk_length", 30), dict[str, Any]()
     if audio.window_frames:
-        kept = {name: getattr(audio, name) for name in ("hears_padding", "counts_padding", "has_one_level")}
+        kept = {name: getattr(audio, name) for name in _KEPT}
         given = {**kept, "window_s": _longest_s(folder, audio), "chunk_s": length}
+        if audio.has_exact_end:
+            # The file has the longest recording.
+            window_s = audio.window_frames * HOP_SAMPLES // SAMPLING_RATE
+            if length % window_s:
+                raise reader.error("chunk_length", f"must be whole windows of the encoder, of {window_s} s")
+            given |= {"window_s": min(given["window_s"], length), "chunk_s": window_s}
     settings = AudioSettings(
         **{"num_mel_bins": reader.count("feature_size", 80), "window_s": length, "kind": kind, **given},
         rows_per_token=rows_per_token,
@@ -120,7 +128,7 @@ def _of_any_length(reader: ConfigReader, audio: AudioInput, kind: str) -> AudioS
     for key, value in _FIXED.items():
         reader.choice(key, (value,), value)
     reader.choice("n_window", (CHUNK_FRAMES // 2,), CHUNK_FRAMES // 2)
-    least = reader.get("min_length", 8000)
+    least = reader.get("min_length", FRAME_SAMPLES if kind == "qwen3_omni_audio" else 8000)
     least = checked_integer(least, reader.where("min_length"), FRAME_SAMPLES, audio.num_frames * HOP_SAMPLES)
     num_mel_bins = reader.count("feature_size", 128)
     if num_mel_bins != audio.num_mel_bins:

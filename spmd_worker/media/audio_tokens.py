@@ -21,7 +21,7 @@ def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
     if num_samples > settings.num_samples:
         given = f"the audio is {num_samples / SAMPLING_RATE:g} s long and the model hears {settings.window_s} s"
         raise MediaError("audio_too_long", f"{given} of a recording: cut it into recordings of at most that")
-    if settings.kind == "qwen3_asr":
+    if settings.least_samples:
         return _of_chunks(num_samples, settings)
     heard, each = -(-num_samples // HOP_SAMPLES), settings.rows_per_token
     # The second convolution has stride 2; a row sees a frame behind its two.
@@ -35,6 +35,8 @@ def audio_tokens(num_samples: int, settings: AudioSettings) -> AudioTokens:
         raise MediaError("audio_empty", f"the audio has {num_samples} samples, and {rule}: give a longer recording")
     # A last window that has no token is left out.
     most = -(-num_rows * each * 2 // settings.chunk_frames) * settings.chunk_frames
+    if settings.has_exact_end:
+        return AudioTokens(heard, num_patches, num_rows, run_text(settings.kind, num_rows))
     num_frames = most if settings.hears_padding else min(2 * num_patches + 1, most)
     return AudioTokens(num_frames, num_frames // 2, num_rows, run_text(settings.kind, num_rows))
 

@@ -24,6 +24,7 @@ from spmd_worker.media.processor_settings import (
 )
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.families.omni_rows import opened_omni
 from spmd_worker.model_config.vision_config import VisionConfig
 
 OVERRIDES: Final = "mm_processor_kwargs"
@@ -109,7 +110,7 @@ def read_image_processor(
         values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
     settings = ProcessorSettings(opened(ConfigReader(values, path)), ConfigReader(given, Path(OVERRIDES)))
     settings.check_steps(is_optional="" if rule.normalises else _NORMALISE)
-    model = ConfigReader(config, folder / "config.json")
+    model = ConfigReader(opened_omni(config, folder / "config.json"), folder / "config.json")
     numbers = rule.read(settings, model, tower_sizes(model, vision.kind))
     levels = (HALVES, HALVES) if settings.is_siglip else rule.levels
     mean, std = settings.levels("image_mean", levels[0]), settings.levels("image_std", levels[1])
@@ -372,6 +373,7 @@ _RULES: Final = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "exaone4_5": _QWEN,
+    "qwen2_5_omni": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
     "kimi_k25": _Rule(kimi, (HALVES, HALVES), overrides=("max_patches", "size")),

@@ -194,6 +194,10 @@ _QWEN_AUDIO: Final = (
     *("<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>", "<|AUDIO|>"),
     ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
 )
+_QWEN2_5_OMNI: Final = (
+    *("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|IMAGE|>", "<|IMAGE|>"),
+    ("<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
+)
 _QWEN3_ASR: Final = (
     *("<|audio_start|><|audio_pad|><|audio_end|>", "<|audio_pad|>", "<|audio_pad|>"),
     ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
@@ -254,6 +258,7 @@ PLACEHOLDERS: Final = {
         "qwen2_vl": _QWEN,
         "qwen2_5_vl": _QWEN,
         "exaone4_5": _EXAONE,
+        "qwen2_5_omni": _QWEN2_5_OMNI,
         "glm4v": _GLM,
         "paddleocr_vl": _PADDLEOCR,
         "kimi_k25": _KIMI,
@@ -288,6 +293,8 @@ PLACEHOLDERS: Final = {
 } | {
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
+    "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),
+    "qwen3_omni_audio": Placeholders("qwen3_omni_audio", *_QWEN3_ASR, AUDIO),
     "voxtral": Placeholders("voxtral", *_VOXTRAL, AUDIO),
     "glmasr": Placeholders("glmasr", *_GLMASR, AUDIO),
     "audioflamingo3": Placeholders("audioflamingo3", *_SOUND, AUDIO),

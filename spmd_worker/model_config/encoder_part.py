@@ -22,7 +22,9 @@ class AudioInput:
     With `window_frames` a recording is read in windows of so many, each by itself: rows of its last window's padding
     take part in attention if it `hears_padding`, and have tokens if it `counts_padding`. `joins`: the rows of a token
     stand side by side before the projector, else it reads their mean. `has_one_level`: features of all windows are
-    relative to the loudest of the recording, else each window's are to its own.
+    relative to the loudest of the recording, else each window's are to its own. `has_exact_end`: the last window ends
+    with the recording, else frames of silence follow; of pictures, one that is the recording's only one does, others
+    are filled with zeros.
     """
 
     num_mel_bins: int
@@ -35,6 +37,7 @@ class AudioInput:
     counts_padding: bool = False
     joins: bool = False
     has_one_level: bool = False
+    has_exact_end: bool = False
 
     @property
     def num_rows(self) -> int:

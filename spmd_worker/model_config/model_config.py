@@ -178,14 +178,15 @@ class ModelConfig:
         return self._family.layer
 
     @property
-    def has_tower(self) -> bool:
-        """Whether checkpoints of this architecture take images or audio, though this run may not."""
-        return bool(self._family.vision)
-
-    @property
     def hears(self) -> bool:
         """Whether prompts of this architecture may have audio where those of others have images."""
         return self._family.vision in AUDIO_ROWS
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Media of the architecture's prompts, "image", "audio" or both, in the order of `VisionConfig.parts`."""
+        rows = (self._family.vision, self._family.audio)
+        return tuple(["audio" if row in AUDIO_ROWS else "image" for row in rows if row])
 
     @property
     def _family(self) -> Family:
@@ -291,7 +292,8 @@ class ModelConfig:
         """
         if self.encoder_part is not None:
             return encoder_elements(self.encoder_part)
-        return 0 if self.vision is None else tower_elements(self.vision, self.embedding_size)
+        parts = () if self.vision is None else self.vision.parts
+        return sum(tower_elements(each, self.embedding_size) for each in parts)
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -504,7 +506,7 @@ def model_config_of(
     given = config = _opened(config, path)
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
-    vision_row = family.vision if (with_audio if family.vision in AUDIO_ROWS else with_images) else ""
+    media_rows = _media_rows(family, with_images=with_images, with_audio=with_audio)
     if family.text is not None:
         config = _text_part(config, path, family)
         family = _family_of_text(family.text, given, path) if family.text.families else family
@@ -512,9 +514,22 @@ def model_config_of(
     family = family.variants[variant - 1].family if variant else family
     config = config if family.newer is None else family.newer(config, path)
     found = _stack(config, path, architecture, family)
-    vision = read_vision(vision_row, given, path, found.hidden_size, found.norm.eps) if vision_row else None
+    vision = _vision(media_rows, given, path, found)
     part = None if family.encoder_part is None else _encoder_part(config, path, family, variant, found)
     return replace(found, quantization=quantization, variant=variant, vision=vision, encoder_part=part)
+
+
+def _media_rows(family: Family, *, with_images: bool, with_audio: bool) -> list[str]:
+    """Rows of `vision_rows.py` by which the model takes the media that it should."""
+    rows = (family.vision, family.audio)
+    return [row for row in rows if row and (with_audio if row in AUDIO_ROWS else with_images)]
+
+
+def _vision(rows: Sequence[str], config: Mapping[str, Any], path: Path, found: ModelConfig) -> VisionConfig | None:
+    """The media of these rows, images first; None without any."""
+    read = [read_vision(row, config, path, found.hidden_size, found.norm.eps) for row in rows]
+    parts = [each for each in read if each is not None]
+    return replace(parts[0], beside=parts[1]) if len(parts) > 1 else parts[0] if parts else None
 
 
 def _encoder_part(

@@ -18,7 +18,8 @@ class TowerNames:
     expressions `unused` are in files and not in the tower.
 
     A tower of audio has `convolutions` over frames in place of `patches`. Parts of `qkv` that are `unbiased` have no
-    bias where the others have.
+    bias where the others have. `projector` are the linear layers behind a tower of audio, or the norm and the two
+    linear layers inside of a merger of Qwen3-VL's; `added` is the list of its mergers for the text's first layers.
     """
 
     beginnings: tuple[str, ...]
@@ -38,6 +39,8 @@ class TowerNames:
     key_norm: str = ""
     scales: tuple[str, ...] = ()
     output_norms: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ()
+    added: str = ""
     aliases: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
 
@@ -143,7 +146,7 @@ class VisionConfig:
     levels of 0 to 255, which gives other last bits.
 
     `audio`: the model hears, and its prompts have audio where those of others have images. Each token then has
-    `merge_size` rows of the convolutions.
+    `merge_size` rows of the convolutions. `beside` is the audio of a model that takes images and audio.
     """
 
     kind: str
@@ -161,6 +164,22 @@ class VisionConfig:
     has_bfloat16_pixels: bool = False
     scales_levels: bool = False
     audio: AudioInput | None = None
+    beside: "VisionConfig | None" = None
+
+    @property
+    def parts(self) -> "tuple[VisionConfig, ...]":
+        """This and what is beside it, one for each tower."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def hearing(self) -> "VisionConfig | None":
+        """The part that hears; None if the model takes images alone."""
+        return next((each for each in self.parts if each.audio is not None), None)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self.audio is None
 
     def most_audio_tokens(self, max_audio_s: int) -> int:
         """The most tokens of a recording, of at most `max_audio_s` where the model hears any length."""

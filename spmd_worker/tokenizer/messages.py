@@ -59,16 +59,12 @@ def checked_content(name: str, value: Any, images: list[Any]) -> str | list[dict
     return [_part(f"{name}[{index}]", part, images) for index, part in enumerate(value)] or ""
 
 
-def medium_of(messages: Sequence[Mapping[str, Any]]) -> MediumName:
-    """The medium of the parts of messages in the format of templates, "image" without any. Raises InvalidRequestError
-    for parts of both.
-    """
+def media_of_parts(messages: Sequence[Mapping[str, Any]]) -> tuple[MediumName, ...]:
+    """The medium of each image and audio part of messages in the format of templates, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    has_images, has_audio = (any(part == MEDIA_PARTS[kind] for part in parts) for kind in ("image", "audio"))
-    if has_images and has_audio:
-        raise InvalidRequestError("messages have parts of images and of audio: give one of them", "unsupported_value")
-    return "audio" if has_audio else "image"
+    names: tuple[MediumName, ...] = ("image", "audio")
+    return tuple([name for part in parts for name in names if part == MEDIA_PARTS[name]])
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class LoadedModel:
         vision, encoder = model_config.vision, model_config.encoder_part
         if model.stage.is_first and (vision is not None or encoder is not None):
             tower, sizes = getattr(model, "tower", None), (model_config.hidden_size, vision.num_added if vision else 0)
-            hears = vision is None or vision.audio is not None
-            media = MediaStore(tower, groups.tensor, *sizes, dtype, device, hears)
+            kind = "audio" if vision is None else " or ".join(each.medium for each in vision.parts)
+            media = MediaStore(tower, groups.tensor, *sizes, dtype, device, kind)
         parts = (model, engine, sampler, block_size, groups.pipeline, clock, grammars, graphs)
         prefixes, adapters = PrefixStore(self.operations.attention, block_size, device), self.adapters
         # Steps that measure memory have no keys of a draft.

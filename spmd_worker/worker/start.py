@@ -97,7 +97,7 @@ def _with_tower(loaded: LoadedModel, measurement: MemoryMeasurement) -> MemoryMe
     resolved = loaded.opened.resolved
     size = draft_activation_bytes(resolved, loaded.opened.environment.rank)
     if loaded.model.tower is not None:
-        size = max(size, tower_bytes(resolved.model_config, resolved.dtype, resolved.max_tower_rows))
+        size = max(size, tower_bytes(resolved.model_config, resolved.dtype, *resolved.most_tower_rows))
     return replace(measurement, activation_bytes=max(measurement.activation_bytes, size))
 
 
@@ -122,7 +122,7 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         scheduler.max_num_batched_tokens,
         resolved.max_num_seqs,
         resolved.config.model.quantization,
-        resolved.max_tower_rows,
+        resolved.most_tower_rows,
         adds_by_tree=True,
         most_drafts=resolved.most_drafts,
     )

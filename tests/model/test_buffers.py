@@ -25,6 +25,7 @@ from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
+from omni_models import omni_reference
 from recent_checkpoints import CASES as RECENT
 from recent_checkpoints import recent_config
 
@@ -35,6 +36,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.weight_memory import WeightMemory
 from spmd_worker.model.weights.weight_update import WeightUpdate
+from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -55,6 +57,8 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    of_omni = "qwen3_omni" if with_experts else "qwen2_5_omni"
+    yield type(omni_reference(of_omni)).__name__, omni_reference(of_omni).config
     if with_experts:
         yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
     for name, (family, _) in MAMBA_CASES.items():
@@ -110,9 +114,10 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
         buffers = {ours.model_config.names.canonical(name) for name in theirs.state_dict() if name not in parameters}
         assert ours.weights.buffer_names == buffers & set(ours.weights.shapes), architecture
         found |= {architecture} if ours.weights.buffer_names else set()
-    # Kimi K2.5 and LightOnOCR have one name more on the hub.
+    # Kimi K2.5 and LightOnOCR have one name more on the hub; complete Omni models are their thinkers here.
     of_hub = ("KimiK25ForConditionalGeneration", "LightOnOCRForConditionalGeneration")
-    known = {name: family for name, family in FAMILIES.items() if name not in of_hub}
+    complete = [name for name in OMNI_ROWS if "Thinker" not in name]
+    known = {name: family for name, family in FAMILIES.items() if name not in (*of_hub, *complete)}
     assert seen == {name for name, family in known.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}

@@ -47,6 +47,7 @@ from spmd_worker.model.registry import build_model
 from spmd_worker.model.weights.checkpoint import Checkpoint
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
+from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
@@ -332,9 +333,10 @@ DENSE_FAMILIES = [
     name
     for name, family in FAMILIES.items()
     if family.experts is None and (family.layers is None or name in OLDER_ROWS) and family.encoder_part is None
+    if name not in OMNI_ROWS
 ]
 """Those with experts are in test_expert_rows.py, those with encoders in test_encoder_decoder_rows.py, those that mix
-tokens in other ways in files of their own.
+tokens in other ways, and thinkers, in files of their own.
 """
 FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Their entries are broken one by one in test_against_transformers.py."""

@@ -80,6 +80,7 @@ _MISSING: Final = {
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    **{f"Qwen3OmniMoe{kind}ForConditionalGeneration": {"head_dim": 128} for kind in ("", "Thinker")},
 }
 """Keys whose values in the models differ from the class's defaults."""
 _LONG: Final = "x" * 1_000_000
@@ -135,18 +136,32 @@ class Broken:
 def _real(architecture: str) -> dict[str, Any]:
     """config.json as transformers writes it for the class's defaults."""
     config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES, **CLASSIFIER_TYPES}[architecture]).to_dict()
-    # What no model reads.
-    for key in ("vision_config", "perceiver_config", "vq_config", "id2label", "label2id", "transformers_version"):
+    # What no model reads, and towers, but those of thinkers.
+    others = ("perceiver_config", "vq_config", "id2label", "label2id", "transformers_version")
+    for key in (*others, *(f"{part}_config" for part in ("talker", "token2wav", "code2wav"))):
         config.pop(key, None)
+    if "Thinker" not in architecture:
+        config.pop("vision_config", None)
     found: dict[str, Any] = json.loads(json.dumps({**config, "architectures": [architecture]}))
-    found.get("text_config", found).update(_MISSING.get(architecture, {}))
+    text = _text(found)
+    text.update(_MISSING.get(architecture, {}))
+    if "Omni" in architecture:
+        thinker = found.get("thinker_config", found)
+        thinker["vision_config"]["out_hidden_size"] = thinker["audio_config"]["output_dim"] = text["hidden_size"]
+    return found
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of the text."""
+    part: dict[str, Any] = config.get("thinker_config", config)
+    found: dict[str, Any] = part.get("text_config", part)
     return found
 
 
 def real(architecture: str, random: Random) -> dict[str, Any]:
     """A variant of the value."""
     config = deepcopy(_real(architecture))
-    text = config.get("text_config", config)
+    text = _text(config)
     rope = text.get("rope_parameters") or {}
     if "rope_theta" in rope and random.random() < 0.5:
         text |= {"rope_theta": rope["rope_theta"], "rope_scaling": random.choice([None, *deepcopy(_STRETCHED)])}

@@ -19,7 +19,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
-from spmd_worker.tokenizer.messages import medium_of
+from spmd_worker.tokenizer.messages import MediumName, media_of_parts
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -39,7 +39,7 @@ class PromptEncoder:
     def encode(self, prompts: Prompt | Sequence[Prompt | TextPair], params: Any = None) -> list[Encoded]:
         """Encode one prompt or a list; `params` decide on truncation. Raises TypeError for an invalid type."""
         listed, images = as_list(prompts), self._images_of_call()
-        sources = [_sources_of(each, images) if images is not None else [] for each in listed]
+        sources = [_sources_of(each, images) if images is not None else _NO_SOURCES for each in listed]
         return [
             self.encode_one(each, _is_truncated(params, index), _ahead(images, sources, index))
             for index, each in enumerate(listed)
@@ -58,7 +58,7 @@ class PromptEncoder:
         if self._engine.tokenizer is not None:
             warn_unread_tools(options, self._engine.tokenizer)
         listed, images = [_Conversation.of(each) for each in _as_conversations(messages)], self._images_of_call()
-        sources = [each.images for each in listed]
+        sources = [(each.images, media_of_parts(each.messages)) for each in listed]
         return [
             self._render(each, options, _is_truncated(params, index), _ahead(images, sources, index))
             for index, each in enumerate(listed)
@@ -87,17 +87,16 @@ class PromptEncoder:
                 raise given.error
             if sources:
                 name = self._engine.limits.architecture
-                medium = medium_of(messages)
-                images = check_images(images, sources, medium, is_truncated=is_truncated, architecture=name)
+                media = media_of_parts(messages)
+                images = check_images(images, sources, media, is_truncated=is_truncated, architecture=name)
                 check_conversation(images, messages)
             text = render(messages, options, tokenizer)
             if not is_truncated:
                 self._engine.limits.check_text(tokenizer, text)
             encode = partial(tokenizer.encode, add_special_tokens=False)
             if sources and images is not None:
-                media = images.prepare(sources)
-                token_ids, items = images.of_chat(text, media, encode)
-                encoded = Encoded(text, token_ids, media=media, media_items=items)
+                made = images.of_chat(text, images.prepare(sources, media), encode)
+                encoded = Encoded(text, made.token_ids, media=made.media, media_items=made.items)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
             encoded.continued = continued_text(messages) if options.continue_final_message else None
@@ -137,19 +136,24 @@ class _Conversation(NamedTuple):
             return _Conversation([], [], error)
 
 
-def _sources_of(prompt: Any, images: ImagePrompts) -> list[Any]:
-    """Images or recordings of a prompt of any type; an error in them is raised when it is encoded."""
+_Sources = tuple[Sequence[Any], Sequence[MediumName]]
+"""Images and recordings of a prompt, and the medium of each."""
+_NO_SOURCES: Final[_Sources] = ((), ())
+
+
+def _sources_of(prompt: Any, images: ImagePrompts) -> _Sources:
+    """Those of a prompt of any type; an error in them is raised when it is encoded."""
     with contextlib.suppress(MediaError):
-        return media_of(prompt.get("multi_modal_data"), images) if isinstance(prompt, Mapping) else []
-    return []
+        return media_of(prompt.get("multi_modal_data"), images) if isinstance(prompt, Mapping) else _NO_SOURCES
+    return _NO_SOURCES
 
 
-def _ahead(images: ImagePrompts | None, sources: Sequence[Sequence[Any]], index: int) -> ImagePrompts | None:
+def _ahead(images: ImagePrompts | None, sources: Sequence[_Sources], index: int) -> ImagePrompts | None:
     """`images`, which begin to prepare those of the next prompts."""
     if images is not None:
-        for each in sources[index : index + _MAX_AHEAD]:
-            if each and not any(source is None for source in each):
-                images.preparer.submit(each)
+        for each, media in sources[index : index + _MAX_AHEAD]:
+            if each and images.takes(media) and not any(source is None for source in each):
+                images.submit(each, media)
     return images
 
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from spmd_worker.compat.encoder_prompts import AudioReader, PendingAudio
 from spmd_worker.compat.image_prompts import ImagePrompts, PendingImages, num_media_bytes
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, medium_of_row, row_error
+from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, media_of_row, row_error
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
 
@@ -101,14 +101,14 @@ class MediaWindow:
             return self._audio is not None
         if self._images is None or not images_of_row(row) or None in images_of_row(row):
             return False
-        return medium_of_row(row) == self._images.medium.name
+        return self._images.takes(media_of_row(row))
 
     def _submit(self, row: Row) -> PendingImages | PendingAudio:
         if isinstance(row.prompt, AudioPrompt):
             assert self._audio is not None, "rows without audio are ready"
             return self._audio.submit(row.prompt.source)
         assert self._images is not None, "rows without images are ready"
-        return self._images.preparer.submit(images_of_row(row))
+        return self._images.submit(images_of_row(row), media_of_row(row))
 
     def next_ready(self, num_held_bytes: int) -> PreparedRow | None:
         """The first row, once it is prepared; None while it is not, or while `num_held_bytes` of the media of running

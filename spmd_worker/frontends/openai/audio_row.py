@@ -87,7 +87,7 @@ def encode_audio(
     adapters = models.adapters_of(row)
     engine.check_runner(None)
     if prompts is None or prompts.audio is None:
-        if engine.images is not None and engine.images.medium == AUDIO:
+        if engine.images is not None and AUDIO in engine.images.media:
             instead = "give recordings under audios, with a prompt or messages"
             raise InvalidRequestError(f"this model hears audio inside of prompts: {instead}", "audio_unsupported")
         raise InvalidRequestError("this model reads no audio: give text", "audio_unsupported")

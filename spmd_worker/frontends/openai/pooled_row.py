@@ -162,8 +162,10 @@ def _truncated(
         is_truncated = params.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
-        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
-        encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids, media=images, media_items=items)
+        text, made = encode_with_images(*given, is_truncated=is_truncated)
+        encoded = Encoded(
+            text if isinstance(prompt, TextPrompt) else None, made.token_ids, media=made.media, media_items=made.items
+        )
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
         # The text of a chat template is truncated as ids: its special tokens are part of the text.

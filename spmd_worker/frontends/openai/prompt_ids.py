@@ -44,8 +44,8 @@ def prepare_images(prompt: ReadPrompt, engine: RequestLimits, *, is_truncated: b
     """Prepare the images of a prompt. Raises InvalidRequestError."""
     try:
         name = engine.architecture
-        images = check_images(engine.images, prompt.images, prompt.medium, is_truncated=is_truncated, architecture=name)
-        return images.prepare(prompt.images)
+        images = check_images(engine.images, prompt.images, prompt.media, is_truncated=is_truncated, architecture=name)
+        return images.prepare(prompt.images, prompt.media)
     except MediaError as error:
         raise InvalidRequestError(str(error), error.code) from None
 
@@ -63,7 +63,7 @@ def encode_with_images(
     tokenizer = _needed(tokenizer)
     try:
         name = engine.architecture
-        images = check_images(engine.images, prompt.images, prompt.medium, is_truncated=is_truncated, architecture=name)
+        images = check_images(engine.images, prompt.images, prompt.media, is_truncated=is_truncated, architecture=name)
         if isinstance(prompt, TokensPrompt):
             return None, images.of_ids(prompt.token_ids, media, partial(_encoded, tokenizer, adds_special_tokens=False))
         if isinstance(prompt, ChatPrompt):

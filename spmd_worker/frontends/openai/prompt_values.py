@@ -17,7 +17,7 @@ from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     MediumName,
     checked_content,
-    medium_of,
+    media_of_parts,
     optional_flag,
     with_parsed_arguments,
 )
@@ -174,8 +174,8 @@ def chat_prompt(given: Mapping[str, Any], *, add_generation_prompt: bool = True)
     adds_special_tokens = optional_flag(given, SPECIAL_TOKENS_KEY)
     images: list[Any] = []
     messages = tuple([_message(index, item, images) for index, item in enumerate(value)])
-    medium = medium_of(messages)
-    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), medium, adds_special_tokens)
+    media = media_of_parts(messages)
+    return ChatPrompt(messages, template_kwargs or {}, generates, continues, tuple(images), media, adds_special_tokens)
 
 
 def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
@@ -192,14 +192,16 @@ def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
 
 
 def with_media(prompt: _AnyPrompt, fields: Mapping[str, Any]) -> _AnyPrompt:
-    """The prompt with the images or the recordings of a plain row. In a conversation they belong to the parts that have
-    none.
+    """The prompt with the images and the recordings of a plain row. In a conversation they belong to the parts that
+    have none.
     """
-    if fields.get("images") is not None and fields.get("audios") is not None:
-        raise InvalidRequestError("the row has images and audios: give one of them", "conflicting_keys")
-    medium: MediumName = "image" if fields.get("audios") is None else "audio"
+    for medium in _TYPES:
+        prompt = _with_medium(prompt, medium, fields.get(f"{medium}s"))
+    return prompt
+
+
+def _with_medium(prompt: _AnyPrompt, medium: MediumName, value: Any) -> _AnyPrompt:
     key = f"{medium}s"
-    value = fields.get(key)
     given = [] if value is None else list(value) if isinstance(value, list) else [value]
     images = tuple([media_source(f"{key}[{index}]", each, _TYPES[medium]) for index, each in enumerate(given)])
     if not images:
@@ -209,19 +211,21 @@ def with_media(prompt: _AnyPrompt, fields: Mapping[str, Any]) -> _AnyPrompt:
             f"{key} go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
         )
     if not isinstance(prompt, ChatPrompt):
-        return replace(prompt, images=images, medium=medium)
-    num_open = prompt.images.count(None) if prompt.medium == medium else 0
-    if num_open != len(images):
+        media = (*prompt.media, *[medium] * len(images))
+        return replace(prompt, images=(*prompt.images, *images), media=media)
+    is_open = [each is None and own == medium for each, own in zip(prompt.images, prompt.media, strict=True)]
+    if sum(is_open) != len(images):
         raise InvalidRequestError(
-            f"{key} has {len(images)} {key}, and messages have {num_open} {medium} parts without one: give a part "
+            f"{key} has {len(images)} {key}, and messages have {sum(is_open)} {medium} parts without one: give a part "
             f'{{"type": "{medium}"}} for each',
             "placeholder_mismatch",
         )
     left = iter(images)
-    return replace(prompt, images=tuple([next(left) if each is None else each for each in prompt.images]))
+    filled = [next(left) if is_empty else each for each, is_empty in zip(prompt.images, is_open, strict=True)]
+    return replace(prompt, images=tuple(filled))
 
 
-_TYPES: Final = {"image": "image/png", "audio": "audio/wav"}
+_TYPES: Final[Mapping[MediumName, str]] = {"image": "image/png", "audio": "audio/wav"}
 
 
 def media_source(name: str, value: Any, media_type: str = "image/png") -> str:

@@ -37,13 +37,13 @@ ErrorShape = Literal["plain", "openai"]
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say) unless
-    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths, which
-    are of recordings if `medium` is audio.
+    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths of images or
+    recordings; `media` is the medium of each.
     """
 
     text: str
     images: tuple[str, ...] = ()
-    medium: MediumName = "image"
+    media: tuple[MediumName, ...] = ()
     adds_special_tokens: bool = True
 
 
@@ -55,14 +55,15 @@ class TokensPrompt:
 
     token_ids: tuple[int, ...]
     images: tuple[str, ...] = ()
-    medium: MediumName = "image"
+    media: tuple[MediumName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation for the chat template: plain JSON values, every message with a role. `template_kwargs` are further
     variables the template may read (`enable_thinking`, `date_string`). The last message is left open for the answer
-    with `continue_final_message`. `images` are those of the image parts, in order, None for a part without one.
+    with `continue_final_message`. `images` are those of the image and audio parts, in order, None for a part without
+    one, and `media` the medium of each.
     `adds_special_tokens`: the tokenizer's special tokens are added to those that the template writes.
     `reasoning_effort` is a variable of templates that read it.
     """
@@ -72,7 +73,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     images: tuple[str | None, ...] = ()
-    medium: MediumName = "image"
+    media: tuple[MediumName, ...] = ()
     adds_special_tokens: bool = False
     reasoning_effort: str | None = None
 
@@ -244,21 +245,22 @@ class ImagesOfRow(NamedTuple):
     @staticmethod
     def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
         # Windows are made of the same bytes.
-        sources = [each.source_digest for each in media if not isinstance(each, PreparedAudio) or not each.start_s]
-        return ImagesOfRow(num_media_bytes(media), media_digest(sources))
+        images = [each.source_digest for each in media if not isinstance(each, PreparedAudio)]
+        recordings = [each.source_digest for each in media if isinstance(each, PreparedAudio) and not each.start_s]
+        return ImagesOfRow(num_media_bytes(media), media_digest([*images, *recordings]))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")
 
 
 def images_of_row(row: Row) -> tuple[str | None, ...]:
-    """The images of a row's prompt."""
+    """The images and recordings of a row's prompt."""
     return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
 
 
-def medium_of_row(row: Row) -> MediumName:
-    """The medium of `images_of_row`."""
-    return row.prompt.medium if isinstance(row.prompt, ReadPrompt) else "image"
+def media_of_row(row: Row) -> tuple[MediumName, ...]:
+    """The medium of each of `images_of_row`."""
+    return row.prompt.media if isinstance(row.prompt, ReadPrompt) else ()
 
 
 def row_error(row: Row | EncodedRow, code: str, message: str) -> RowError:

@@ -118,8 +118,8 @@ def _read(
         is_truncated = row.sampling.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
-        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
-        return Encoded(text, token_ids, media=images, media_items=items)
+        text, made = encode_with_images(*given, is_truncated=is_truncated)
+        return Encoded(text, made.token_ids, media=made.media, media_items=made.items)
     return Encoded(*encode(prompt, tokenizer, check_text))
 
 

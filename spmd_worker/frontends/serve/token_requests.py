@@ -72,7 +72,7 @@ def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
     row = parse_fields(0, fields, reader.defaults, reader.limits)
     assert isinstance(row.prompt, ChatPrompt), "of a chat body"
     if row.prompt.images:
-        what = "images" if row.prompt.medium == "image" else "recordings"
+        what = "images" if row.prompt.media[0] == "image" else "recordings"
         message = f"{what} are not counted here: send the request with max_tokens 1, whose usage counts their tokens"
         raise InvalidRequestError(message, "unsupported_value")
     return row.prompt

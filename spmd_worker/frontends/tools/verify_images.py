@@ -18,7 +18,7 @@ from spmd_worker.frontends.batch.output_parts import files_of
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME, PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import output_in, read_manifest
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
-from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, medium_of_row
+from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, media_of_row
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder
 from spmd_worker.media.errors import MediaError
@@ -84,9 +84,10 @@ class _Source(NamedTuple):
 def _sources(row: Row, limits: RowLimits) -> list[_Source]:
     if isinstance(row.prompt, AudioPrompt):
         return [_Source(row.prompt.source, limits.max_audio_bytes, AUDIO)]
-    if medium_of_row(row) == "audio":
-        return [_Source(each or "", limits.max_audio_bytes, AUDIO) for each in images_of_row(row)]
-    return [_Source(each or "", limits.max_image_bytes, IMAGE) for each in images_of_row(row)]
+    given = list(zip(images_of_row(row), media_of_row(row), strict=True))
+    images = [_Source(each or "", limits.max_image_bytes, IMAGE) for each, medium in given if medium == "image"]
+    # In the order of `ImagesOfRow`.
+    return images + [_Source(each or "", limits.max_audio_bytes, AUDIO) for each, medium in given if medium == "audio"]
 
 
 def _digest(row: int, given: _Source, root: str | None) -> bytes:

@@ -27,7 +27,8 @@ class WhisperTower(Tower):
     """Whisper's encoder, window by window, with the rows of its padding or without them; then its norm, means of two
     rows each or several side by side, and one or two linear layers.
 
-    Features without padding end behind the last frame that a row sees: [M, 2 * N + 1], or all of the window's 2 * N.
+    Features without padding end behind the last frame that a row sees: [M, 2 * N + 1], or all of the window's 2 * N; or
+    with the recording (`has_exact_end`). Rows without angles or a table have sines as positions.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
@@ -44,20 +45,21 @@ class WhisperTower(Tower):
         self.trunk = Trunk(context, config)
         self.norm = TowerNorm(context, config.names.last_norm, size, "layer", config.eps)
         inner, has_bias = config.projector_size, config.projector_has_bias
-        name = f"{config.names.beginnings[1]}linear"
-        first_name = f"{name}_1" if inner else name
+        first_name, *others = config.names.projector
         parts, inputs = ((first_name, inner or hidden_size),), (size * self._num_joined,)
         self.projector = TowerLinear(context, parts, inputs, has_bias=has_bias)
         self.second: TowerLinear | None = None
         if inner:
-            self.second = TowerLinear(context, ((f"{name}_2", hidden_size),), (inner,), has_bias=has_bias)
+            self.second = TowerLinear(context, ((others[0], hidden_size),), (inner,), has_bias=has_bias)
         self._angles = _angles(vision.audio, config, context) if config.rope_theta else None
+        self._sinusoids: Tensor | None = None
+        if not (config.names.positions or config.rope_theta):
+            self._sinusoids = _sinusoids(vision.audio.num_rows, size).to(context.device, context.dtype)
 
     def forward(self, audio: AudioFeatures) -> TowerRows:
         features = torch.from_numpy(audio.features.copy())
         windows = torch.split(features, self._audio.window_frames or features.shape[1], dim=1)
-        # Rows behind the last are of padding, which no row sees.
-        parts = [self.frames(each)[: _num_rows(each.shape[1])] for each in windows]
+        parts = [self._embedded(each) for each in windows]
         x = torch.cat(parts)
         angles = self._angles
         if angles is not None:
@@ -71,6 +73,13 @@ class WhisperTower(Tower):
         if self.second is not None:
             x = self.second(self._kernels.activate(x, self._config.projector_activation))
         return TowerRows(x)
+
+    def _embedded(self, window: Tensor) -> Tensor:
+        """Rows of a window that are seen."""
+        rows: Tensor = self.frames(window)
+        # Other rows behind the last are of padding.
+        rows = rows if self._audio.has_exact_end else rows[: _num_rows(window.shape[1])]
+        return rows if self._sinusoids is None else rows + self._sinusoids[: len(rows)]
 
 
 class PictureEmbedding(nn.Module):
@@ -92,7 +101,7 @@ class PictureEmbedding(nn.Module):
         self._positions = _sinusoids(audio.num_chunk_rows, config.hidden_size).to(context.device, context.dtype)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Rows of a chunk that is filled with zeros, those of the zeros included."""
+        """Rows of a chunk, which may be filled with zeros, those of the zeros included."""
         x = features.unsqueeze(0)
         for convolution in self.convolutions:
             squares = torch.nn.functional.pad(x, (1, 1, 1, 1)).unfold(1, 3, 2).unfold(2, 3, 2)
@@ -117,7 +126,7 @@ class Qwen3AsrTower(Tower):
         self.pictures = PictureEmbedding(context, config, vision.audio)
         self.trunk = Trunk(context, config)
         self.norm = TowerNorm(context, config.names.last_norm, size, "layer", config.eps)
-        names = [f"{config.names.beginnings[1]}linear_{number}" for number in (1, 2)]
+        names = config.names.projector
         inner = config.projector_size
         self.first = TowerLinear(context, ((names[0], inner),), (size,), has_bias=True)
         self.second = TowerLinear(context, ((names[1], hidden_size),), (inner,), has_bias=True)
@@ -125,7 +134,8 @@ class Qwen3AsrTower(Tower):
     def forward(self, audio: AudioFeatures) -> TowerRows:
         features = torch.from_numpy(audio.features.copy()).to(self._device, self._dtype)
         num_frames, chunk = features.shape[1], self._audio.chunk_frames
-        features = torch.nn.functional.pad(features, (0, -num_frames % chunk))
+        if num_frames > chunk or not self._audio.has_exact_end:
+            features = torch.nn.functional.pad(features, (0, -num_frames % chunk))
         parts = zip(torch.split(features, chunk, dim=1), chunk_lengths(num_frames), strict=True)
         x = torch.cat([self.pictures(part)[:length] for part, length in parts])
         window = self._audio.window_chunks * self._audio.num_chunk_rows

@@ -24,7 +24,7 @@ from spmd_worker.model.towers.squares import (
     OnevisionTower,
     SmolvlmTower,
 )
-from spmd_worker.model.towers.tower import Tower
+from spmd_worker.model.towers.tower import Tower, TwoTowers
 from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ranks.communicator import single_group
@@ -34,6 +34,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "exaone4_5": Qwen2_5Tower,
+    "qwen2_5_omni": Qwen2_5Tower,
     "glm4v": GlmTower,
     "paddleocr_vl": PaddleocrTower,
     "kimi_k25": KimiTower,
@@ -57,11 +58,18 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "glmasr": WhisperTower,
     "voxtral": WhisperTower,
     "qwen3_asr": Qwen3AsrTower,
+    "qwen2_5_omni_audio": WhisperTower,
+    "qwen3_omni_audio": Qwen3AsrTower,
 }
 
 
 def new_tower(context: LayerContext, vision: VisionConfig, hidden_size: int) -> Tower:
-    """The tower, complete on this rank and uninitialised. `hidden_size` is the text's."""
+    """The tower, or both of a model that takes images and audio, complete on this rank and uninitialised.
+    `hidden_size` is the text's.
+    """
+    if vision.beside is not None:
+        images, audio = (new_tower(context, replace(each, beside=None), hidden_size) for each in vision.parts)
+        return TwoTowers(images, audio)
     assert vision.tower is not None, vision
     return _CLASSES[vision.kind](_own_context(context, vision.tower.padded_head_size), vision, hidden_size)
 

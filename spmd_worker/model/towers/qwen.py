@@ -87,15 +87,13 @@ class Qwen3Tower(QwenTower):
         self.positions = TowerTable(context, config.names.positions, config.num_positions, config.hidden_size)
 
         def merger(name: str, *, norms_tokens: bool) -> QwenMerger:
-            names = tuple([f"{beginning}{name}.{part}" for part in ("norm", "linear_fc1", "linear_fc2")])
+            norm, first, second = (f"{beginning}{name}.{part}" for part in config.names.projector)
             sizes = (vision.merge_size, hidden_size)
-            return QwenMerger(context, config, *sizes, (names[0], names[1], names[2]), norms_tokens=norms_tokens)
+            return QwenMerger(context, config, *sizes, (norm, first, second), norms_tokens=norms_tokens)
 
         self.merger = merger("merger", norms_tokens=False)
         count = len(config.added_layers)
-        self.added = nn.ModuleList(
-            merger(f"deepstack_merger_list.{index}", norms_tokens=True) for index in range(count)
-        )
+        self.added = nn.ModuleList(merger(f"{config.names.added}.{index}", norms_tokens=True) for index in range(count))
 
     def forward(self, image: ImagePixels) -> TowerRows:
         x, (rows, columns), config = self._embedded(image), self._places(image.grid), self._config

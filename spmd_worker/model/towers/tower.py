@@ -40,3 +40,16 @@ class Tower(nn.Module):
     def forward(self, image: Any) -> TowerRows:
         """The rows of one image or input; with the same bits on any number of threads if the kernels are compiled."""
         raise NotImplementedError
+
+
+class TwoTowers(Tower):
+    """The towers of a model that takes images and audio."""
+
+    def __init__(self, images: Tower, audio: Tower) -> None:
+        super().__init__()
+        self.images, self.audio = images, audio
+        self.has_rows_behind = images.has_rows_behind or audio.has_rows_behind
+
+    def forward(self, image: ImagePixels | AudioFeatures) -> TowerRows:
+        rows: TowerRows = (self.audio if isinstance(image, AudioFeatures) else self.images)(image)
+        return rows

@@ -40,8 +40,8 @@ class CheckpointNames:
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
         names, pooling = model_config.names, model_config.pooling
         self._model_config, self._stage, self._names = model_config, stage, names
-        tower = None if model_config.vision is None else model_config.vision.tower
-        self._tower = None if tower is None else tower.names
+        parts = () if model_config.vision is None else model_config.vision.parts
+        self._towers = tuple([each.tower.names for each in parts if each.tower is not None])
         self._encoder = None if model_config.encoder_part is None else _names_of_encoder(model_config.encoder_part)
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
@@ -221,7 +221,7 @@ class CheckpointNames:
 
     def _of_tower(self, name: str) -> str:
         """The table's name of a tower's tensor, which files may call otherwise."""
-        for beginning, ours in () if self._tower is None else self._tower.aliases:
+        for beginning, ours in [alias for each in self._towers for alias in each.aliases]:
             if name.startswith(beginning):
                 return ours + name.removeprefix(beginning)
         return name if self._encoder is None else self._encoder.canonical(name)
@@ -238,9 +238,8 @@ class CheckpointNames:
         """Whether the tensor is of a tower that runs, or should be."""
         if self._encoder is not None:
             return self._encoder.has_module(name) and not name.startswith(f"{self._names.embedding}.")
-        if self._tower is None or not name.startswith(self._tower.beginnings):
-            return False
-        return not any(re.fullmatch(each, name) for each in self._tower.unused)
+        towers = [each for each in self._towers if name.startswith(each.beginnings)]
+        return any(not any(re.fullmatch(unused, name) for unused in each.unused) for each in towers)
 
     def _by_mixer(self, name: str) -> str:
         """The table's name of a tensor that transformers calls otherwise in layers with one mixer."""

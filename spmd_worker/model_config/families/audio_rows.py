@@ -34,13 +34,13 @@ _NEWER_KEYS: Final = {
 
 def _whisper_names(beginning: str, **names: Any) -> TowerNames:
     given = {
+        "beginnings": (beginning, beginning.replace("audio_tower", "multi_modal_projector")),
         "output": "self_attn.out_proj",
         "norms": ("self_attn_layer_norm", "final_layer_norm"),
         "mlp": ("fc1", "fc2"),
         **names,
     }
     return TowerNames(
-        beginnings=(beginning, beginning.replace("audio_tower", "multi_modal_projector")),
         layers=f"{beginning}layers",
         qkv=tuple([f"self_attn.{each}" for each in SEPARATE]),
         **given,
@@ -68,12 +68,16 @@ def _whisper_tower(
     """Whisper's encoder in windows, with other `names`; `more` are of the projector. `activation` is a key."""
     hidden_size, positions = audio.count("d_model", 1280), _positions(audio, "max_source_positions")
     plain = {"positions": "audio_tower.embed_positions", "last_norm": "audio_tower.layer_norm"}
+    linears = ("linear_1", "linear_2") if more.get("projector_size") else ("linear",)
+    given: dict[str, Any] = {
+        "beginning": "audio_tower.",
+        "projector": tuple([f"multi_modal_projector.{each}" for each in linears]),
+        **(plain if names is None else names),
+    }
+    beginning = given["beginning"]
     return TowerConfig(
         names=_whisper_names(
-            beginning="audio_tower.",
-            unbiased=("self_attn.k_proj",),
-            convolutions=("audio_tower.conv1", "audio_tower.conv2"),
-            **(plain if names is None else names),
+            unbiased=("self_attn.k_proj",), convolutions=(f"{beginning}conv1", f"{beginning}conv2"), **given
         ),
         hidden_size=hidden_size,
         intermediate_size=audio.count("encoder_ffn_dim", 5120),
@@ -87,8 +91,8 @@ def _whisper_tower(
     )
 
 
-def _positions(audio: ConfigReader, key: str) -> int:
-    return checked_integer(audio.get(key, 1500), audio.where(key), 2, _MOST_FRAMES)
+def _positions(audio: ConfigReader, key: str, default: int = 1500) -> int:
+    return checked_integer(audio.get(key, default), audio.where(key), 2, _MOST_FRAMES)
 
 
 def _qwen2_audio(files: VisionFiles) -> VisionConfig:
@@ -104,12 +108,18 @@ def _qwen2_audio(files: VisionFiles) -> VisionConfig:
 
 
 def _in_windows(
-    files: VisionFiles, kind: str, longest_s: int, rows_per_token: int, key: str = "max_source_positions", **heard: Any
+    files: VisionFiles,
+    kind: str,
+    longest_s: int,
+    rows_per_token: int,
+    key: str = "max_source_positions",
+    default: int = 1500,
+    **heard: Any,
 ) -> AudioInput:
     """Recordings of at most `longest_s` in windows of twice as many frames as `key` has positions."""
     audio = files.vision
     audio.choice("model_type", (f"{kind}_encoder",), f"{kind}_encoder")
-    window = 2 * _positions(audio, key)
+    window = 2 * _positions(audio, key, default)
     if window % _FRAMES_PER_S or window % (2 * rows_per_token):
         rule = f"must be whole seconds, of {_FRAMES_PER_S // 2} positions, and whole tokens, of {rows_per_token}"
         raise audio.error(key, f"{rule}{AUDIO_WAY_OUT}")
@@ -200,20 +210,36 @@ _QWEN3_BEGINNING: Final = "model.audio_tower."
 
 
 def _qwen3_asr(files: VisionFiles) -> VisionConfig:
+    names = {
+        "beginning": _QWEN3_BEGINNING,
+        "projector": tuple([f"model.multi_modal_projector.linear_{number}" for number in (1, 2)]),
+    }
+    found = _of_pictures(files, "qwen3_asr_encoder", _MOST_S, names)
+    return replace(found, kind="qwen3_asr", image_token_id=files.whole.count("audio_token_id", 151676))
+
+
+def _check_sizes(files: VisionFiles, hidden_size: int) -> None:
+    """Raise ModelConfigError for an encoder without sines for its positions, or with rows that are not the text's."""
     audio = files.vision
-    audio.choice("model_type", ("qwen3_asr_encoder",), "qwen3_asr_encoder")
-    hidden_size, output_size = audio.count("d_model", 1024), audio.count("output_dim", 3584)
     if hidden_size % 2 or hidden_size < 4:
         raise audio.error("d_model", f"must be even, and 4 or more{AUDIO_WAY_OUT}")
-    if output_size != files.hidden_size:
+    if audio.count("output_dim", 3584) != files.hidden_size:
         raise audio.error("output_dim", f"is not the hidden size of the text, {files.hidden_size}{AUDIO_WAY_OUT}")
+
+
+def _of_pictures(files: VisionFiles, model_type: str, longest_s: int, names: Mapping[str, Any]) -> VisionConfig:
+    """Recordings of at most `longest_s`, convolved as pictures, chunk by chunk. `names` are those of the tower."""
+    audio, beginning = files.vision, names["beginning"]
+    audio.choice("model_type", (model_type,), model_type)
+    hidden_size = audio.count("d_model", 1024)
+    _check_sizes(files, hidden_size)
     audio.choice("n_window", (_CHUNK_FRAMES // 2,), 50)
     window = checked_integer(audio.get("n_window_infer", 800), audio.where("n_window_infer"), 1, _MOST_FRAMES)
     if window % _CHUNK_FRAMES:
         raise audio.error("n_window_infer", f"must be a multiple of {_CHUNK_FRAMES}{AUDIO_WAY_OUT}")
     heard = AudioInput(
         num_mel_bins=checked_integer(audio.get("num_mel_bins", 128), audio.where("num_mel_bins"), 1, _MOST_BINS),
-        num_frames=_MOST_S * _CHUNK_FRAMES,
+        num_frames=longest_s * _CHUNK_FRAMES,
         num_channels=audio.count("downsample_hidden_size", 480),
         chunk_frames=_CHUNK_FRAMES,
         window_chunks=window // _CHUNK_FRAMES,
@@ -223,9 +249,9 @@ def _qwen3_asr(files: VisionFiles) -> VisionConfig:
     activation = activation_of(audio, "activation_function", "gelu")
     tower = TowerConfig(
         names=_whisper_names(
-            beginning=_QWEN3_BEGINNING,
-            convolutions=tuple([f"{_QWEN3_BEGINNING}conv2d{number}" for number in (1, 2, 3)]),
-            last_norm=f"{_QWEN3_BEGINNING}ln_post",
+            convolutions=tuple([f"{beginning}conv2d{number}" for number in (1, 2, 3)]),
+            last_norm=f"{beginning}ln_post",
+            **names,
         ),
         hidden_size=hidden_size,
         intermediate_size=audio.count("encoder_ffn_dim", 4096),
@@ -237,8 +263,58 @@ def _qwen3_asr(files: VisionFiles) -> VisionConfig:
         projector_size=hidden_size,
         projector_activation=activation,
     )
-    token_id = files.whole.count("audio_token_id", 151676)
-    return VisionConfig("qwen3_asr", image_token_id=token_id, tower=tower, audio=heard)
+    return VisionConfig("", 0, tower=tower, audio=heard)
+
+
+_OMNI_BEGINNING: Final = "thinker.audio_tower."
+_OMNI_DEFAULTS: Final = {
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+}
+"""Defaults of the class of Qwen3-Omni, which has those of Qwen3-ASR otherwise."""
+
+
+def _omni_token_of(files: VisionFiles) -> int:
+    """Id of the tokens that take rows, which files of Qwen2.5-Omni call otherwise."""
+    whole = files.whole
+    return whole.count("audio_token_index" if whole.get("audio_token_id") is None else "audio_token_id", 151646)
+
+
+def _qwen2_5_omni(files: VisionFiles) -> VisionConfig:
+    """Windows of frames of the recording alone, and sines as positions within each."""
+    audio = files.vision
+    names = {
+        "beginning": _OMNI_BEGINNING,
+        "beginnings": (_OMNI_BEGINNING,),
+        "projector": (f"{_OMNI_BEGINNING}proj",),
+        "last_norm": f"{_OMNI_BEGINNING}ln_post",
+        # Embeddings of the tokens around a recording, which no class reads.
+        "unused": (r"thinker\.audio_tower\.audio_bos_eos_token\.weight",),
+    }
+    tower = _whisper_tower(audio, names=names)
+    _check_sizes(files, tower.hidden_size)
+    kept: dict[str, Any] = dict.fromkeys(("has_one_level", "has_exact_end"), True)
+    heard = _in_windows(files, "qwen2_5_omni_audio", 300, 2, "n_window", 100, **kept)
+    if heard.num_rows > _positions(audio, "max_source_positions"):
+        raise audio.error("n_window", f"must be at most max_source_positions{AUDIO_WAY_OUT}")
+    return VisionConfig("qwen2_5_omni_audio", _omni_token_of(files), merge_size=2, tower=tower, audio=heard)
+
+
+def _qwen3_omni(files: VisionFiles) -> VisionConfig:
+    given = {key: value for key, value in files.vision.config.items() if value is not None}
+    files = replace(files, vision=replace(files.vision, config={**_OMNI_DEFAULTS, **given}))
+    names = {
+        "beginning": _OMNI_BEGINNING,
+        "beginnings": (_OMNI_BEGINNING,),
+        "projector": tuple([f"{_OMNI_BEGINNING}proj{number}" for number in (1, 2)]),
+    }
+    found = _of_pictures(files, "qwen3_omni_moe_audio_encoder", 2400, names)
+    assert found.audio is not None, found
+    # transformers fills chunks to the longest of a call, so one that is alone in it is not filled.
+    heard = replace(found.audio, has_exact_end=True)
+    return replace(found, kind="qwen3_omni_audio", image_token_id=_omni_token_of(files), audio=heard)
 
 
 THINKER_NAMES: Final = {
@@ -311,5 +387,7 @@ AUDIO_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "voxtral": _voxtral,
     "glmasr": _glmasr,
     "audioflamingo3": _audioflamingo3,
+    "qwen2_5_omni_audio": _qwen2_5_omni,
+    "qwen3_omni_audio": _qwen3_omni,
 }
 """How config.json is read, by `Family.vision`."""

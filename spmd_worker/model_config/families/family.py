@@ -381,7 +381,8 @@ class Family:
     from the file and the layers, in order. `ropes` gives all ropes instead of `rope`; of several, `layers` sets each
     layer's.
 
-    `vision` is the row of `vision_rows.py` by which the model takes images, "" for text alone.
+    `vision` is the row of `vision_rows.py` by which the model takes images, "" for text alone; `audio` that by which it
+    takes audio beside images.
 
     `layer` names the kind of layer if it has arithmetic that no part describes, "" for the plain one: a model's layers
     are then the `Layer` of the module of this name next to the decoder. Plans do not count the weights that it adds.
@@ -405,6 +406,7 @@ class Family:
     head: Head = Head()
     text: TextPart | None = None
     vision: str = ""
+    audio: str = ""
     images: ImageLayers | None = None
     encoder: Encoder | None = None
     encoder_part: EncoderDecoder | None = None

@@ -49,6 +49,8 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 def _input(family: Family) -> str:
     if family.encoder_part is not None:
         return "audio to text" if family.encoder_part.mel_bins_key else "text to text"
+    if family.audio:
+        return "text, images and audio"
     media = "audio" if family.vision in AUDIO_ROWS else "images"
     return f"text and {media}" if family.vision else "text"
 

@@ -36,6 +36,7 @@ from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
+from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
@@ -241,6 +242,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **ALIBI_ROWS,
     **OLDER_ROWS,
     **EXPERT_FAMILIES,
+    **OMNI_ROWS,
     **LATENT_ROWS,
     **SPARSE_ROWS,
     **SLIDING_SPARSE_ROWS,
@@ -300,7 +302,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"),
         "InstructBlipVideoForConditionalGeneration",
         "Granite4VisionForConditionalGeneration",
-        *("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
         *("PerceptionLMForConditionalGeneration", "QianfanOCRForConditionalGeneration"),
         "Lfm3VlForConditionalGeneration",
         *("Florence2ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),

@@ -47,14 +47,16 @@ _MOST_LAYERS: Final = 1 << 16
 _MOST_RATIO: Final = 1 << 8
 """Largest ratio of the widths of a feed-forward and its layer."""
 
+_OMNI_BEGINNING: Final = "thinker.visual."
+
 # ---- Qwen ----------------------------------------------------------------------------------------------------------
 
 
-def _qwen_names(beginning: str, **names: Any) -> TowerNames:
+def _qwen_names(beginning: str, qkv: tuple[str, ...] = ("attn.qkv",), **names: Any) -> TowerNames:
     return TowerNames(
         beginnings=(beginning,),
         layers=f"{beginning}blocks",
-        qkv=("attn.qkv",),
+        qkv=qkv,
         output="attn.proj",
         norms=("norm1", "norm2"),
         patches=f"{beginning}patch_embed.proj",
@@ -96,18 +98,31 @@ def _qwen_vision(files: VisionFiles, kind: str, tower: TowerConfig, default_toke
     )
 
 
-def _qwen3_vl(files: VisionFiles, *, adds: bool = True, default_token: int = 151655) -> VisionConfig:
+def _qwen3_vl(
+    files: VisionFiles, *, adds: bool = True, default_token: int = 151655, names: Mapping[str, Any] | None = None
+) -> VisionConfig:
     defaults = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "patch_size": 16}
     sizes = _qwen_sizes(files, defaults, "gelu_pytorch_tanh")
     num_positions = files.vision.count("num_position_embeddings", 2304)
     if round(num_positions**0.5) ** 2 != num_positions:
         raise files.vision.error("num_position_embeddings", f"must be a square number{WAY_OUT}")
     deepstack = layers_of(files.vision, "deepstack_visual_indexes", [8, 16, 24], sizes["num_layers"]) if adds else ()
-    names = _qwen_names(
-        "model.visual.", mlp=("mlp.linear_fc1", "mlp.linear_fc2"), positions="model.visual.pos_embed.weight"
+    given = {
+        "beginning": "model.visual.",
+        "projector": ("norm", "linear_fc1", "linear_fc2"),
+        "added": "deepstack_merger_list",
+        **(names or {}),
+    }
+    of_tower = _qwen_names(
+        mlp=("mlp.linear_fc1", "mlp.linear_fc2"), positions=f"{given['beginning']}pos_embed.weight", **given
     )
-    tower = TowerConfig(names=names, num_positions=num_positions, added_layers=deepstack, **sizes)
+    tower = TowerConfig(names=of_tower, num_positions=num_positions, added_layers=deepstack, **sizes)
     return _qwen_vision(files, "qwen3_vl", tower, default_token)
+
+
+def _qwen3_omni(files: VisionFiles) -> VisionConfig:
+    names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
+    return _qwen3_vl(files, names=names)
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -142,7 +157,7 @@ def _exaone4_5(files: VisionFiles) -> VisionConfig:
     return replace(_qwen_vision(files, "exaone4_5", tower, 67), has_three_positions=False)
 
 
-def _qwen2_5_tower(files: VisionFiles, beginning: str) -> TowerConfig:
+def _qwen2_5_tower(files: VisionFiles, beginning: str, **names: Any) -> TowerConfig:
     defaults = {"hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "patch_size": 14}
     sizes = _qwen_sizes(files, defaults, "silu")
     merge_size, window = files.vision.count("spatial_merge_size", 2), side_of(files.vision, "window_size", 112)
@@ -151,7 +166,7 @@ def _qwen2_5_tower(files: VisionFiles, beginning: str) -> TowerConfig:
     # Its class's default names layers that a shallow tower lacks.
     full_layers = layers_of(files.vision, "fullatt_block_indexes", [7, 15, 23, 31], _MOST_LAYERS)
     return TowerConfig(
-        names=_qwen_names(beginning, mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+        names=_qwen_names(beginning, mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), **names),
         norm="rms",
         is_gated=True,
         has_patch_bias=False,
@@ -159,6 +174,12 @@ def _qwen2_5_tower(files: VisionFiles, beginning: str) -> TowerConfig:
         full_layers=tuple([each for each in full_layers if each < sizes["num_layers"]]),
         **sizes,
     )
+
+
+def _qwen2_5_omni(files: VisionFiles) -> VisionConfig:
+    tower = _qwen2_5_tower(files, _OMNI_BEGINNING, qkv=("attn.q", "attn.k", "attn.v"))
+    found = _qwen_vision(files, "qwen2_5_vl", tower, 151655)
+    return replace(found, kind="qwen2_5_omni", image_token_id=image_token_of(files, 151655))
 
 
 # ---- GLM -----------------------------------------------------------------------------------------------------------
@@ -327,6 +348,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "exaone4_5": _exaone4_5,
+    "qwen2_5_omni": _qwen2_5_omni,
+    "qwen3_omni": _qwen3_omni,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
@@ -356,6 +379,8 @@ _FILE_KEYS: Final = {
     "qwen2_vl": {**_DEPTH, **_QWEN2_VL_KEYS},
     "qwen2_5_vl": _DEPTH,
     "exaone4_5": _DEPTH,
+    "qwen2_5_omni": _DEPTH,
+    "qwen3_omni": _DEPTH,
     "qwen3_vl": _DEPTH,
     "qwen3_5": _DEPTH,
     "glm4v": _DEPTH,

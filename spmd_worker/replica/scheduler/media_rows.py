@@ -20,7 +20,7 @@ class MediaRowLimits:
     """Rows that the workers keep, at most `num_rows`, and patches that a step's towers read, at most
     `max_encode_patches` but for the first image of a step. The `num_owners` ranks of a tensor group make rows.
     `sees_whole_image`: what is not computed of an image is computed in one step, of `max_num_tokens` at most. Images
-    are recordings if the model `hears`.
+    are recordings if the model `hears`, or without a grid if it also `sees`.
     """
 
     num_rows: int = 0
@@ -30,13 +30,15 @@ class MediaRowLimits:
     max_num_tokens: int = 0
     is_chunked: bool = True
     hears: bool = False
+    sees: bool = False
 
     def refusal(self, media: Sequence[MediaItem]) -> tuple[str, str]:
         """Code and text of why a prompt's images can never be computed; empty if they can."""
         if not self.num_rows:
             return "images_unsupported", "this model takes no images: leave them out, or use a model with a tower"
-        code, one = ("audio_too_long", "a recording") if self.hears else ("image_too_long", "an image")
-        most = max(item.num_rows for item in media)
+        largest = max(media, key=lambda item: item.num_rows)
+        is_heard, most = self.hears and not (self.sees and largest.grid[0]), largest.num_rows
+        code, one = ("audio_too_long", "a recording") if is_heard else ("image_too_long", "an image")
         if most > self.num_rows:
             return code, (
                 f"{one} of {most} tokens is larger than the {self.num_rows} rows that are kept: raise "
@@ -51,11 +53,14 @@ class MediaRowLimits:
         num_rows = sum({item.media_id: item.num_rows for item in media}.values())
         if not self.is_chunked and num_rows > self.num_rows:
             return code, (
-                f"the {'recordings' if self.hears else 'images'} have {num_rows} tokens, which one step computes with "
-                f"scheduler.enable_chunked_prefill=false, and {self.num_rows} of their rows are kept: raise "
-                f"cache.media_rows_gib"
+                f"the {' and '.join(self._names)} have {num_rows} tokens, which one step computes with scheduler."
+                f"enable_chunked_prefill=false, and {self.num_rows} of their rows are kept: raise cache.media_rows_gib"
             )
         return "", ""
+
+    @property
+    def _names(self) -> list[str]:
+        return [*(["images"] if self.sees or not self.hears else []), *(["recordings"] if self.hears else [])]
 
 
 NO_MEDIA = MediaRowLimits()

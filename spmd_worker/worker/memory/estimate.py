@@ -5,6 +5,7 @@ runtime's forward pass, rounded up.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -284,13 +285,13 @@ def activation_bytes(
     num_tokens: int,
     num_rows: int,
     quantization: str | None = None,
-    num_image_tokens: int = 0,
+    num_tower_rows: Sequence[int] = (),
     *,
     adds_by_tree: bool = False,
     most_drafts: int = 0,
 ) -> int:
-    """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the tower for an image of
-    `num_image_tokens`, which precedes it on the first stage. Rows have `most_drafts` drafts at most.
+    """Peak bytes of a step of `num_tokens` tokens, of which `num_rows` are sampled, or of the towers for an image
+    or a recording of `num_tower_rows`, which precede it on the first stage. Rows have `most_drafts` drafts at most.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gate and up columns and their product; fused layers hold one of each at the same time. Heads with partial or
@@ -331,22 +332,22 @@ def activation_bytes(
         of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
-    of_tower = (
-        tower_bytes(model_config, dtype, num_image_tokens) if stage_of(layout, model_config, rank).is_first else 0
-    )
+    of_tower = tower_bytes(model_config, dtype, *num_tower_rows) if stage_of(layout, model_config, rank).is_first else 0
     num_shard_rows = rank_vocabulary_rows(model_config, layout)
     logits = num_rows * (num_shard_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return max(of_step + logits, of_tower)
 
 
-def tower_bytes(model_config: ModelConfig, dtype: str, num_image_tokens: int) -> int:
-    """Peak bytes of the tower for an image of so many tokens, or an encoder's input of so many rows; 0 without one."""
+def tower_bytes(model_config: ModelConfig, dtype: str, *num_rows: int) -> int:
+    """Peak bytes of the towers, for an image or a recording of so many tokens each (`ResolvedRun.most_tower_rows`), or
+    of an encoder for an input of so many rows; 0 without one.
+    """
     if model_config.encoder_part is not None:
-        return encoder_activations(model_config.encoder_part, num_image_tokens) * DTYPE_BYTES[dtype]
-    if model_config.vision is None:
-        return 0
-    elements, float32 = tower_activations(model_config.vision, num_image_tokens, model_config.hidden_size)
-    return elements * DTYPE_BYTES[dtype] + float32 * DTYPE_BYTES["float32"]
+        return encoder_activations(model_config.encoder_part, max(num_rows, default=0)) * DTYPE_BYTES[dtype]
+    parts = () if model_config.vision is None else model_config.vision.parts
+    sizes = [tower_activations(*each, model_config.hidden_size) for each in zip(parts, num_rows)]
+    # One image or recording at a time.
+    return max([each * DTYPE_BYTES[dtype] + float32 * DTYPE_BYTES["float32"] for each, float32 in sizes], default=0)
 
 
 def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:

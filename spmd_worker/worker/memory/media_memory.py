@@ -28,7 +28,8 @@ def media_row_limits(resolved: ResolvedRun) -> MediaRowLimits:
         vision is not None and vision.sees_whole_image,
         max_num_tokens,
         config.scheduler.enable_chunked_prefill,
-        resolved.model_config.hears,
+        hears=resolved.max_audio_tokens > 0 or resolved.model_config.hears,
+        sees=min(resolved.max_image_tokens, resolved.max_audio_tokens) > 0,
     )
 
 
@@ -42,7 +43,7 @@ def longest_media(resolved: ResolvedRun) -> dict[str, int]:
     if vision is None:
         return {}
     # Rows for the largest image bound none.
-    longest = resolved.max_image_tokens
+    longest = max(resolved.max_image_tokens, resolved.max_audio_tokens)
     longest = longest if limits.num_rows >= resolved.max_tower_rows else min(longest, limits.num_rows)
     # A step holds all of an image. Images of such models are squares of one size, or have so many tokens at most.
     if vision.tower is not None and limits.sees_whole_image:

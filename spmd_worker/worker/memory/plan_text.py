@@ -242,7 +242,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
                 num_tokens,
                 num_rows,
                 quantization,
-                resolved.max_tower_rows,
+                resolved.most_tower_rows,
                 adds_by_tree=resolved.device_type == "cpu" or layout.num_leaves > 1,
                 most_drafts=resolved.most_drafts,
             ),
@@ -400,18 +400,22 @@ def _media(plan: MemoryPlan) -> list[str]:
     if part is not None:
         return [f"inputs     of the encoder, {part.kind}: {kept}"]
     vision, limits = plan.resolved.model_config.vision, plan.resolved.config.limits
-    if vision is not None and vision.audio is not None:
-        seconds, num_tokens = vision.audio.num_frames / FRAMES_PER_SECOND, plan.resolved.max_image_tokens
-        if vision.audio.chunk_frames or vision.audio.window_frames:
+    hearing, heard = None if vision is None else vision.hearing, list[str]()
+    if hearing is not None and hearing.audio is not None:
+        seconds, num_tokens = hearing.audio.num_frames / FRAMES_PER_SECOND, plan.resolved.max_audio_tokens
+        if hearing.audio.chunk_frames or hearing.audio.window_frames:
             seconds = min(seconds, limits.max_audio_s)
-        return [f"audio      {kept}", f"recordings of {seconds:g} s take {num_tokens:,} tokens each"]
+        heard = [f"recordings of {seconds:g} s take {num_tokens:,} tokens each"]
+    if vision is not None and not vision.sees:
+        return [f"audio      {kept}", *heard]
     costs = [
         f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"
         for height, width, image in image_costs(plan.resolved)
     ]
     return [
-        f"images     {kept}",
+        f"{'media     ' if heard else 'images    '} {kept}",
         *([f"an image   {', '.join(costs)}; limits.max_image_tokens is {limits.max_image_tokens:,}"] if costs else []),
+        *heard,
     ]
 
 

@@ -11,17 +11,16 @@ E: tokens of a step that take rows.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmd_worker.media.prepared import EncoderIds
-from spmd_worker.media.sent_audio import SentMedia, audio_from
-from spmd_worker.media.sent_image import image_from
+from spmd_worker.media.sent_audio import SentMedia, content_from
 from spmd_worker.model.layers.embedding import StepMedia
-from spmd_worker.model.towers.tower import MakeRows, TowerInput
+from spmd_worker.model.towers.tower import MakeRows, TowerInput, TowerRows, TwoTowers
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.replica.mirror.mirror import ScheduledSequence
@@ -49,8 +48,8 @@ class _Encode(NamedTuple):
 
 class MediaStore:
     """`make_rows` is the tower, None where there is none: then it must be set before the first plan with images. Rows
-    are [1 + num_added, rows of the image, hidden_size] of `dtype`. `hears`: contents are features of audio, and not
-    pixels.
+    are [1 + num_added, rows of the image, hidden_size] of `dtype`; audio adds zeros. `kind` is the medium or media,
+    in errors.
 
     Any thread may call `hold` while another one steps.
     """
@@ -63,11 +62,9 @@ class MediaStore:
         num_added: int,
         dtype: torch.dtype,
         device: torch.device,
-        hears: bool = False,
+        kind: str = "image",
     ) -> None:
-        self.make_rows = make_rows
-        self._content_from = audio_from if hears else image_from
-        self._kind = "audio" if hears else "image"
+        self.make_rows, self._kind = make_rows, kind
         self._group, self._dtype, self._device = group, dtype, device
         self._hidden_size, self._num_added = hidden_size, num_added
         self._rows: dict[bytes, Tensor] = {}
@@ -130,16 +127,20 @@ class MediaStore:
         """The rows that this rank makes. Where images take long the ranks meet behind each layer: those that wait for
         rows hear of the others' progress, so a layer, and not an image, has the time that ranks wait for each other.
         """
-        trunk, num_images = getattr(self.make_rows, "trunk", None), Counter([each.plan.owner for each in encodes])
-        if trunk is None or not self._takes_long(encodes):
+        trunks, num_images = _trunks(self.make_rows), Counter([each.plan.owner for each in encodes])
+        if not trunks or not self._takes_long(encodes):
             return [self._made(*each) for each in zip(encodes, contents, strict=True)]
-        self._num_layers, trunk.on_layer = 0, self._end_layer
+        self._num_layers = 0
+        for trunk in trunks:
+            trunk.on_layer = self._end_layer
         try:
             made = [self._made(*each) for each in zip(encodes, contents, strict=True)]
         finally:
             # Not a cycle: a model without references is freed at once.
-            trunk.on_layer = _nothing
-        while self._num_layers < max(num_images.values()) * len(trunk.layers):
+            for trunk in trunks:
+                trunk.on_layer = _nothing
+        # Ranks need not know which tower an owner runs.
+        while self._num_layers < max(num_images.values()) * max(len(trunk.layers) for trunk in trunks):
             self._end_layer()
         return made
 
@@ -208,7 +209,7 @@ class MediaStore:
         content = self._sent(torch.frombuffer(data, dtype=torch.uint8))
         if rank != owner:
             return None
-        return self._content_from(sizes, content.numpy().tobytes())
+        return content_from(sizes, content.numpy().tobytes())
 
     def _held_of(self, encode: _Encode) -> SentMedia:
         number, index, media_id = encode.plan.request_id, encode.plan.index, encode.item.media_id
@@ -231,7 +232,7 @@ class MediaStore:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         if self.make_rows is None or content is None:
             raise RuntimeError("this model has no tower, so it makes no rows of images or inputs: load it with one")
-        made = self.make_rows(content)
+        made = self._with_added(self.make_rows(content))
         rows = torch.stack([made.rows, *made.added]).to(self._device, self._dtype)
         if getattr(self.make_rows, "has_rows_behind", False):
             rows = rows[:, : encode.item.num_rows].contiguous()
@@ -241,3 +242,15 @@ class MediaStore:
                 f"prompt has tokens for {shape}"
             )
         return rows
+
+    def _with_added(self, made: TowerRows) -> TowerRows:
+        """The rows, of which a recording beside images adds none to later layers."""
+        if made.added or not isinstance(self.make_rows, TwoTowers):
+            return made
+        return TowerRows(made.rows, (torch.zeros_like(made.rows),) * self._num_added)
+
+
+def _trunks(make_rows: MakeRows | None) -> list[Any]:
+    """The layers of each tower that has some."""
+    towers = (make_rows.images, make_rows.audio) if isinstance(make_rows, TwoTowers) else (make_rows,)
+    return [trunk for each in towers if (trunk := getattr(each, "trunk", None)) is not None]

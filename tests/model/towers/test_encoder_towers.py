@@ -318,7 +318,7 @@ def test_planned_parameters_are_those_of_encoders(name: str):
     shard = build_model(replace(meta, tensor_group=group), config)
     planned = weights_bytes(config, RankLayout(2), 0, "float32", "cuda")
     assert planned == 4 * sum(each.numel() for each in shard.parameters())
-    assert activation_bytes(config, RankLayout(1), 0, "float32", 8, 1, num_image_tokens=4096) > 4 * 4096 * 64
+    assert activation_bytes(config, RankLayout(1), 0, "float32", 8, 1, num_tower_rows=(4096,)) > 4 * 4096 * 64
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -485,7 +485,7 @@ def test_planned_parameters_are_those_of_towers(name: str):
     layout, planned = RankLayout(1), []
     for each in (config, text):
         planned.append(weights_bytes(each, layout, 0, "float32", "cuda"))
-        assert activation_bytes(each, layout, 0, "float32", 8, 1, num_image_tokens=4096) > 0
+        assert activation_bytes(each, layout, 0, "float32", 8, 1, num_tower_rows=(4096,)) > 0
     assert planned[0] - planned[1] == 4 * config.num_tower_parameters
 
 

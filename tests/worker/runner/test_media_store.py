@@ -9,9 +9,10 @@ import torch
 from thread_groups import on_ranks
 from torch import Tensor
 
-from spmd_worker.media.prepared import ImagePixels, PreparedImage
+from spmd_worker.media.prepared import AudioFeatures, ImagePixels, PreparedImage
+from spmd_worker.media.sent_audio import SentAudio
 from spmd_worker.media.sent_image import SentImage
-from spmd_worker.model.towers.tower import TowerRows
+from spmd_worker.model.towers.tower import Tower, TowerRows, TwoTowers
 from spmd_worker.ranks.communicator import single_group
 from spmd_worker.replica.mirror.records import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.media_items import EncodeMedia, MediaItem
@@ -142,3 +143,37 @@ def test_ranks_that_wait_hear_of_each_layer(is_long: bool, monkeypatch: pytest.M
     # Rank 1 has begun no layer before rank 0 heard of the one before.
     begun = [index for index, each in enumerate(seen) if each == (1, "layer")]
     assert all(seen[:index].count((0, "heard")) >= layer - 1 for layer, index in enumerate(begun))
+
+
+class DeepTower(Tower):
+    """Rows of 7s behind `depth` layers."""
+
+    def __init__(self, depth: int, num_added: int) -> None:
+        super().__init__()
+        self.trunk, self._num_added = SimpleNamespace(layers=range(depth), on_layer=lambda: None), num_added
+
+    def forward(self, given: Any) -> TowerRows:
+        for _ in self.trunk.layers:
+            self.trunk.on_layer()
+        rows = torch.full((2 if isinstance(given, AudioFeatures) else 3, 3), 7.0)
+        return TowerRows(rows, (rows,) * self._num_added)
+
+
+def test_towers_of_other_depths_meet_on_two_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 makes an image in five layers, rank 1 a recording in two, which adds nothing to later layers."""
+    monkeypatch.setattr(media_store, "_MANY_PATCHES", 1)
+    heard = []
+
+    def run(group: Any) -> list[Tensor]:
+        towers = TwoTowers(DeepTower(5, 2), DeepTower(2, 0))
+        store = MediaStore(towers, group, 3, 2, torch.float32, torch.device("cpu"), "image or audio")
+        store.on_layer = lambda: heard.append(group.rank)
+        store.hold(5, 0, image(FIRST, 0, 3))
+        store.hold(5, 1, SentAudio(SECOND, (4, 6), bytes(4 * 6 * 4)))
+        store.apply(StepPlan(1, encode=(EncodeMedia(5, 0, 0), EncodeMedia(5, 1, 1))), lambda request_id: REQUEST)
+        return [store._rows[FIRST], store._rows[SECOND]]
+
+    for picture, recording in on_ranks(2, run):
+        assert picture.eq(7).all()
+        assert (recording[0].eq(7).all(), recording[1:].eq(0).all()) == (True, True)
+    assert sorted(heard) == [0] * 5 + [1] * 5

@@ -1,0 +1,318 @@
+"""Prompts of text, images and recordings: transformers' answers, every door, batch, chunk, cache and layout."""
+
+import base64
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from hearing_models import RATE, recording
+from jobs_of_rows import answers_of_job, openai_row
+from media_models import noise, saved
+from omni_models import Given, omni_folder, text_of, their_answer, written
+from safetensors.torch import load_file
+from serving import ServedHere
+from speech_models import wave_file
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.compat.call_images import CallPrompt
+from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.engine.calls import call_runner
+from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
+from spmd_worker.frontends.tools.verify import main as verify
+from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
+SAMPLING: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
+ROOMY: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_blocks": 128, "max_model_len": 320}
+CHAT = "/v1/chat/completions"
+P, Q, R = noise(97, 61, 3), noise(130, 157, 4), noise(97, 61, 5)
+A, B, C = recording(20_000, 1), recording(17_001, 2), recording(20_000, 3)
+TEXT = {"type": "text", "text": "What is it?"}
+MIXED: dict[str, list[Given]] = {
+    "images first": [("image", P), ("audio", A), ("image", Q), ("audio", B)],
+    "audio first": [("audio", B), ("audio", A), ("image", Q)],
+    "other contents": [("image", R), ("audio", C), ("image", Q), ("audio", B)],
+    "images": [("image", Q), ("image", P)],
+    "audio": [("audio", recording(9_001, 4))],
+    "again": [("audio", A), ("image", P), ("audio", A), ("image", P)],
+}
+"""The third has the first one's ids with another picture and another recording."""
+
+
+def prompt_of(kind: str, media: list[Given]) -> dict[str, Any]:
+    data = {name: [given for medium, given in media if medium == name] for name in ("image", "audio")}
+    return {"prompt": text_of(kind, media), "multi_modal_data": data}
+
+
+def prompts(kind: str) -> list[Any]:
+    return [*[prompt_of(kind, media) for media in MIXED.values()], {"prompt": "Text alone, behind others."}]
+
+
+def answers(llm: LLM, given: list[Any]) -> list[Any]:
+    """Ids of each prompt, and of its answer, with log-probabilities."""
+    return [
+        [
+            list(output.prompt_token_ids or ()),
+            list(output.outputs[0].token_ids),
+            [[[token, each.logprob] for token, each in position.items()] for position in output.outputs[0].logprobs],
+        ]
+        for output in llm.generate(given, GREEDY, use_tqdm=False)
+    ]
+
+
+def opened(kind: str, **options: Any) -> LLM:
+    return LLM(str(omni_folder(kind)), **{**ROOMY, **options})
+
+
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_omni", marks=pytest.mark.stress), "qwen3_omni"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(kind: str) -> Iterator[LLM]:
+    with opened(kind) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, kind: str) -> list[Any]:
+    """Each prompt's answer, alone and cold."""
+    found = []
+    for each in prompts(kind):
+        llm.reset_prefix_cache()
+        found += answers(llm, [each])
+    return found
+
+
+@pytest.mark.guarantee("Answers to images and recordings in one prompt are those of transformers")
+def test_answers_equal_transformers(kind: str, expected: list[Any]):
+    for media, (ids, answer, _) in zip(MIXED.values(), expected, strict=False):
+        assert (ids, answer) == their_answer(kind, media, NUM_TOKENS)
+
+
+@pytest.mark.control("Answers to images and recordings in one prompt are those of transformers")
+def test_other_contents_and_orders_give_other_answers(llm: LLM, kind: str, expected: list[Any]):
+    assert expected[0][0] == expected[2][0]
+    assert expected[0][1] != expected[2][1]
+    given = dict(prompt_of(kind, MIXED["images first"]))
+    for name in ("image", "audio"):
+        data = {**given["multi_modal_data"], name: given["multi_modal_data"][name][::-1]}
+        ((_, answer, _),) = answers(llm, [{**given, "multi_modal_data": data}])
+        assert answer != expected[0][1], name
+
+
+@pytest.mark.guarantee("An answer to images and recordings does not depend on its batch, chunks or cache")
+def test_batches_and_caches_give_the_same_bits(llm: LLM, kind: str, expected: list[Any]):
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        assert answers(llm, prompts(kind)) == expected
+
+
+@pytest.mark.control("An answer to images and recordings does not depend on its batch, chunks or cache")
+@pytest.mark.stress
+def test_comparison_detects_names_without_contents(kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """The third prompt gets the first one's rows and blocks."""
+    prepare, names = ImagePrompts.prepare, dict[Any, bytes]()
+
+    def named_by_sizes(images: ImagePrompts, *given: Any) -> tuple[PreparedMedia, ...]:
+        found = prepare(images, *given)
+        return tuple([replace(each, media_id=names.setdefault(each.content.sizes, each.media_id)) for each in found])
+
+    monkeypatch.setattr(ImagePrompts, "prepare", named_by_sizes)
+    with opened(kind) as made:
+        found = [answers(made, [each])[0] for each in prompts(kind)[:3]]
+    assert found[0] == expected[0] == found[2]
+    assert found[2] != expected[2]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
+    with opened(kind, max_num_batched_tokens=chunk, max_num_seqs=4) as made:
+        assert answers(made, prompts(kind)) == expected
+
+
+def test_dropped_contents_are_made_again(llm: LLM, kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """A call that holds the pixels and features of no prompt that waits."""
+    again, made = CallPrompt.again, []
+    for module in (call_runner, data_parallel_prompts):
+        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1.0)
+    monkeypatch.setattr(CallPrompt, "again", lambda prompt: made.append(prompt) or again(prompt))
+    llm.reset_prefix_cache()
+    assert answers(llm, prompts(kind)) == expected
+    assert len(made) == 2 * len(MIXED)
+
+
+@pytest.mark.stress
+def test_preempted_prompts_see_and_hear_again(kind: str, expected: list[Any]):
+    """Too few blocks for all prompts, and memory for the rows of one."""
+    few = {"num_blocks": 32, "max_model_len": 240, "preemption_mode": "recompute", "media_rows_gib": 480 * 128 / 2**30}
+    with opened(kind, **few) as made:
+        assert answers(made, prompts(kind)) == expected
+
+
+LAYOUTS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_layers": [3, 1], "pipeline_parallel_size": 2}}
+
+
+def main(kind: str, folder: Path, layout: str) -> None:
+    """Write a rank's answers."""
+    with opened(kind, **LAYOUTS[layout]) as made:
+        rank = made.llm_engine.engine_channel.rank
+        (folder / str(rank)).write_text(json.dumps(answers(made, prompts(kind))))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tmp_path: Path):
+    done = ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    first, second = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
+    assert first == second
+    if layout == "pipeline":
+        assert first == json.loads(json.dumps(expected))
+    # Two tensor ranks add in another order.
+    assert [each[:2] for each in first] == [each[:2] for each in expected]
+
+
+@pytest.mark.stress
+@pytest.mark.guarantee("A trainer's towers make the next rows", is_control_inside=True)
+def test_weights_sleep_change_and_are_saved(kind: str, expected: list[Any], tmp_path: Path):
+    files = load_file(omni_folder(kind) / "model.safetensors")
+    given = prompts(kind)[:1]
+    with opened(kind) as made:
+        made.sleep(level=1)
+        made.wake_up()
+        assert answers(made, given) == expected[:1]
+        made.save_checkpoint(tmp_path / "checkpoint")
+        kept = load_file(tmp_path / "checkpoint" / "model.safetensors")
+        assert {*kept} <= {*files}
+        assert all(torch.equal(tensor, files[name]) for name, tensor in kept.items())
+        made.llm_engine.model_executor.save_sharded_state(path=tmp_path / "state")
+        for part in ("visual.blocks.0.norm1.weight", "audio_tower.layers.0.self_attn_layer_norm.weight"):
+            made.start_weight_update(partial=True)
+            made.update_weights([(part, files[f"thinker.{part}"] * -2)])
+            made.finish_weight_update()
+            assert answers(made, given)[0][1] != expected[0][1], part
+            made.collective_rpc("reload_weights")
+            assert answers(made, given) == expected[:1]
+    for folder, options in ((tmp_path / "checkpoint", {}), (tmp_path / "state", {"load_format": "sharded_state"})):
+        with LLM(str(folder), **ROOMY, **options) as again:
+            assert answers(again, given) == expected[:1]
+
+
+def audio_part(data: bytes) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def url_of(data: bytes, kind: str) -> str:
+    return f"data:{kind};base64," + base64.b64encode(data).decode()
+
+
+def conversation(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, TEXT]}]
+
+
+def body(*parts: Any) -> dict[str, Any]:
+    return {"messages": conversation(*parts), **SAMPLING}
+
+
+WAVE, PNG = wave_file(A), saved(P)
+SOUND, PICTURE = audio_part(WAVE), image_part(url_of(PNG, "image/png"))
+BAD: dict[str, list[Any]] = {
+    "audio_empty": [PICTURE, audio_part(wave_file(recording(320)))],
+    "audio_unreadable": [PICTURE, audio_part(b"junk")],
+    "image_unreadable": [SOUND, image_part(url_of(b"junk", "image/png"))],
+    "image_missing": [SOUND, {"type": "image"}],
+    "audio_missing": [PICTURE, {"type": "audio"}],
+    "too_many_audios": [PICTURE, *[SOUND] * 33],
+    "too_many_images": [SOUND, *[PICTURE] * 33],
+    "unsupported_value": [PICTURE, {"type": "video_url", "video_url": {"url": "a.mp4"}}],
+    "reserved_token": [PICTURE, {"type": "text", "text": "<|AUDIO|>"}],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("root")
+    (folder / "a.wav").write_bytes(WAVE)
+    (folder / "p.png").write_bytes(PNG)
+    return folder
+
+
+def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.guarantee(
+    "Images and recordings of one prompt, one answer: calls, rows and requests", is_control_inside=True
+)
+def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
+    folder, text = omni_folder("qwen2_5_omni"), "".join([written("qwen2_5_omni", each) for each in ("audio", "image")])
+    open_parts = conversation({"type": "audio"}, {"type": "image"})
+    written_out = f"<user>{text}{TEXT['text']}<answer>"
+    rows: list[Any] = [
+        openai_row("data", CHAT, body(SOUND, PICTURE)),
+        openai_row("paths", CHAT, body({"type": "audio_url", "audio_url": {"url": "a.wav"}}, image_part("p.png"))),
+        openai_row("other", CHAT, body(PICTURE, SOUND)),
+        {"messages": open_parts, "audios": ["a.wav"], "images": ["p.png"], **SAMPLING},
+        {"prompt": written_out, "audios": ["a.wav"], "images": ["p.png"], **SAMPLING},
+        *[openai_row(code, CHAT, body(*parts)) for code, parts in BAD.items()],
+        {"prompt": written_out, "images": ["p.png"], **SAMPLING},
+        {"messages": open_parts, "images": ["p.png"], **SAMPLING},
+    ]
+    first, second, other, third, fourth, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
+    right = answer_of(first["response"]["body"])
+    assert answer_of(second["response"]["body"]) == right
+    for each in (third, fourth):
+        assert (each["outputs"][0]["text"], each["usage"]["prompt_tokens"]) == right
+    # Negative control: the other order.
+    assert answer_of(other["response"]["body"])[0] != right[0]
+    codes = [each["error"]["code"] for each in bad]
+    assert codes == [*BAD, "placeholder_mismatch", "audio_missing"]
+    assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
+    params = SamplingParams(**SAMPLING)
+    with opened("qwen2_5_omni") as made:
+        outputs = made.chat(conversation({"type": "audio", "audio": (A_READ, RATE)}, PICTURE), params, use_tqdm=False)
+        data = {"image": P, "audio": WAVE}
+        outputs += made.generate({"prompt": written_out, "multi_modal_data": data}, params, use_tqdm=False)
+        for more in ({"video": [P]}, {"image": None, "video": [P]}):
+            given = {"prompt": written_out, "multi_modal_data": {**data, **more}}
+            (refused,) = made.generate(given, params, use_tqdm=False, on_error="row")
+            assert "multi_modal_data has video: only images and audio are supported" in str(refused.error)
+    assert [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs] == [right] * 2
+    with ServedHere(model=folder) as server:
+        status, served, _ = server.client.ask(CHAT, body(SOUND, PICTURE))
+        assert (status, answer_of(served)) == (200, right)
+
+
+# As the file has it, in 16 bits.
+A_READ = torch.frombuffer(bytearray(WAVE[44:]), dtype=torch.int16).float().div(32768).numpy()
+
+
+def test_plan_has_both_towers():
+    model = ModelOptions(path=str(omni_folder("qwen3_omni")), dtype="float32")
+    lines = describe_plan(
+        make_plan(resolve_run(RunConfig(model=model, plan=PlanConfig(enabled=True)), "cpu"))
+    ).splitlines()
+    assert any(line.startswith("media ") and "rows of" in line for line in lines)
+    assert any(line.startswith("an image ") for line in lines)
+    assert "recordings of 2400 s take 31,200 tokens each" in lines
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
