@@ -22,7 +22,9 @@ from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.metrics.stage_times import StageClock
 from spmd_worker.model.adapters.adapter_memory import AdapterMemory
+from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model.weight_memory import WeightMemory
+from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.native.library import thread_waits
 from spmd_worker.replica.mirror.mirror import Mirror
 from spmd_worker.replica.mirror.plan_check import AdapterRules
@@ -132,7 +134,10 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
     # The step contains collectives: if one rank has to run it, all run it.
     if not is_on_any_rank(opened.groups.control, is_scarce):
         return measurement
-    return profile_host(measurement, prepare_max_step(loaded, spec))
+    measured = profile_host(measurement, prepare_max_step(loaded, spec))
+    # Rows of that step are too short to choose from many keys.
+    of_choice = choice_bytes(resolved.model_config, DTYPE_BYTES[resolved.dtype])
+    return replace(measured, activation_bytes=measured.activation_bytes + of_choice)
 
 
 def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:

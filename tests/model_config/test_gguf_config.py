@@ -103,6 +103,20 @@ def test_metadata_become_keys_of_config(architecture: str, changes: dict, expect
     assert found | expected == found
 
 
+def test_dtype_is_of_most_elements(tmp_path: Path):
+    """Regression: fewer weights of 16 bits may have most bytes beside those of 4. float16 is too small for Gemma."""
+    for first, kind, wanted in (
+        ("F16", "Q4_0", "bfloat16"),
+        ("F32", "Q4_0", "bfloat16"),
+        ("Q8_0", "F16", "float16"),
+        ("Q8_0", "F32", "float32"),
+    ):
+        path = tmp_path / f"{first}-{kind}" / "m.gguf"
+        path.parent.mkdir()
+        write_gguf(family_folder("gemma"), path, kind, types={"ffn": first})
+        assert config(path)["dtype"] == wanted, (first, kind)
+
+
 def test_page_lists_architectures_and_splits():
     page = (REPOSITORY / "docs" / "guides" / "gguf.md").read_text()
     assert [each for each in (*ARCHITECTURES, *tokenizer_json._SPLITS) if f"`{each}`" not in page] == []

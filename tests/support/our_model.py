@@ -63,7 +63,7 @@ def prompt_logits(
     """Float32 [tokens, vocabulary] of each prompt. All prompts share each step, `chunk` tokens of each (None: all);
     the steps take turns in `is_fused`. `digests` name the adapters of prompts, 0 for none.
     """
-    run = _Run(model, prompts, loaded, digests)
+    run = Run(model, prompts, loaded, digests)
     parts: list[list[Tensor]] = [[] for _ in prompts]
     turns = cycle(is_fused)
     while run.has_more():
@@ -80,7 +80,7 @@ def encoder_states(
     digests: Sequence[int] = (),
 ) -> list[Tensor]:
     """Float32 [tokens, hidden] of each prompt of an encoder, all in one step."""
-    run = _Run(model, prompts, loaded, digests)
+    run = Run(model, prompts, loaded, digests)
     scheduled = [ScheduledSequence(each, each.num_tokens, num_samples=0) for each in run.sequences]
     slot_of = None if loaded is None else loaded.slot_of
     batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), is_encoder=True, slot_of=slot_of)
@@ -108,7 +108,7 @@ def is_noticed(
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Prompts in a cache of their own, with interleaved blocks, so that a wrong table shows."""
 
     model: DecoderForCausalLM

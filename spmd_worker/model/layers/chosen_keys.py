@@ -11,24 +11,16 @@ size of attention's queries and keys; N: tokens of one call.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from spmd_worker.model.layers.choice_bytes import BLOCK, TILE, rows_at_once
 from spmd_worker.model_config.layer_config import LatentConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import Kernels
-
-_TILE: Final = 512
-"""Keys that are scored together, a multiple of a panel's outputs."""
-_BLOCK: Final = 64
-"""Tokens of a block of chosen keys."""
-_MAX_ROWS: Final = 64
-_MAX_ELEMENTS: Final = 1 << 24
-"""Rows whose scores, and elements of chosen keys, that are there at one time. No row's bits depend on either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +94,7 @@ class ChosenKeys:
             places = torch.cat([torch.arange(each.start, each.stop, device=query.device) for each in dense])
             step = _step_of(dense, places, metadata)
             output[places] = self._backend.attend(query[places], latents, step, scale, 0, value_size=value_size)
-        scratch = self._backend.of_sequences(self._latent.key_size, _BLOCK)
+        scratch = self._backend.of_sequences(self._latent.key_size, BLOCK)
         block_size = latents[0].numel() // self._latent.key_size
         for rows, positions in zip(others, chosen, strict=True):
             taken, table = slice(rows.start, rows.stop), metadata.block_tables[rows.sequence]
@@ -114,7 +106,7 @@ class ChosenKeys:
     def _divided(self, metadata: AttentionMetadata) -> tuple[list[_Rows], list[_Rows]]:
         """Tokens that see all keys, by sequence, and tokens that choose, by sequence and then in parts."""
         dense, others = [], []
-        most = max(1, min(_MAX_ROWS, _MAX_ELEMENTS // (self._indexer.num_chosen * self._latent.key_size)))
+        most = rows_at_once(self._latent)
         for sequence, num_keys in enumerate(metadata.context_lengths):
             start, stop = metadata.query_starts[sequence : sequence + 2]
             position = num_keys - (stop - start)
@@ -135,17 +127,17 @@ class ChosenKeys:
         return order[:, : self._indexer.num_chosen].sort(dim=1).values.int()
 
     def _scores(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, num_keys: int) -> Iterator[Tensor]:
-        """Scores of a tile of keys after the other, float32 [N, _TILE], those behind the last key 0."""
+        """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
         num_rows, num_heads, size = choosing.queries.shape
         queries = choosing.queries.float().reshape(-1, size)
-        for first in range(0, num_keys, _TILE):
-            positions = torch.arange(first, min(first + _TILE, num_keys), device=table.device)
-            tile = queries.new_zeros((_TILE, size))
+        for first in range(0, num_keys, TILE):
+            positions = torch.arange(first, min(first + TILE, num_keys), device=table.device)
+            tile = queries.new_zeros((TILE, size))
             tile[: len(positions)] = from_cache(
                 index_cache[_places(table, positions, index_cache.shape[1])], choosing.queries.dtype
             )
             products = self._kernels.linear(queries, self._kernels.pack(tile), None)
-            products = products.view(num_rows, num_heads, _TILE).relu_()
+            products = products.view(num_rows, num_heads, TILE).relu_()
             total = products[:, 0] * choosing.weights[:, :1]
             for head in range(1, num_heads):
                 total += products[:, head] * choosing.weights[:, head : head + 1]
@@ -177,8 +169,8 @@ def _attend_apart(backend: AttentionBackend, query: Tensor, keys: Tensor, scale:
     """Attention of queries [N, H, D], each to K keys of its own, [N * K, 1, D] -> [N, H, value]."""
     num_rows, device = len(query), query.device
     num_keys = len(keys) // num_rows
-    num_blocks = -(-num_keys // _BLOCK)
-    shape = backend.block_shape(1, _BLOCK, keys.shape[2], has_values=False)
+    num_blocks = -(-num_keys // BLOCK)
+    shape = backend.block_shape(1, BLOCK, keys.shape[2], has_values=False)
     cache = keys.new_zeros((num_rows * num_blocks, *shape))
     tables = torch.arange(num_rows * num_blocks, device=device).view(num_rows, num_blocks)
     offsets = torch.arange(num_keys, device=device)
@@ -187,8 +179,8 @@ def _attend_apart(backend: AttentionBackend, query: Tensor, keys: Tensor, scale:
         query_starts=tuple(range(0, num_rows * num_keys + 1, num_keys)),
         context_lengths=lengths,
         block_tables=tables,
-        token_blocks=tables[:, offsets // _BLOCK].flatten(),
-        token_offsets=(offsets % _BLOCK).repeat(num_rows),
+        token_blocks=tables[:, offsets // BLOCK].flatten(),
+        token_offsets=(offsets % BLOCK).repeat(num_rows),
     )
     backend.write(keys, None, cache, written)
     last = torch.full((num_rows,), num_keys - 1, device=device)
@@ -197,6 +189,6 @@ def _attend_apart(backend: AttentionBackend, query: Tensor, keys: Tensor, scale:
         context_lengths=lengths,
         block_tables=tables,
         token_blocks=tables[:, -1],
-        token_offsets=last % _BLOCK,
+        token_offsets=last % BLOCK,
     )
     return backend.attend(query, cache, step, scale, 0, value_size=value_size)

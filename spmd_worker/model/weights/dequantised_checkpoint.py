@@ -18,7 +18,7 @@ from spmd_worker.model.layers.weight_slice import Rectangle, RecutRows, full_rec
 from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
 from spmd_worker.model.weights.gguf_checkpoint import GgufCheckpoint
-from spmd_worker.model.weights.gguf_weight import gguf_weights
+from spmd_worker.model.weights.gguf_weight import GgufWeight, gguf_weights
 from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
@@ -200,11 +200,17 @@ class DequantisedCheckpoint:
 
     def check_stored(self, name: str, stored: StoredFormat) -> None:
         """Raise CheckpointError unless a weight is stored in this format."""
-        if not self.is_stored_as(name, stored):
-            raise CheckpointError(
-                f"{self.folder}: {name} is not stored in {stored.words} with the scales that quantization_config of "
-                f"config.json says: set model.dequantize_weights=true"
-            )
+        if self.is_stored_as(name, stored):
+            return
+        weight, found = self.weights.get(name), f"is not stored in {stored.words}"
+        if isinstance(weight, GgufWeight):
+            found = f"is {weight.format.number}, which {stored.words} do not hold"
+        elif not stored.is_affine:
+            found += " with the scales that quantization_config of config.json says"
+        way_out = "give a GGUF of the types that were loaded, or " if stored.is_affine else ""
+        raise CheckpointError(
+            f"{self.folder / self.position(name)[0]}: {name} {found}: {way_out}set model.dequantize_weights=true"
+        )
 
     def read_stored(self, name: str, region: Rectangle, stored: StoredFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """`QuantisedWeight.read_stored` of a weight that `check_stored` has found in this format."""

@@ -22,7 +22,7 @@ from spmd_worker.model.weights.safetensors_header import SafetensorsHeader
 from spmd_worker.model.weights.staging import HOST, HostStaging
 from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
 from spmd_worker.model.weights.weight_headers import header_of
-from spmd_worker.model_config.gguf.files import linked_files
+from spmd_worker.model_config.gguf.files import linked_files, target
 from spmd_worker.model_config.gguf.model import read_gguf_model
 from spmd_worker.model_config.gguf.tensor_types import TensorType
 from spmd_worker.model_config.gguf.tensors import HubTensor
@@ -40,7 +40,8 @@ class GgufCheckpoint(Checkpoint):
         package.
         """
         try:
-            model = read_gguf_model(linked_files(folder))
+            # Messages name the user's files.
+            model = read_gguf_model([target(each) for each in linked_files(folder)])
             tensors = model.hub_tensors()
         except ModelConfigError as error:
             raise CheckpointError(str(error)) from None
@@ -48,8 +49,8 @@ class GgufCheckpoint(Checkpoint):
         file_of: dict[str, str] = {}
         for header in model.headers:
             own = {name: each.tensor for name, each in tensors.items() if each.header is header}
-            headers[header.path.name] = header_of(header, own)
-            file_of |= dict.fromkeys(own, header.path.name)
+            headers[str(header.path)] = header_of(header, own)
+            file_of |= dict.fromkeys(own, str(header.path))
         for each in tensors.values():
             if not each.tensor.type.is_plain:
                 _quantisations()

@@ -52,6 +52,11 @@ def linked_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_LINK}-*-of-*{SUFFIX}"))
 
 
+def target(file: Path) -> Path:
+    """The file that a link of `linked_files` names; a copy in its place itself."""
+    return file.parent / file.readlink() if file.is_symlink() else file
+
+
 def link_name(number: int, count: int) -> str:
     """Name of the link to part `number`, counted from 0, of `count`."""
     return f"{_LINK}-{number + 1:05d}-of-{count:05d}{SUFFIX}"

@@ -27,7 +27,7 @@ from spmd_worker.model_config.locked_folder import locked, short_digest
 
 logger = logging.getLogger(__name__)
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 """Counts changes of what is made of a file."""
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _TOKENIZER_SETTINGS: Final = "tokenizer_config.json"

@@ -1,5 +1,6 @@
 """config.json and generation_config.json of a GGUF model, from its metadata and the shapes of its tensors."""
 
+from math import prod
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
@@ -138,11 +139,11 @@ def _is_gemma(model: GgufModel) -> bool:
 
 
 def _dtype(model: GgufModel) -> str:
-    """Dtype of most matrices by their bytes; bfloat16 for quantised ones."""
-    num_bytes: dict[str, int] = {}
+    """Dtype of most elements of matrices; bfloat16 for quantised ones."""
+    num_elements: dict[str, int] = {}
     for header in model.headers:
         for tensor in header.tensors.values():
             name = {"F32": "float32", "F16": "float16"}.get(tensor.type.name, "bfloat16")
             if len(tensor.shape) > 1:
-                num_bytes[name] = num_bytes.get(name, 0) + tensor.end - tensor.begin
-    return max(num_bytes, key=lambda name: (num_bytes[name], name), default="float32")
+                num_elements[name] = num_elements.get(name, 0) + prod(tensor.shape)
+    return max(num_elements, key=lambda name: (num_elements[name], name), default="float32")

@@ -12,6 +12,7 @@ from typing import Final
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.state_slots import snapshot_interval
 from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
@@ -301,7 +302,8 @@ def activation_bytes(
     float32 logits as shards, gathered and as logprobs, and the fixed-point probability weights twice in float64.
     Quantised layers hold their inputs as bytes and, with several ranks, the int32 sums of all. Ranks that add by a tree
     (`GroupHandle.has_tree`) hold float32 parts: their own, those of all, and two sums of them. Recurrences over drafts
-    have two copies of their inputs and one of their outputs, also those of the tokens that rows lag by.
+    have two copies of their inputs and one of their outputs, also those of the tokens that rows lag by. Tokens choose
+    keys, and attend to them, some at a time.
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
@@ -321,7 +323,7 @@ def activation_bytes(
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
-    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
         num_distances = 2 * model_config.max_position_embeddings + 1
@@ -371,8 +373,8 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += _latent_elements(layer, share)
         indexer = layer.latent.indexer
         if indexer is not None and indexer.num_chosen < model_config.max_model_len:
-            # The choice, int32.
-            elements += 2 * indexer.num_chosen
+            # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
+            elements += 2 * indexer.num_chosen + share.num_heads * (layer.head_size + layer.latent.rank)
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cut_jobs import Ended, end_after
+from gguf_files import tokenizer_metadata, write_gguf
 from ranks import REPOSITORY
 from retrained import retrain
 from safetensors.torch import load_file
@@ -212,6 +213,35 @@ def test_run_of_a_version_before_says_what_to_do(folder: Path):
         make_older(each)
     merge_shards(shards, folder / "merged.jsonl")
     assert (folder / "merged.jsonl").read_bytes() == (folder / "out.jsonl").read_bytes()
+
+
+def test_gguf_job_of_a_version_before_names_the_version(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: files that a version makes of a GGUF differ, and the model, which has not changed, was named. With
+    other weights it is named. What was made may be removed meanwhile.
+    """
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    path = folder / "m.gguf"
+    write_gguf(folder / "model", path, metadata=tokenizer_metadata(folder / "model"))
+    config = replace(config_of(folder), model=ModelOptions(path=str(path)))
+    cut(config)
+    shutil.rmtree(folder / "hub")
+    manifest = run_dir_of(config.job) / MANIFEST_NAME
+    kept, found = manifest.read_bytes(), read_manifest(manifest)
+    assert found is not None
+    weights = "weights of linked-00001-of-00001.gguf"
+    assert weights in found["answers"]
+    found["answers"] |= {"model.path": "made otherwise", "tokenizer": "made otherwise"}
+    for key, words in (
+        ("version of the code", r"^version of the code is \S+, and \"of before\" in the run of "),
+        (weights, r"^linked-00001-of-00001\.gguf of model\.path has other weights"),
+    ):
+        found["answers"][key] = "of before"
+        write_manifest(manifest.parent, found)
+        with pytest.raises(ConfigError, match=words):
+            run(config)
+    manifest.write_bytes(kept)
+    run(config)
+    assert json.loads((manifest.parent / "metrics.json").read_text())["resumed_rows"] == NUM_DONE
 
 
 def make_older(run_dir: Path) -> None:

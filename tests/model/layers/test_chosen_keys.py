@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.cache_spec import BlockLayer
-from spmd_worker.model.layers import chosen_keys
+from spmd_worker.model.layers import choice_bytes, chosen_keys
 from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
 from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
 from spmd_worker.ops.attention.backend import AttentionBackend, block_shape_of
@@ -108,7 +108,7 @@ class Step:
 @pytest.mark.parametrize("is_native", [True, False])
 def test_chosen_keys_are_of_highest_scores(*, is_native: bool, has_ties: bool, monkeypatch: pytest.MonkeyPatch):
     """Keys are in several tiles; with ties the first positions are chosen."""
-    monkeypatch.setattr(chosen_keys, "_TILE", 32)
+    monkeypatch.setattr(chosen_keys, "TILE", 32)
     backend = native_backend(torch.float32, 4) if is_native else SdpaBackend()
     step = Step(backend, 4, has_ties=has_ties)
     kernels = cpu_kernels(torch.float32)[0] if is_native else ReferenceKernels()
@@ -124,7 +124,7 @@ def test_tokens_have_equal_bits_alone_and_together(
     """In blocks of other sizes, and in parts of other sizes."""
     kernels, whole = cpu_kernels(dtype)[0], []
     for block_size, most in ((4, 64), (16, 3)):
-        monkeypatch.setattr(chosen_keys, "_MAX_ROWS", most)
+        monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)
         step = Step(native_backend(dtype, block_size, cache_dtype), block_size, dtype, cache_dtype)
         whole.append(step.attend(kernels, list(range(len(ROWS)))))
         alone = [step.attend(kernels, [index]) for index in range(len(ROWS))]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocated import peak_bytes
 from hearing_models import (
     KINDS,
     RATE,
@@ -22,7 +23,6 @@ from hearing_models import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.audio_limits import AudioLimits
@@ -259,14 +259,9 @@ def peak_of(config: ModelConfig, features: AudioFeatures) -> tuple[int, int, int
     for module in tower.modules():
         if isinstance(module, PackedLayer):
             module.pack_weights()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        num_rows = len(tower(features).rows)
-    held = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most, num_rows, num_parameters
+    num_rows: list[int] = []
+    most = peak_bytes(lambda: num_rows.append(len(tower(features).rows)))
+    return most, num_rows[0], num_parameters
 
 
 @pytest.mark.parametrize("kind", KINDS)

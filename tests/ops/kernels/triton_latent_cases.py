@@ -142,7 +142,7 @@ def chosen_keys_are_those_of_the_highest_scores() -> None:
     places = (step.tables[0, at // BLOCK], at % BLOCK)
     metadata = AttentionMetadata((0, length), (length,), step.tables, *places)
     choosing = IndexQueries(torch.randn(length, 2, 16), torch.randn(length, 2))
-    with mock.patch.object(chosen_keys, "_TILE", 16):
+    with mock.patch.object(chosen_keys, "TILE", 16):
         positions = chosen.choose(choosing, keys, metadata)
     found = chosen.attend(step.queries[0], step.cache, metadata, 0.2, positions)
     products = torch.einsum("thd,sd->hts", choosing.queries.double(), keys[places].double()).relu()

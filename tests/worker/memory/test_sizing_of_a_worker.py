@@ -105,6 +105,18 @@ def test_step_is_profiled_when_memory_is_scarce(
     assert len(worker.get_model().model.layers) == worker.model_config.num_layers > 2, "the model has its layers again"
 
 
+def test_choice_of_keys_is_added_to_the_measured_step(
+    new_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+):
+    """The step has short rows, whose tokens see all keys."""
+    monkeypatch.setattr(start, "choice_bytes", lambda model_config, dtype_bytes: 7 * MIB)
+    measure_as(2 * MIB, monkeypatch)
+    leave(0, monkeypatch)
+    worker = new_worker()
+    worker.determine_num_available_blocks()
+    assert "activations of the largest step 9.0 MiB (measured)" in worker.sizing.reason
+
+
 def test_given_num_blocks_needs_no_measurement(
     new_worker: Callable[..., Worker], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import pytest
 import torch
+from allocated import peak_bytes
 from media_models import MODELS, media_processor, noise
-from torch.profiler import ProfilerActivity, profile
 from vision_checkpoints import CASES, OF_PICTURES, REAL_HEADS, image_of, vision_folder
 
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
@@ -82,14 +82,9 @@ def peak_of(config: ModelConfig, image: ImagePixels, dtype: torch.dtype) -> tupl
     for module in tower.modules():
         if isinstance(module, PackedLayer):
             module.pack_weights()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        num_rows = len(tower(image).rows)
-    held = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most, num_rows
+    num_rows: list[int] = []
+    most = peak_bytes(lambda: num_rows.append(len(tower(image).rows)))
+    return most, num_rows[0]
 
 
 @pytest.mark.gate(

@@ -27,6 +27,7 @@ from spmd_worker.frontends.batch.output_parts import is_parts, last_path, size_o
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.shard import Shard, output_of
 from spmd_worker.model.weights.sampled_digest import sampled_digests
+from spmd_worker.model_config.gguf.header import SUFFIX
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.memory.media_memory import longest_media
 
@@ -40,6 +41,10 @@ _POLICY_KEY: Final = "numerical policy"
 _MODEL_KEY: Final = "model.path"
 _ROW_SUMS_KEY: Final = "row-parallel sums"
 _LOAD_FORMAT_KEY: Final = "model.load_format"
+_TOKENIZER_KEY: Final = "tokenizer"
+_CODE_KEY: Final = "version of the code"
+_MADE_KEYS: Final = (_MODEL_KEY, _TOKENIZER_KEY)
+"""Keys of files that a version makes of a GGUF: of another version they say nothing of the model."""
 _WEIGHTS_PREFIX: Final = "weights of "
 """Begins the keys of weight files."""
 _CHECKSUM_KEY: Final = "checksum"
@@ -85,9 +90,9 @@ def make_manifest(
     answers |= adapters
     answers |= media or {}
     answers |= longest_media(resolved)
-    answers["tokenizer"] = tokenizer
+    answers[_TOKENIZER_KEY] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
-    answers["version of the code"] = code_fingerprint()
+    answers[_CODE_KEY] = code_fingerprint()
     answers[_ROW_SUMS_KEY] = resolved.row_sums
     answers[_ARITHMETIC_KEY] = answers[_POLICY_KEY] = NOT_READ
     return {
@@ -218,7 +223,9 @@ def _compare(
         new = [_ROW_SUMS_KEY] if _ROW_SUMS_KEY not in before else []
         if not any(map(_is_of_weights, before)) and before.get(_LOAD_FORMAT_KEY) != "dummy":
             new += filter(_is_of_weights, now)
-        key = next((key for key in new if key in overridden), next(iter(overridden)))
+        is_remade = _CODE_KEY in overridden and any(_is_of_weights(key) and key.endswith(SUFFIX) for key in now)
+        keys = [key for key in overridden if not (is_remade and key in _MADE_KEYS)]
+        key = next((key for key in new if key in overridden), keys[0])
         difference = _difference(run_dir, key, *overridden[key], is_new=key in new)
         raise ConfigError(f"{difference}, give another job.run_dir, or set job.resume=force to resume anyway")
     if overridden:
