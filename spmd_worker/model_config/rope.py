@@ -236,12 +236,9 @@ def read_local_rope(
     scaling = reader.get("rope_scaling") or {}
     if not all(isinstance(each, Mapping) for each in (full, sliding, scaling)):
         raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object for each kind of layer")
-    local = {"rope_theta": reader.get("rope_local_base_freq", 10000.0), **sliding}
-    main = {"rope_theta": reader.get("rope_theta"), **full, **scaling}
-    local_key = "rope_theta" if "rope_theta" in sliding else "rope_local_base_freq"
     full_rope, local_rope = (
         rope_of(each, reader, max_positions, head_size, key, may_be_partial=may_be_partial)
-        for each, key in ((main, "rope_theta"), (local, local_key))
+        for each, key in (({**full, **scaling}, "rope_theta"), (sliding, "rope_local_base_freq"))
     )
     return full_rope, local_rope
 
@@ -255,7 +252,7 @@ def rope_of(
     *,
     may_be_partial: bool = False,
 ) -> RopeParameters:
-    """The rope of one object of config.json, whose base has `theta_key` outside of it. Raises ModelConfigError."""
+    """The rope of one object of config.json; outside of it the base has `theta_key`. Raises ModelConfigError."""
     rope_type = given.get("rope_type", given.get("type", "default"))
     # LongRoPE's name when Phi-3 was released.
     is_longrope = rope_type == "su" or (rope_type == "yarn" and "long_factor" in given)
@@ -269,14 +266,13 @@ def rope_of(
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
-    theta = given.get("rope_theta")
-    theta = checked_number(reader.get(theta_key, 10000.0) if theta is None else theta, reader.where(theta_key))
+    is_outside = given.get("rope_theta") is None
+    theta_where = reader.where(theta_key) if is_outside else f"{reader.path}: rope rope_theta"
+    theta = checked_number(reader.get(theta_key, 10000.0) if is_outside else given["rope_theta"], theta_where)
     partial = _partial_factor(given, reader, head_size, rope_type, may_be_partial)
     numbers = _numbers(given, rope_type, reader, max_positions)
     if rope_type == "yarn" and theta <= 1.0:
-        raise ModelConfigError(
-            f"{reader.where(theta_key)}={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
-        )
+        raise ModelConfigError(f"{theta_where}={theta:g} must be above 1 with rope_type yarn: its logarithm divides")
     _check_numbers(numbers, rope_type, reader)
     if rope_type == "longrope":
         numbers |= _longrope_factors(given, reader, int(head_size * partial) // 2)

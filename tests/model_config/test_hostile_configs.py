@@ -155,11 +155,16 @@ def test_dynamic_rope_of_one_pair_is_finite(tmp_path: Path):
         ("NomicBertModel", {"rotary_emb_base": 0, "rope_parameters": None}, "rotary_emb_base=0 must be a number"),
         ("LlamaForCausalLM", {"rope_theta": 0, "rope_parameters": None}, "rope_theta=0 must be a number"),
         ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be a number"),
+        ("GPTNeoXForCausalLM", {"rope_parameters": {"rope_theta": "1e4"}}, "rope rope_theta='1e4' must be a number"),
+        ("GPTNeoXForCausalLM", {"rotary_emb_base": 0, "rope_parameters": None}, "rotary_emb_base=0 must be a number"),
+        ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": 1}}}, "ffn_config.ffn_act_fn.name=1 is not"),
         ("Gemma3ForCausalLM", {"rope_local_base_freq": 0, "rope_parameters": None}, "rope_local_base_freq=0 must be"),
     ],
 )
 def test_error_names_the_key_of_the_file(architecture: str, changes: dict[str, Any], error: str, tmp_path: Path):
-    """Regression: heads without a rope had one, keys had other families' names, and a base of 0 was the default's."""
+    """Regression: heads without a rope had one, keys had names of other families or objects, and a base of 0
+    was the default's.
+    """
     config = {**real(architecture, Random(0)), **changes, "quantization_config": None}
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != {}}))
     found = use(tmp_path) or ""

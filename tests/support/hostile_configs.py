@@ -29,7 +29,13 @@ _STRETCHED: Final[list[dict[str, Any]]] = [
     },
     {"type": "linear", "factor": 8.0},
     {"type": "dynamic", "factor": 2.0},
-    {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64},
+    {
+        "type": "longrope",
+        "short_factor": [1.0] * 64,
+        "long_factor": [4.0] * 64,
+        "short_mscale": 1.2,
+        "long_mscale": 1.4,
+    },
 ]
 _QUANTISED: Final[list[dict[str, Any]]] = [
     {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},

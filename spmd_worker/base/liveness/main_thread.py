@@ -3,11 +3,11 @@
 import logging
 import threading
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from spmd_worker.base.liveness.bounded import within
 from spmd_worker.base.liveness.error_file import write_stacks
-from spmd_worker.base.liveness.heartbeat import Heartbeat, location_of
+from spmd_worker.base.liveness.heartbeat import Heartbeat, Moment, location_of
 from spmd_worker.base.liveness.stall_clock import StallClock, WatchClock
 from spmd_worker.base.liveness.watched import Watched
 
@@ -15,6 +15,17 @@ logger = logging.getLogger(__name__)
 
 DISK_S: Final = 2.0
 """Limit for the disk: it may hang, and the process must end nevertheless."""
+
+
+class Stall(NamedTuple):
+    """A main thread at the hard limit: the failure in one sentence, the time in its phase, its line, and whether it
+    waited there for other ranks.
+    """
+
+    text: str
+    moment: Moment
+    age_s: float
+    location: tuple[str, bool]
 
 
 class MainThreadMonitor:
@@ -36,8 +47,8 @@ class MainThreadMonitor:
         """The thread's line, and whether it waits for other ranks."""
         return location_of(self._thread_id)
 
-    def look(self) -> str | None:
-        """Update the time without progress. Returns the failure in one sentence once that exceeds the hard limit."""
+    def look(self) -> Stall | None:
+        """Update the time without progress. Returns the failure once that exceeds the hard limit."""
         where, is_waiting = self.location()
         moment = self.stall.look(self._clock.tick(), self._native_id, is_waiting)
         stalled_s = self.stall.stalled_s
@@ -58,7 +69,7 @@ class MainThreadMonitor:
             return None
         state = "waits" if is_waiting else "is stuck"
         at = f"step {moment.step}, phase {moment.phase}, for {stalled_s:.1f} s, at {where}"
-        return f"rank {self._watched.rank} {state}: {at}"
+        return Stall(f"rank {self._watched.rank} {state}: {at}", moment, self.stall.age_s, (where, is_waiting))
 
     def write_stacks_to_stderr(self) -> None:
         """Write the stacks of all threads, unless `look` has written them to the run directory."""

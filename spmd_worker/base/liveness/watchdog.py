@@ -46,7 +46,7 @@ from spmd_worker.base.liveness.failure_diagnosis import (
 from spmd_worker.base.liveness.heartbeat import Failure, FailureKind, Heartbeat, Moment, RankHeartbeat
 from spmd_worker.base.liveness.heartbeat_exchange import HeartbeatExchange
 from spmd_worker.base.liveness.heartbeat_store import HeartbeatStore
-from spmd_worker.base.liveness.main_thread import DISK_S, MainThreadMonitor
+from spmd_worker.base.liveness.main_thread import DISK_S, MainThreadMonitor, Stall
 from spmd_worker.base.liveness.stall_clock import WatchClock
 from spmd_worker.base.liveness.watched import Watched
 from spmd_worker.base.process import node_name, start_time_of
@@ -91,6 +91,7 @@ class Watchdog:
         self._failure: Failure | None = None
         self._leaving: Failure | None = None
         self._failed_at: Moment | None = None
+        self._stall: Stall | None = None
         self._traceback = ""
         self._count = 0
         self._has_ended = self._is_main_done = False
@@ -134,7 +135,7 @@ class Watchdog:
             self._exchange.move_to(name)
             if self.watched.exits:
                 return
-            self._failure = self._failed_at = self._diagnosis = None
+            self._failure = self._failed_at = self._stall = self._diagnosis = None
             self._traceback = ""
             self._is_diagnosed.clear()
 
@@ -221,14 +222,15 @@ class Watchdog:
         within(DISK_S, partial(write_record, self.watched.run_dir, record))
 
     def _make_heartbeat(self, order: int) -> RankHeartbeat:
-        # A failed rank's step and phase are those of the failure, not of its clean-up.
-        now = self._failed_at or self.heartbeat.now
+        # A failed rank's step and phase are those of the failure, not of its clean-up; one that waited until the hard
+        # limit gives up soon afterwards.
+        now, stall = self._failed_at or self.heartbeat.now, self._stall
+        age_s, location = (stall.age_s, stall.location) if stall else (self._main.stall.age_s, self._main.location())
         failure = self._failure or self._leaving
         failure = None if failure is None else replace(failure, order=order)
         self._count += 1
-        age_s = round(self._main.stall.age_s, 3)
         own = (self.watched.rank, *self._process, self._count)
-        return RankHeartbeat(*own, *now, age_s, *self._main.location(), self._has_ended, failure)
+        return RankHeartbeat(*own, *now, round(age_s, 3), *location, self._has_ended, failure)
 
     # The watchdog's thread.
 
@@ -254,7 +256,8 @@ class Watchdog:
         stall = self._main.look()
         if stall is not None and self._failure is None:
             self._main.write_stacks_to_stderr()
-            self._fail(Failure(FailureKind.STALLED, stall), wait_s=0.0)
+            self._stall, self._failed_at = stall, stall.moment
+            self._fail(Failure(FailureKind.STALLED, stall.text), wait_s=0.0)
 
     def _has_lost_a_rank(self) -> bool:
         """Whether another rank's process is gone, or it has been silent for longer than any rank waits."""

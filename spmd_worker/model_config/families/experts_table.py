@@ -101,6 +101,8 @@ _GLM4: Final = Family(
     },
 )
 
+_DBRX_ACTIVATION: Final = "ffn_config.ffn_act_fn.name"
+
 
 def _flat_dbrx(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The config of DBRX with keys of nested objects behind the object's name."""
@@ -112,7 +114,7 @@ def _flat_dbrx(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         raise parts["ffn_config"].error(key, "is not supported, only 1.0 or null")
     flat = {f"{part}.{each}": value for part, nested in parts.items() for each, value in nested.config.items()}
     activation = parts["ffn_config"].object("ffn_act_fn").get("name", "silu")
-    return {**config, **flat, "norm_topk_prob": norm is not None, "hidden_act": activation}
+    return {**config, **flat, "norm_topk_prob": norm is not None, _DBRX_ACTIVATION: activation}
 
 
 _EXPERT_STACKS: Final = (
@@ -322,7 +324,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         attention=Attention(qkv_bias=False, output_bias=False, qkv_clip_key="attn_config.clip_qkv"),
         rope=Rope(adjust=with_theta_of("attn_config.rope_theta")),
         norms=Norms(kind="layer", eps_key="", eps=1e-5),
-        feed_forward=FeedForward(bias=False),
+        feed_forward=FeedForward(bias=False, activation_key=_DBRX_ACTIVATION),
         experts=ExpertsFamily(
             count_keys=("ffn_config.moe_num_experts",),
             default_count=4,

@@ -424,6 +424,23 @@ def test_waiting_ranks_log_below_warning_without_stacks(make, monkeypatch, caplo
     assert capfd.readouterr().err == ""
 
 
+def test_rank_that_waited_too_long_is_not_stuck(make, monkeypatch, capsys):
+    """Regression: it gave up after the watchdog had seen the limit, and the phase in which it closed was the cause."""
+    location = ("channel.py:4 receive", True)
+    monkeypatch.setattr(main_thread, "location_of", lambda thread_id: location)
+    ranks = make(2, timeout_s=4.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 7)
+    ranks.wait_until(lambda: all(each._failure is not None for each in ranks.all))
+    location = ("engine.py:9 close", False)
+    ranks.all[1].heartbeat.enter("closing")
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    text = capsys.readouterr().err
+    assert "error: ranks 0, 1 are waiting for another rank, or for each other: step 7, phase execute, for 4." in text
+    assert "at channel.py:4 receive" in text
+
+
 def test_guest_finds_the_cause_of_a_secondary_error(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))

@@ -1,6 +1,7 @@
 """Compiles the product's Triton kernels for GPUs that are not there, and says what is wrong with what comes out.
 
     python tests/ops/kernels/compile_gate.py [90 ...]     prints {kernel: {capability: {...}}} and what is wrong
+    ... --all [0/4] [90 ...]                              all that a chip launches, or every fourth kernel of it
 
 `triton.compile` needs no driver, GPU or CUDA build of torch: the wheel brings LLVM, ptxas and cuobjdump. Registers and
 stack are read with `cuobjdump -res-usage`, shared memory from Triton's metadata, instructions from the PTX.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -1038,11 +1040,12 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
     yield from (each for each in found if capability in each.chips)
 
 
-def main(capabilities: list[int]) -> None:
+def main(capabilities: list[int], part: str = "0/1") -> None:
+    first, num_parts = map(int, part.split("/"))
     examined = {
         f"{each.name} sm_{of}": examine(_on(each, of), of)
         for of in capabilities
-        for each in variants_for(of, is_short="--all" not in sys.argv)
+        for each in islice(variants_for(of, is_short="--all" not in sys.argv), first, None, num_parts)
     }
     report = {
         "triton": triton.__version__,
@@ -1057,4 +1060,7 @@ def main(capabilities: list[int]) -> None:
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "interpreted kernels are not compiled"
     torch.set_num_threads(1)
-    main([int(word) for word in sys.argv[1:] if word.isdigit()] or [90])
+    main(
+        [int(word) for word in sys.argv[1:] if word.isdigit()] or [90],
+        *[word for word in sys.argv[1:] if "/" in word],
+    )

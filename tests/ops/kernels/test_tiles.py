@@ -70,6 +70,14 @@ def test_shipped_tiles_fit_and_cover_all_buckets():
     assert tile_table.shipped(other) == {}
 
 
+def test_chips_without_tma_get_no_leaf_tiles_of_it():
+    """Regression: tiles of sm_90 with steps as short as leaves were offered to every chip."""
+    cut = leaf_matmul.cut_of(leaf_bounds(2880, 8)[1:])
+    found = leaf_matmul.family(cut, Chip("A100", (8, 0), 108, 163 * 1024))
+    assert {each.tile.inputs for each in found} == {cut.divisor}
+    assert not any(each.tile.x_by_tma or each.tile.weight_by_tma or each.tile.out_by_tma for each in found)
+
+
 def test_measured_leaf_tiles_replace_estimates(monkeypatch: pytest.MonkeyPatch):
     """Of the buckets that were measured, on chips of that kind."""
     cut, measured = leaf_matmul.cut_of(leaf_bounds(1024, 8)[1:]), leaf_matmul.LeafTile(Tile(16, 64, 64, 4, 3), False)

@@ -5,6 +5,8 @@ import select
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from star_channels import LONG_S, star, tree
@@ -38,14 +40,15 @@ def follow(channel, messages: list[bytes]) -> list[bytes] | BaseException:
     return received
 
 
-def errors_of(pool, channels, answering: tuple[int, ...] = ()) -> dict[int, str]:
+def errors_of(pool, channels, answering: tuple[int, ...] = (), after: Event | None = None) -> dict[int, str]:
     """What the followers raise in a step; rank 0's error is passed on as lockstep does. Rank 0 collects once answers of
-    `answering`, its children, lie there: its time limit is theirs too.
+    `answering`, its children, lie there, and `after` an event: its time limit is theirs too.
     """
     futures = {channel.rank: pool.submit(follow, channel, [b""]) for channel in channels[1:]}
     leader = channels[0]
     for rank in answering:
         assert select.select([leader._connections[rank - 1]], [], [], LONG_S)[0]
+    assert after is None or after.wait(LONG_S)
     try:
         leader.collect(0)
         leader.send(b"message")
@@ -126,8 +129,24 @@ def test_divergence_at_relay_and_leaves_names_all(pool):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A busy machine may not run a rank's thread for a second."""
-    monkeypatch.setattr(relay_channel, "_REPLY_S", 5.0)
+    """Rank 0 hears the two ranks that are there, however late a busy machine runs them, and waits no longer."""
+    silent = relay_channel.TreeLeader._silent
+
+    def silent_but_two(leader, ranks: list[int]) -> list[int]:
+        epoll, num_replies = leader._poll, 0
+
+        def poll(timeout_s: float) -> list[tuple[int, int]]:
+            nonlocal num_replies
+            ready = epoll.poll(timeout_s) if num_replies < 2 else []
+            num_replies += len(ready)
+            return ready
+
+        leader._poll = SimpleNamespace(poll=poll, close=epoll.close)
+        return silent(leader, ranks)
+
+    monkeypatch.setattr(relay_channel.TreeLeader, "_silent", silent_but_two)
+    monkeypatch.setattr(relay_channel, "_REPLY_S", 60.0)
+    monkeypatch.setattr(abort_messages, "ABORT_WAIT_S", LONG_S)
 
 
 @pytest.mark.parametrize("gone", [3, 5, 2])
@@ -167,12 +186,19 @@ def test_silent_ranks_are_named_behind_relays(pool, patient, silent: list[int]):
     assert set(said.values()) == {f"{names} silent: no answer to step 0 in 0.4 s"}
 
 
-def test_relay_that_gave_up_first_is_not_silent(pool):
+def test_relay_that_gave_up_first_is_not_silent(pool, patient, monkeypatch):
     """It waits for what rank 0 says, which asks it."""
+    gave_up, explained = Event(), relay_channel.TcpRelay._explained
+
+    def give_up(relay, error: RankFailedError) -> Exception:
+        gave_up.set()
+        return explained(relay, error)
+
+    monkeypatch.setattr(relay_channel.TcpRelay, "_explained", give_up)
     with tree(SIZE, GROUP) as channels:
-        channels[0]._timeout_s, channels[3]._group._timeout_s = 0.6, 0.2
-        said = errors_of(pool, [channel for channel in channels if channel.rank != 4], (1, 2, 6))
-    assert set(said.values()) == {"rank 4 is silent: no answer to step 0 in 0.6 s"}
+        channels[0]._timeout_s, channels[3]._group._timeout_s = 0.4, 0.2
+        said = errors_of(pool, [channel for channel in channels if channel.rank != 4], (1, 2, 6), gave_up)
+    assert set(said.values()) == {"rank 4 is silent: no answer to step 0 in 0.4 s"}
 
 
 def test_relay_is_named_without_the_question(pool, monkeypatch):

@@ -203,7 +203,9 @@ def test_divergence_goes_unnoticed_without_digests(tmp_path, name):
 def test_dropped_message_hangs_until_timeout_when_unnumbered(tmp_path):
     job = run("dropped_message_unnumbered", tmp_path, "executor.timeout_s=10")
     assert job.exit_codes == (1, 1), job.output
-    assert "error: rank 0 is silent: no message in 10 s" in job.stderr[0]
+    # What rank 1 waits for, or what both do, who reach the limit at the same time.
+    found = r"error: (rank 0 is silent: no message in 10 s|ranks? [01, ]+ (is|are) waiting for another rank)"
+    assert re.search(found, job.stderr[0]), job.output
 
 
 @pytest.mark.stress

@@ -138,8 +138,9 @@ def estimated(num_rows: int, num_columns: int, num_inputs: int, cut: Cut, chip: 
 
 def family(cut: Cut, chip: Chip) -> list[LeafTile]:
     """Tiles to choose from, all of whom the compile gate sees for 8 leaves."""
-    found = [_fitted(tile, cut) for tile in (*tiles.family(chip, is_gated=False), *_MORE)]
-    fitting = [tile for tile in dict.fromkeys(found) if _is_for(tile, chip) and tiles.fits(tile, chip, is_gated=False)]
+    more = _MORE if chip.capability[0] == 9 else ()
+    found = [_fitted(tile, cut) for tile in (*tiles.family(chip, is_gated=False), *more)]
+    fitting = [tile for tile in dict.fromkeys(found) if tiles.fits(tile, chip, is_gated=False)]
     # Triton 3.7.1 does not compile a loop for tcgen05 that takes a sum out of its accumulator.
     has_registers = chip.capability[0] != tiles.TCGEN05
     # Operands of mma.sync take registers too.
@@ -151,11 +152,7 @@ def family(cut: Cut, chip: Chip) -> list[LeafTile]:
 
 
 _MORE: Final = (Tile(64, 128, 64, 8, 6), Tile(128, 64, 64, 8, 6))
-"""Two warpgroups on tiles of one, for more sums in registers."""
-
-
-def _is_for(tile: Tile, chip: Chip) -> bool:
-    return tile not in _MORE or chip.capability[0] == 9
+"""Two warpgroups on tiles of one, for more sums in registers: wgmma's."""
 
 
 def _fitted(tile: Tile, cut: Cut) -> Tile:
