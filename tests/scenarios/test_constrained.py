@@ -12,14 +12,13 @@ import pytest
 import ranks
 from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model, rows, run, write_model
 from cut_jobs import Ended, end_after
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
 from run_folder import made_once
 
 import spmd_worker.replica.scheduler.stop as stop_module
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.ops.sampling.token_masks import TokenMasks
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
@@ -339,19 +338,11 @@ def test_added_grammar_is_not_mistaken_for_the_form(llm: LLM, monkeypatch: pytes
     assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
 
 
-def job_config(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:
-    rows = [{"prompt": "hello", "max_tokens": 60, "seed": 5, "temperature": 1.0, **each} for each in asked]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return RunConfig(
-        model=ModelOptions(path=str(folder()), load_format="dummy"),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl"), commit_rows=1),
-        device="cpu",
+def new_job(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:
+    write_rows(
+        tmp_path, [{"prompt": "hello", "max_tokens": 60, "seed": 5, "temperature": 1.0, **each} for each in asked]
     )
-
-
-def job_answers(tmp_path: Path) -> list[Any]:
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    return job_config(tmp_path, folder(), options={"load_format": "dummy"}, commit_rows=1)
 
 
 def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
@@ -359,9 +350,9 @@ def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
     good = [{"structured_outputs": {**form, "structural_tag": {}}} for form, _ in FORMS.values()]
     bad = [{"structured_outputs": form} for form, _ in REFUSED.values()]
     bad += [{"structured_outputs": {"regex": "a", "json": "{}"}}, {"structured_outputs": {"regex": "a" * 70_000}}]
-    config = job_config(tmp_path, [*bad, *good])
-    run_job(config, RankEnvironment())
-    found = job_answers(tmp_path)
+    config = new_job(tmp_path, [*bad, *good])
+    run_here(config)
+    found = read_rows(tmp_path)
     codes = [answer["error"]["code"] for answer in found[: len(bad)]]
     expected = ["nested_too_deeply" if name == "deep" else "grammar_refused" for name in REFUSED]
     assert codes == [*expected, "invalid_value", "invalid_value"]
@@ -374,12 +365,12 @@ def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
     assert manifest["answers"]["version of llguidance"]
     again = tmp_path / "again"
     again.mkdir()
-    config = job_config(again, [*bad, *good])
+    config = new_job(again, [*bad, *good])
     with pytest.MonkeyPatch.context() as monkeypatch:
         end_after(monkeypatch, len(bad) + 3)
         with pytest.raises(Ended):
-            run_job(config, RankEnvironment())
-    run_job(config, RankEnvironment())
+            run_here(config)
+    run_here(config)
     assert (again / "out.jsonl").read_bytes() == whole
 
 
@@ -405,8 +396,8 @@ def test_row_without_package_names_the_extra(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(PromptsRefusedError, match=re.escape(words)):
             generate(llm, {"regex": "a"})
         assert generate(llm, None).error is None
-    run_job(job_config(tmp_path, [{"structured_outputs": {"regex": "a"}}, {}]), RankEnvironment())
-    first, second = job_answers(tmp_path)
+    run_here(new_job(tmp_path, [{"structured_outputs": {"regex": "a"}}, {}]))
+    first, second = read_rows(tmp_path)
     assert (first["error"]["code"], second["error"]) == ("extra_missing", None)
 
 
