@@ -512,8 +512,7 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
 )
 def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):
     model = models(kind)
-    done = ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240).checked()
     (first, first_rows, first_long), (second, second_rows, second_long) = (
         json.loads(each.read_text()) for each in sorted(tmp_path.iterdir())
     )

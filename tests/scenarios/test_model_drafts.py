@@ -228,8 +228,7 @@ def test_qwen_drafts_change_no_row_with_images(layout: str, tmp_path: Path):
     shutil.copytree(image_folder("qwen3_5"), folder)
     add_qwen_head(folder, "qwen3_5_images", AutoConfig.from_pretrained(folder).get_text_config())
     given = [json.dumps(each) for each in (speculation("qwen mtp"), {layout: 2} if layout else {})]
-    done = ranks.run_ranks(IMAGES, size, 240, [folder, *given, tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(IMAGES, size, 240, [folder, *given, tmp_path]).checked()
     for rank in range(size):
         plain, drafted, num_drafted = json.loads((tmp_path / str(rank)).read_text())
         assert drafted == plain

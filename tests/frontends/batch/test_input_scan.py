@@ -213,8 +213,7 @@ def test_joining_does_not_wait_for_reading(tmp_path: Path, layout: str):
     (tmp_path / "rows.jsonl").write_text(content())
     settings = [f"model.path={MODEL}", f"job.input={tmp_path}/rows.jsonl", f"job.output={tmp_path}/out.jsonl"]
     settings += [f"parallel.{layout}=2", "cache.num_blocks=64", "device=cpu"]
-    done = ranks.run_ranks(JOIN, 2, 120, [ranks.REPOSITORY / "conf", *settings])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(JOIN, 2, 120, [ranks.REPOSITORY / "conf", *settings]).checked()
     assert len(read_rows(tmp_path)) == NUM_ROWS
 
 

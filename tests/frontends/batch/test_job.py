@@ -37,7 +37,6 @@ METRIC_KEYS = (
     *("prefix_hits_verified", "prefix_hits_unverified"),
 )
 
-
 config_of = partial(job_config, model=MODEL, num_blocks=256, sampling={"max_tokens": 3})
 
 
@@ -204,8 +203,7 @@ def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path):
     (tmp_path / "collecting.py").write_text(COLLECTING)
     write_rows(tmp_path, [{"prompt": "add 1 2 =", "max_tokens": 3}])
     folders = os.pathsep.join([*IMPORT_PATH, str(Path(__file__).parent)])
-    done = run_script([tmp_path / "collecting.py", tmp_path], LIMIT_S, {"PYTHONPATH": folders})
-    assert done.returncode == 0, done.output
+    run_script([tmp_path / "collecting.py", tmp_path], LIMIT_S, {"PYTHONPATH": folders}).checked()
 
 
 def test_max_rows_takes_only_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

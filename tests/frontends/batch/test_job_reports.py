@@ -27,11 +27,9 @@ from spmd_worker.ranks.environment import RankEnvironment
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LIMIT_S = 240.0
 
-
 config_of = partial(
     job_config, model=MODEL, options={"dtype": "float32"}, sampling={"max_tokens": 4, "temperature": 0.0}
 )
-
 
 LAUNCH = """
 import os, sys
@@ -44,9 +42,7 @@ sys.exit(launch.main())
 def run_command(folder: Path, keys: list[str], env: dict[str, str] | None = None) -> ranks.CompletedRanks:
     script = folder / "launch_script.py"
     script.write_text(LAUNCH)
-    done = ranks.run_script([script, *keys], LIMIT_S, env)
-    assert done.returncode == 0, done.output
-    return done
+    return ranks.run_script([script, *keys], LIMIT_S, env).checked()
 
 
 SIX_ROWS = [{"prompt": f"add {index} 7 ="} for index in range(6)]

@@ -51,7 +51,6 @@ MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
 NUM_DONE = 10
 
-
 config_of = partial(job_config, model=MODEL, sampling={"max_tokens": 8, "temperature": 0.9}, commit_rows=1)
 
 
@@ -424,8 +423,7 @@ def check_finished(text: str, whole: bytes) -> None:
 def test_finished_rows_are_readable_before_the_job_ends(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
     script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
-    done = run_script(script, timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = run_script(script, timeout_s=240).checked()
     check_finished(done.stdout, whole[0])
     assert done.stderr.startswith("12 rows are finished, the last of them is row ")
     run(config)
@@ -548,8 +546,7 @@ def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[by
         lines, _ = examine(tmp_path / "out.jsonl.run")
         assert any(line.startswith("To blame: rank 0 raised OSError") and name in line for line in lines), lines
         assert any("Traceback" in line for line in lines)
-    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240).checked()
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
