@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 from expert_checkpoints import open_experts, stir
 from family_checkpoints import BASE
+from reference_models import without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -149,8 +150,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     config = complete.get("text_config", complete)
     family = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3"}.get(config["model_type"], CASES[name][0])
     defaults = getattr(transformers, f"{family}Config")().to_dict()
-    kept = ("architectures", "model_type", "rope_parameters", "q_lora_rank")
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults, "rope_parameters", "q_lora_rank")
     rope = dict(thin.pop("rope_parameters"))
     thin["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     if kind != "default":

@@ -286,6 +286,15 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int,
 
 
 @torch.no_grad()
+def greedy_without_cache(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Ids after a prompt by one definition for all tokens: decode of some classes has another."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
 def reference_greedy_batch(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """`generate` for prompts of mixed length at once, padded on the left. Not for rotary scalings that have state."""
     longest = max(map(len, prompts))
