@@ -11,8 +11,10 @@ import constrained_rows
 import pytest
 import ranks
 from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model, rows, run, write_model
+from context_fixtures import fixture_of
 from cut_jobs import Ended, end_after
 from jobs_of_rows import job_config, read_rows, run_here, write_rows
+from json_files import edit
 from run_folder import made_once
 
 import spmd_worker.replica.scheduler.stop as stop_module
@@ -37,10 +39,7 @@ def folder() -> Path:
     return made_once("constrained", write_model)
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with open_model(folder()) as made:
-        yield made
+llm = fixture_of(lambda: open_model(folder()))
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +142,7 @@ def test_every_layout_gives_forms(plain: list[Any], layout: str, tmp_path: Path)
             check(outputs, rows()[2])
             Path(sys.argv[2], llm_rank := __import__("os").environ["RANK"]).write_text(json.dumps(answers(outputs)))
         """
-    done = ranks.run_ranks(source, 2, 120, [folder(), tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(source, 2, 120, [folder(), tmp_path]).checked()
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
     assert first == second == json.loads(json.dumps(plain))
 
@@ -210,8 +208,7 @@ def test_truncated_form_ends_with_length_or_stop_string(llm: LLM):
 
 def name_no_eos_token(folder: Path) -> None:
     """The tokenizer's own would end rows too."""
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    edit(folder / "tokenizer_config.json", eos_token=None)
 
 
 def test_eos_token_with_text_only_ends_the_row(tmp_path: Path):
@@ -231,8 +228,7 @@ def test_eos_token_with_text_only_ends_the_row(tmp_path: Path):
 
 def test_tokenizer_may_have_more_tokens_than_model(tmp_path: Path):
     write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    edit(tmp_path / "config.json", vocab_size=300)
     with open_model(tmp_path) as llm:
         for seed in range(3):
             assert re.fullmatch("[a-z ]{30}", generate(llm, {"regex": "[a-z ]{30}"}, seed=seed).outputs[0].text)
@@ -403,8 +399,7 @@ def test_row_without_package_names_the_extra(tmp_path: Path, monkeypatch: pytest
 
 def test_further_needs_of_forms_are_reported(tmp_path: Path):
     write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
+    edit(tmp_path / "config.json", eos_token_id=[])
     name_no_eos_token(tmp_path)
     with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="no end-of-sequence token"):
         generate(llm, {"regex": "a"})

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ranks
 from cut_jobs import Ended, end_after
+from exact_answers import complete_answers
 from forked_workers import forked
 from jobs_of_rows import job_config, run_here
 from planted_drafts import PlantedProposer, planted
@@ -61,20 +62,8 @@ LIMIT_S = 240.0
 def answers(llm: LLM, num_rows: int = 20) -> list[Any]:
     """Token ids and log-probabilities, bit for bit, why each ended, and its text."""
     prompts = [WORDS[row % len(WORDS)] for row in range(num_rows)]
-    outputs = llm.generate(prompts, [KINDS[row % len(KINDS)] for row in range(num_rows)], use_tqdm=False)
-    return [
-        [
-            [
-                list(each.token_ids),
-                [value.logprob.hex() for entry in each.logprobs or () for value in entry.values()],
-                each.finish_reason,
-                str(each.stop_reason),
-                each.text,
-            ]
-            for each in output.outputs
-        ]
-        for output in outputs
-    ]
+    params = [KINDS[row % len(KINDS)] for row in range(num_rows)]
+    return complete_answers(llm.generate(prompts, params, use_tqdm=False))
 
 
 def open_llm(**options: Any) -> LLM:

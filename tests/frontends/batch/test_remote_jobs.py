@@ -44,7 +44,6 @@ MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 12
 LINES = [f'{{"prompt": "add {index} 7 =", "custom_id": "row {index}"}}\n'.encode() for index in range(NUM_ROWS)]
 
-
 SAMPLING = {"max_tokens": 4, "temperature": 0.9}
 config_of = partial(job_config, Path(), MODEL, sampling=SAMPLING, commit_rows=1)
 

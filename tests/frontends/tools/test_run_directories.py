@@ -29,7 +29,6 @@ TOOLS = ("doctor", "collect", "replay", "report")
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 WHERE = "(a run's directory is job.run_dir, by default <job.output>.run)"
 
-
 config_of = partial(job_config, model=MODEL, sampling={"max_tokens": 4}, step_log=True)
 
 
