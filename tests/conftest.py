@@ -221,7 +221,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture
 def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test, engines check the scheduler and the cache after every step."""
+    """Checks of the scheduler and the cache after every step of this test's engines."""
     from spmd_worker.resolved import CHECK_VARIABLE
 
     monkeypatch.setenv(CHECK_VARIABLE, "1")
@@ -229,7 +229,7 @@ def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test, files of the hub are in an empty folder."""
+    """An empty folder of the hub's files for this test."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 

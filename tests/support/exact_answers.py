@@ -7,7 +7,7 @@ from spmd_worker import RequestOutput
 
 
 def ids_and_entries(outputs: Iterable[RequestOutput]) -> list[Any]:
-    """Of each sample of each row: token ids, and log-probabilities of all listed tokens at each position."""
+    """Token ids of each sample of each row, and log-probabilities of all listed tokens at each position."""
     return [
         [[one.token_ids, [[*each.items()] for each in one.logprobs or []]] for one in output.outputs]
         for output in outputs
@@ -15,7 +15,7 @@ def ids_and_entries(outputs: Iterable[RequestOutput]) -> list[Any]:
 
 
 def complete_answers(outputs: Iterable[RequestOutput]) -> list[Any]:
-    """Of each sample of each row: token ids and log-probabilities, why it ended, and its text."""
+    """Token ids and log-probabilities of each sample of each row, why it ended, and its text."""
     return [
         [
             [

@@ -110,7 +110,7 @@ def is_noticed(
 def next_batch(
     sequences: Iterable[MirroredSequence], chunk: int | None, loaded: LoadedAdapters | None
 ) -> tuple[list[ScheduledSequence], Batch]:
-    """Up to `chunk` tokens of each sequence that has any left, as a step's batch."""
+    """Batch of up to `chunk` tokens of each sequence that has any left, and what it schedules."""
     scheduled = []
     for sequence in sequences:
         left = sequence.num_tokens - sequence.num_computed_tokens

@@ -196,7 +196,7 @@ def reports(
     timeout_s: float = 240.0,
     **options: Any,
 ) -> list[Any]:
-    """What each rank of a script (`run_ranks`) writes to RANK.json in `folder`, its last argument."""
+    """Reports of the ranks of a script (`run_ranks`): each writes RANK.json in `folder`, its last argument."""
     run_ranks(script, nproc, timeout_s=timeout_s, arguments=[*arguments, folder], **options).checked()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nproc)]
 

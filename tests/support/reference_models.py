@@ -250,7 +250,7 @@ def their_logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """What transformers computes for rows, with the model of a case; by the case's name."""
+    """Logits of transformers for rows, with the model of a case; by the case's name."""
 
     open_model: Callable[[str], Any]
     rows: list[list[int]]

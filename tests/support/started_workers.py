@@ -11,7 +11,7 @@ from spmd_worker.worker.worker import Worker
 
 @contextmanager
 def started_workers() -> Iterator[Callable[[RunConfig], Worker]]:
-    """What starts the worker of a run; all of them are shut down at the end."""
+    """A function that starts the worker of a run; all of them are shut down at the end."""
     workers = []
 
     def start(config: RunConfig) -> Worker:
