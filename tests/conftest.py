@@ -201,6 +201,39 @@ def control() -> Callable[..., AbstractContextManager[object]]:
 
 
 @pytest.fixture(scope="module")
+def model() -> Path:
+    """A small Llama, for files without another model."""
+    # Here, because it brings transformers, which takes ranks seconds.
+    from reference_models import checkpoint_folder
+
+    return checkpoint_folder("llama3")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A byte-level tokenizer, for files without another one."""
+    from tokenizer_folders import write_byte_level
+
+    from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
+
+
+@pytest.fixture
+def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of the scheduler and the cache after every step of this test's engines."""
+    from spmd_worker.resolved import CHECK_VARIABLE
+
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+
+
+@pytest.fixture
+def own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder of the hub's files for this test."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture(scope="module")
 def files_composed_once() -> Iterator[None]:
     """Hydra reads `conf/` once for this file: tests/support/composed_once.py."""
     from composed_once import composed_in_copy

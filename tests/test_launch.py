@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ranks
 from bad_rows import BAD_ROWS
+from model_configs import LLAMA_8B
 
 import launch
 from spmd_worker.base.config.options import command_text, keys_of
@@ -28,20 +29,6 @@ SMALL_CACHE = (
     "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 256: "
     "raise cache.num_blocks to at least 16 or lower max_model_len"
 )
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 def test_ctrl_c_during_import_leaves_no_traceback(tmp_path: Path):
@@ -101,8 +88,7 @@ def test_help_config_and_plan_print_once_without_torch(tmp_path: Path):
         cwd=tmp_path,
         under_torchrun=True,
         is_fresh=True,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     for text in (
         "usage: torchrun --nproc-per-node N launch.py",
         "experiment=demo",
@@ -309,8 +295,7 @@ def test_thousand_rows_with_errors_are_answered_in_order(tmp_path: Path):
         nproc=2,
         timeout_s=START_S,
         cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     # Rank 0 made one run directory, beside the output, and nothing else.
     assert folder_listing(tmp_path) == [
         *("answers", "answers/out.jsonl", "answers/out.jsonl.run"),
@@ -470,6 +455,5 @@ def test_import_and_run_leave_the_host_process_unchanged():
         random.random()
         print("control", state()["random"] != before["random"])
         """
-    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S).checked()
     assert done.stdout.splitlines() == ["[]", "[]", "control True"], done.output

@@ -1,9 +1,9 @@
 """`best_of` through `LLM`: more samples run than come back, and the likeliest are those that do."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from context_fixtures import fixture_of
 from reference_models import checkpoint_folder, mixed_prompts
 
 from spmd_worker import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -12,11 +12,7 @@ PROMPTS = mixed_prompts(6, 40, seed=5)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
 NAME = "llama3"
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
-        yield made
+llm = fixture_of(lambda: LLM(checkpoint_folder(NAME), num_blocks=300))
 
 
 def rows(sampling: SamplingParams) -> list[SamplingParams]:

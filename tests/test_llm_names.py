@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from content_templates import WALKING
+from context_fixtures import fixture_of
 from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -26,11 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = mixed_prompts(5, 40, seed=3)
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(checkpoint_folder("llama3"), num_blocks=300) as made:
-        yield made
+llm = fixture_of(lambda: LLM(checkpoint_folder("llama3"), num_blocks=300))
 
 
 @pytest.fixture(scope="module")

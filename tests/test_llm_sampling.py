@@ -1,14 +1,14 @@
 """How `LLM` samples: log-probabilities, randomness named by the row, penalties, and rows that ask for the absurd."""
 
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from context_fixtures import fixture_of
+from json_files import edit
 from llm_calls import GREEDY, NAME, PROMPTS, SAMPLED, run, tokens
 from reference_models import (
     EOS_TOKEN_ID,
@@ -25,11 +25,7 @@ from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.replica.sequence.outputs import TokenLogprobs
 from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
-        yield made
+llm = fixture_of(lambda: LLM(checkpoint_folder(NAME), num_blocks=300))
 
 
 @pytest.fixture(scope="module")
@@ -293,9 +289,7 @@ def test_invalid_bad_word_is_rejected_before_queueing(tmp_path: Path):
     nobody asked for any more.
     """
     folder = write_text_checkpoint(tmp_path)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    edit(folder / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "~"}, "content": ""})
     with LLM(folder, num_blocks=300) as llm:
         params = [GREEDY, replace(GREEDY, bad_words=["~"]), replace(GREEDY, bad_words=["a"])]
         with pytest.raises(PromptsRefusedError, match=r"bad_words: .*'~'"):

@@ -63,16 +63,14 @@ def run_job(folder: Path, num_ranks: int, *settings: str) -> list[Any]:
     )
     job = [f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", "device=cpu"]
     arguments = [f"model.path={MODEL}", "cache.num_blocks=64", *job, *settings]
-    done = ranks.run_ranks(JOB, num_ranks, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(JOB, num_ranks, timeout_s=240, arguments=arguments).checked()
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
 def run_llm(folder: Path, backend: str) -> Sequence[Any]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(LLMS))
-    done = ranks.run_script([script, MODEL, backend], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_script([script, MODEL, backend], timeout_s=240).checked()
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from json_files import edit
 from quantised_files import FORMATS
 from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_text_checkpoint
 
@@ -29,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def name_eos_token(folder: Path, token: str | None) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": token}))
+    edit(folder / "tokenizer_config.json", eos_token=token)
 
 
 def ends(folder: Path, *, plan: bool = False) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from draft_checkpoints import (
     qwen_mtp_folder,
     small_draft_folder,
 )
+from json_files import edit
 from reference_models import checkpoint_folder, edit_config
 from safetensors.torch import load_file, save_file
 
@@ -227,8 +228,7 @@ def test_faults_of_a_qwen_head_are_named(name: str, change: torch.Tensor | None,
 def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: str, tmp_path: Path):
     folder = tmp_path / "head"
     shutil.copytree(eagle_folder(), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    edit(folder / "config.json", **changes)
     assert words in refusal(TARGET(EAGLE_TARGET), "eagle3", folder)
 
 

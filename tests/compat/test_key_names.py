@@ -1,12 +1,12 @@
 """Errors of `LLM(...)` speak its keywords, whatever made them; a command line's speak its keys."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from context_fixtures import fixture_of
 from property_examples import part_of
 from ranks import REPOSITORY
 
@@ -121,10 +121,7 @@ def test_engine_args_error_names_keywords(made: Any):
         made(EngineArgs(MODEL, num_gpu_blocks_override=3, device="cpu"))
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(MODEL, num_blocks=64, max_num_seqs=2, device="cpu") as made:
-        yield made
+llm = fixture_of(lambda: LLM(MODEL, num_blocks=64, max_num_seqs=2, device="cpu"))
 
 
 @pytest.mark.finding(number="D8")

@@ -140,6 +140,5 @@ TORCHRUN = f"""
 
 @pytest.mark.matrix
 def test_torchrun_example_runs_on_two_ranks(tmp_path: Path):
-    done = ranks.run_ranks(TORCHRUN, 2, 240.0, [])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(TORCHRUN, 2, 240.0, []).checked()
     assert done.stdout.count("Generated text: ") == 8

@@ -133,8 +133,7 @@ def test_adapters_are_loaded_on_all_ranks(layout: dict[str, Any], tmp_path: Path
     if not layout or "distributed_executor_backend" in layout:
         main(tmp_path, **layout)
     else:
-        done = ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
-        assert done.returncode == 0, done.output
+        ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=240).checked()
     for path in sorted(tmp_path.glob("seen*")):
         seen, answers = json.loads(path.read_text())
         assert seen["loaded"] == [True, [1]]

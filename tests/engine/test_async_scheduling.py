@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ranks
+from exact_answers import complete_answers
 from forked_workers import forked
 from slow_device import NAME, STATEFUL_NAME, slow_device
 
@@ -45,19 +46,7 @@ def rows() -> tuple[list[str], list[SamplingParams]]:
 
 def answers(llm: LLM) -> list[Any]:
     """Token ids and log-probabilities, bit for bit, why each ended, and its text."""
-    return [
-        [
-            [
-                list(each.token_ids),
-                [value.logprob.hex() for entry in each.logprobs or () for value in entry.values()],
-                each.finish_reason,
-                str(each.stop_reason),
-                each.text,
-            ]
-            for each in output.outputs
-        ]
-        for output in llm.generate(*rows(), use_tqdm=False)
-    ]
+    return complete_answers(llm.generate(*rows(), use_tqdm=False))
 
 
 def token_ids(found: list[Any]) -> list[Any]:

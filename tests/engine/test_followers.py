@@ -26,8 +26,7 @@ def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int
 
     prompts = json.dumps(mixed_prompts(4, 40, seed=3))
     arguments = [json.dumps(layout), str(checkpoint_folder("llama3")), prompts, tmp_path]
-    done = ranks.run_forked([__file__, *arguments], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, *arguments], nproc=2, timeout_s=240).checked()
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert first["together"] == second["together"] == first["alone"]
     assert first["turns"] + second["turns"] == first["alone"]

@@ -17,10 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_worker.base.errors import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+pytestmark = pytest.mark.usefixtures("own_hub_cache")
 
 
 def gguf_of(kind: str = "F32") -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import interrupts
 import pytest
 import ranks
+from context_fixtures import fixture_of
 from interrupts import GREEDY, POINTS, PROMPTS, AtLine, at, is_interrupted, tokens
 from pooling_models import pooling_folder
 from reference_models import checkpoint_folder, write_text_checkpoint
@@ -38,10 +39,7 @@ def _heeding() -> Iterator[None]:
     signal.signal(signal.SIGINT, former)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(checkpoint_folder("llama3"), **SETTINGS) as made:
-        yield made
+llm = fixture_of(lambda: LLM(checkpoint_folder("llama3"), **SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -448,8 +446,7 @@ def test_interrupt_ends_the_call_on_all_ranks(
     sizes: dict[str, int], points: list[tuple[str, int]], point_in_turns: str
 ):
     arguments = [checkpoint_folder("llama3"), repr(sizes), repr(points), point_in_turns]
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments).checked()
     first, second = map(ast.literal_eval, done.stdout.splitlines())
     assert first == second
     assert all(was_interrupted for _, _, was_interrupted in first), first
@@ -481,8 +478,7 @@ ALARM_ON_ONE = """
 
 
 def test_handler_exception_is_named_on_other_ranks():
-    done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(ALARM_ON_ONE, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3")]).checked()
     assert sorted(done.stdout.splitlines()) == [
         "0 RankFailedError: rank 1 was interrupted: TimeoutError: too late",
         "1 TimeoutError: too late",
@@ -538,8 +534,7 @@ AT_RANDOM = """
 def test_fifty_interrupts_of_each_call_at_random(size: int, tmp_path_factory: pytest.TempPathFactory):
     text = write_text_checkpoint(tmp_path_factory.mktemp("text"))
     arguments = [checkpoint_folder("llama3"), pooling_folder("mean"), text, repr({"tensor_parallel_size": size})]
-    done = ranks.run_ranks(AT_RANDOM, nproc=size, timeout_s=900, arguments=[*arguments, str(SEED), "50"])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(AT_RANDOM, nproc=size, timeout_s=900, arguments=[*arguments, str(SEED), "50"]).checked()
     print(f"INTERRUPTS of 50 at random moments, {size} ranks: {done.stdout.splitlines()}")
 
 
@@ -582,8 +577,9 @@ FOLLOWED = """
 )
 def test_interrupted_follow_goes_on_when_called_again(key: str):
     """Also in its last step: called again, it waited for one that nobody makes."""
-    done = ranks.run_ranks(FOLLOWED, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3"), repr({key: 2})])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(
+        FOLLOWED, nproc=2, timeout_s=240, arguments=[checkpoint_folder("llama3"), repr({key: 2})]
+    ).checked()
     numbers = dict(map(str.split, done.stdout.splitlines()))
     assert int(numbers["0"]) >= 2
     assert int(numbers["1"]) > 20

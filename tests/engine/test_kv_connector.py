@@ -290,8 +290,7 @@ def test_resumed_job_has_the_bytes_of_an_unbroken_one(tmp_path: Path, monkeypatc
 def on_ranks(num_ranks: int, script: list[Any]) -> list[Any]:
     """Each rank's line, in no order."""
     words = [json.dumps(each, default=str) for each in script]
-    done = ranks.run_forked([connector_ranks.__file__, *words], num_ranks, timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_forked([connector_ranks.__file__, *words], num_ranks, timeout_s=240).checked()
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

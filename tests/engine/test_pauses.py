@@ -3,12 +3,12 @@ waits for what a pause keeps.
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import ranks
+from context_fixtures import fixture_of
 from image_models import image_folder, prompt_of
 from PIL import Image
 from safetensors.torch import load_file
@@ -26,11 +26,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=
 PAUSED = r"^generation is paused: call resume_generation\(\) before anything is computed$"
 ANSWERING = r"^\d+ requests are being answered with the weights that are there: .* or pause_generation, before"
 
-
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with open_llm() as opened:
-        yield opened
+llm = fixture_of(open_llm, "function")
 
 
 def run_steps(llm: LLM, count: int) -> list[Any]:

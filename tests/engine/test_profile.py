@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from context_fixtures import fixture_of
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import WorkerEventError
@@ -36,11 +37,7 @@ ONE_NAME = """
     """
 """Every rank writes what rank 0 writes."""
 
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    with LLM(MODEL, **OPTIONS) as opened:
-        yield opened
+llm = fixture_of(lambda: LLM(MODEL, **OPTIONS))
 
 
 def names_in(path: Path) -> set[str]:
@@ -154,8 +151,7 @@ def test_the_check_sees_ranks_that_write_one_trace(tmp_path: Path):
 
 
 def check_traces_of_ranks(tmp_path: Path, script: str) -> None:
-    done = ranks.run_ranks(script, nproc=2, timeout_s=240, arguments=[MODEL, tmp_path])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(script, nproc=2, timeout_s=240, arguments=[MODEL, tmp_path]).checked()
     paths = [tmp_path / f"trace.rank{rank}.json" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == [f"['{path}']" for path in paths]
     assert all(path.stat().st_size for path in paths)

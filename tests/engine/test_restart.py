@@ -89,8 +89,7 @@ UNEVENLY = """
 @pytest.mark.finding(number="B6")
 def test_uneven_replicas_divided_anew_answer_on():
     """The ranks of two replicas had numbered their own requests, and went on with two numbers for one."""
-    done = ranks.run_ranks(UNEVENLY, nproc=2, timeout_s=240, arguments=[MODEL])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(UNEVENLY, nproc=2, timeout_s=240, arguments=[MODEL]).checked()
     first, second = map(ast.literal_eval, done.stdout.splitlines())
     assert first == second
     three, one = first[:2]
@@ -104,8 +103,7 @@ def test_uneven_replicas_divided_anew_answer_on():
 
 @pytest.mark.guarantee("reinitialize_distributed: empty caches, same answers")
 def test_launcher_ranks_change_layout_with_equal_answers(expected: str):
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, PROMPT])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, PROMPT]).checked()
     for rank in ("0", "1"):
         first, second, *anew, refused, after = [x[2:] for x in done.stdout.splitlines() if x.startswith(rank)]
         assert first == str((expected, 0))

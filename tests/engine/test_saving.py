@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_fixtures import fixture_of
 from encoder_models import encoder_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
@@ -46,11 +47,7 @@ KINDS = ("sharded_state", "checkpoint", "streamed")
 FORMATS = {"sharded_state": "sharded_state"}
 Tree = dict[str, bytes]
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_llm() as made:
-        yield made
+llm = fixture_of(open_llm)
 
 
 @pytest.fixture(scope="module")

@@ -100,8 +100,7 @@ def check(names: list[str], tmp_path: Path) -> list[dict[str, Any]]:
     folders = {name: folder(case) for name, (folder, case, _) in chosen.items()}
     job = {name: [str(folders[name]), sizes] for name, (_, _, sizes) in chosen.items()}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ON_EACH_RANK, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(ON_EACH_RANK, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path]).checked()
     for name, folder in folders.items():
         expected = tensors(folder)
         for kind in ("checkpoint", "streamed"):

@@ -96,8 +96,7 @@ def main(folder: Path) -> None:
 @pytest.mark.stress
 @pytest.mark.guarantee("Weights from shards are those of whole tensors")
 def test_shards_of_fsdp_give_whole_weights(tmp_path: Path):
-    done = ranks.run_forked([__file__, "bits", tmp_path], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, "bits", tmp_path], nproc=2, timeout_s=240).checked()
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for report in reports:
         for found in report.values():
@@ -155,8 +154,7 @@ def test_no_rank_ever_has_a_whole_tensor(size: int, tmp_path: Path):
 
     model = write_checkpoint(tmp_path / "model", CheckpointSpec(LlamaConfig, {**LARGE, "tie_word_embeddings": False}))
     # In processes of its own, whose allocator keeps no memory of another engine.
-    done = ranks.run_forked([__file__, "memory", tmp_path, model, size], nproc=2, timeout_s=480)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, "memory", tmp_path, model, size], nproc=2, timeout_s=480).checked()
     for rank in range(2):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         os.write(1, f"TP {size}, rank {rank}: {json.dumps(seen)}\n".encode())

@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from context_fixtures import fixture_of
 from forked_workers import forked
 from safetensors.torch import load_file
 from test_weight_updates import (
@@ -49,10 +50,7 @@ def old() -> list[Any]:
         return answers(llm)
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with open_llm() as made:
-        yield made
+llm = fixture_of(open_llm, "function")
 
 
 def load(llm: LLM, *, but: str = "") -> None:

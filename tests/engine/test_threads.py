@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import ranks
+from context_fixtures import fixture_of
 from forked_child import in_child
 from test_weight_updates import open_llm
 
@@ -44,10 +45,7 @@ def answers(llm: LLM) -> dict[str, Any]:
     return {str(index): in_words(output) for index, output in enumerate(outputs)}
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with open_llm() as made:
-        yield made
+llm = fixture_of(open_llm, "function")
 
 
 @pytest.mark.parametrize("call", ["step", None], ids=["in step", "holding the lock"])
@@ -387,8 +385,7 @@ def test_one_after_the_other_threads_may_call_anything(llm: LLM):
     ids=str,
 )
 def test_rank_0_threads_add_requests_while_others_follow(layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240).checked()
     seen = json.loads((tmp_path / "0.json").read_text())
     assert seen["by threads"] == seen["by one call"]
 

@@ -1,25 +1,22 @@
 """What an engine cannot answer is refused with a code and a way out, once a request; what names a request."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from jobs_of_rows import answers_of_job
 from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.compat.audio_reading import LazyPreparer
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.preparer import ImagePreparer
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler.media_rows import MediaRowLimits
 from spmd_worker.replica.sequence.media_items import MediaItem
 
@@ -107,11 +104,7 @@ def test_a_prompt_is_checked_once(checked: list[int]):
 
 def test_a_row_is_checked_once(checked: list[int], tmp_path: Path):
     rows = [{"prompt_token_ids": [60] * length, "max_tokens": 1} for length in (5, 300, 7)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl"))
-    config = RunConfig(model=ModelOptions(str(MODEL)), cache=CacheConfig(num_blocks=64), job=job, device="cpu")
-    run_job(config, RankEnvironment())
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers = answers_of_job(tmp_path, MODEL, rows, dtype="auto", num_blocks=64)
     assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "prompt_too_long", None]
     # In the order of their beginnings.
     assert checked == [5, 7, 300]

@@ -2,7 +2,6 @@
 
 import ast
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_fixtures import fixture_of
 from forked_child import in_child
 from ranks import REPOSITORY
 from safetensors.torch import load_file
@@ -27,10 +27,7 @@ def given() -> dict[str, Tensor]:
     return load_file(MODEL / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def opened() -> Iterator[LLM]:
-    with LLM(MODEL, dtype="bfloat16", device="cpu", num_blocks=16) as made:
-        yield made
+opened = fixture_of(lambda: LLM(MODEL, dtype="bfloat16", device="cpu", num_blocks=16))
 
 
 @pytest.fixture

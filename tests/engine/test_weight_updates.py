@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from context_fixtures import fixture_of
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -89,10 +90,7 @@ def new() -> list[Any]:
         return answers(llm)
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with open_llm() as made:
-        yield made
+llm = fixture_of(open_llm, "function")
 
 
 def one_by_one(llm: LLM) -> None:
@@ -352,8 +350,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
 @pytest.mark.guarantee("While ranks load new weights nothing is exchanged")
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_compute_with_equal_new_weights_only(layout: dict[str, int], tmp_path: Path, old: Any, new: Any):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=240).checked()
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for report in seen:
         assert_near(report["before"], old, 1e-4 if layout == TP else 0.0)
@@ -393,8 +390,7 @@ def check_loaded_alone(report: dict[str, Any]) -> None:
 @pytest.mark.control("While ranks load new weights nothing is exchanged")
 def test_control_load_with_collective_is_detected(tmp_path: Path, control):
     """Negative control: rank 1 waits until rank 0, which loads nothing, has closed."""
-    done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "waiting"], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(TP), tmp_path, "waiting"], nproc=2, timeout_s=240).checked()
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     check_loaded_alone(first)
     with control():

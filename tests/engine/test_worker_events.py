@@ -60,8 +60,7 @@ def test_a_worker_event(layout: dict[str, Any], tmp_path: Path):
     if "distributed_executor_backend" in layout:
         main(tmp_path, **layout)
     else:
-        done = ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
-        assert done.returncode == 0, done.output
+        ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=240).checked()
     seen = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
     for first, running, refused, after_refused, have_norms, after_committed in seen:
         assert (refused, after_refused, running, have_norms) == (REFUSED, first, seen[0][1], True)

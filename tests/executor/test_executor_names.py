@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from context_fixtures import fixture_of
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import WorkerEventError
@@ -25,10 +26,7 @@ def open_llm(**options: Any) -> LLM:
     return LLM(MODEL, **{"device": "cpu", "num_blocks": 64, "timeout_s": 120.0, **options})
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_llm() as made:
-        yield made
+llm = fixture_of(open_llm)
 
 
 @pytest.fixture
@@ -145,8 +143,7 @@ def test_names_without_effect_answer(executor: Any):
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_names_answer_on_two_ranks(layout: str):
-    done = ranks.run_forked([Path(__file__), layout], nproc=2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_forked([Path(__file__), layout], nproc=2, timeout_s=240).checked()
     is_first_stage = layout == "pipeline_parallel_size"
     assert sorted(done.stdout.splitlines()) == ["0 0 True", f"1 1 {is_first_stage}"]
 

@@ -53,8 +53,7 @@ SCRIPT = """
 
 
 def test_launched_ranks_have_one_worker_each():
-    done = ranks.run_ranks(SCRIPT, nproc=2, timeout_s=240, arguments=[MODEL])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(SCRIPT, nproc=2, timeout_s=240, arguments=[MODEL]).checked()
     for rank in ("0", "1"):
         assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
             "parallel.tensor_parallel_size=4 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is 4 "
@@ -88,8 +87,7 @@ CUSTOM_WORKERS = """
 
 def test_custom_worker_class_must_join_groups():
     """It died of `AssertionError: <class PlainWorker>`, because channels were sought in `Worker` only."""
-    done = ranks.run_ranks(CUSTOM_WORKERS, nproc=2, timeout_s=240, arguments=[MODEL, Path(__file__).parent])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(CUSTOM_WORKERS, nproc=2, timeout_s=240, arguments=[MODEL, Path(__file__).parent]).checked()
     for rank in ("0", "1"):
         assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
             "worker_cls=plain_worker.PlainWorker has no process groups after init_device, and the layout has "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cache_specs import uniform_spec
+from context_fixtures import fixture_of
 from forked_child import in_child
 from plain_executors import errors_of_all, new_plain, plain, timeouts_after
 from waiting import LIMIT_S
@@ -26,11 +27,7 @@ from spmd_worker.resolved import resolve_again
 
 pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[MultiprocExecutor]:
-    with plain(worker_extension_cls="plain_worker.Extension") as started:
-        yield started
+executor = fixture_of(lambda: plain(worker_extension_cls="plain_worker.Extension"))
 
 
 @pytest.fixture

@@ -195,8 +195,7 @@ def test_job_writes_the_same_rows(tmp_path: Path):
     for backend in ("uniproc", "multiproc"):
         (tmp_path / backend).mkdir()
         rows = write_rows(tmp_path / backend, [{"prompt": prompt, "max_tokens": 12} for prompt in PROMPTS])
-        done = ranks.run_script([forks_of_a_script.__file__, *arguments(rows, backend)], timeout_s=240)
-        assert done.returncode == 0, done.output
+        ranks.run_script([forks_of_a_script.__file__, *arguments(rows, backend)], timeout_s=240).checked()
         written.append((tmp_path / backend / "out.jsonl").read_bytes())
     assert written[0] == written[1]
     assert len(written[0].splitlines()) == len(PROMPTS)

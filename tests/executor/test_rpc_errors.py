@@ -43,8 +43,7 @@ with LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, device="cpu") as ll
 
 
 def test_rpc_errors_name_the_rank(tmp_path: Path):
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[MODEL, tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[MODEL, tmp_path]).checked()
     texts = []
     for rank in (0, 1):
         (missing, failing, late, in_time), text = json.loads((tmp_path / f"{rank}.json").read_text())

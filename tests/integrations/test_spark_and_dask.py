@@ -73,8 +73,7 @@ def test_partitions_without_keys_are_found(spark: Any, tmp_path: Path, control: 
 @pytest.mark.parametrize("name", ["dask_rows.py", "spark_rows.py"])
 def test_example_prints_right_answers(name: str):
     pytest.importorskip({"dask_rows.py": "dask.dataframe", "spark_rows.py": "pyspark"}[name])
-    done = run_script([REPOSITORY / "examples" / name], 240)
-    assert done.returncode == 0, done.output
+    done = run_script([REPOSITORY / "examples" / name], 240).checked()
     assert re.search(r"9[4-6] of 96 answers are right", done.stdout), done.output
 
 

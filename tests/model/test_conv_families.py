@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from conv_checkpoints import CASES, conv_folder, conv_reference, thinned_conv_folder
 from family_checks import (
     adapter_logits,
+    check_adapters,
     check_schedules,
     check_stages,
     check_steps,
@@ -25,6 +26,7 @@ from family_checks import (
     logits_of_ranks,
     planned_models,
     readings_of,
+    shapes_of_both,
     silent_mutants,
     without_each,
 )
@@ -32,27 +34,29 @@ from family_mutants import entries
 from hybrid_runs import greedy_ids, run_rows
 from our_model import load_model
 from plain_models import in_tiers, new_model
-from reference_models import open_reference, random_prompt, reference_greedy, relative_error, stateless
+from reference_models import (
+    Oracle,
+    open_reference,
+    random_prompt,
+    reference_greedy,
+    stateless,
+    their_logits,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.model.layers.attention import Attention
-from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import select_experts
 from spmd_worker.model.layers.short_conv import ShortConv
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels, silu
-from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import RankLayout, check_divides
 
 TOLERANCE = 1e-4
@@ -63,23 +67,8 @@ FEW = ("lfm2_biases", "lfm2_moe", "lfm3")
 
 quick = partial(in_tiers, among=FEW)
 
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return their_logits(conv_reference(name))
-
-
-@torch.no_grad()
-def their_logits(model: Any) -> list[Tensor]:
-    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
-
-
-def is_right(name: str, logits: list[Tensor]) -> bool:
-    return worst_error(name, logits) < TOLERANCE
+oracle = Oracle(conv_reference, ROWS)
+expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -90,7 +79,7 @@ def test_logits_and_ids_equal_transformers(name: str):
     assert worst_error(name, run_rows([load_model(thinned_conv_folder(name))], ROWS)[0]) < TOLERANCE
     configs = [read_model_files(each).model_config for each in (conv_folder(name), thinned_conv_folder(name))]
     assert configs[0] == configs[1]
-    thinned = their_logits(conv_reference(name, is_thinned=True))
+    thinned = their_logits(conv_reference(name, is_thinned=True), ROWS)
     assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
     assert greedy_ids([model], ROWS[1], 4) == reference_greedy(stateless(conv_reference(name)), ROWS[1], 4)
 
@@ -160,10 +149,9 @@ def test_int8_projections_stay_near_transformers():
 def test_adapters_of_convolutions_are_those_of_peft(tmp_path: Path):
     folder = conv_folder("lfm2_biases")
     targets = ("in_proj", "out_proj", "q_proj", "w2")
-    logits, theirs = adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS)
-    assert max(map(relative_error, logits, theirs)) < TOLERANCE
-    # Control: it matters.
-    assert worst_error("lfm2_biases", logits) > 100 * TOLERANCE
+    check_adapters(
+        oracle, "lfm2_biases", *adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS)
+    )
 
 
 # ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
@@ -320,15 +308,7 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
     theirs = AutoConfig.for_model(model_type, **sizes, **keys)
     architecture = {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "lfm3": "Lfm3"}[model_type]
     ours = model_config_of({"architectures": [f"{architecture}ForCausalLM"], **sizes, **keys}, Path("config.json"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(theirs)
-    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    found = build_model(context, ours)
-    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if ".experts." not in name}
-    if theirs.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    named = {ours.names.canonical(name): shape for name, shape in shapes.items()}
-    own = {name: tuple(shape) for name, shape in found.weights.shapes.items() if ".experts." not in name}
+    named, own = shapes_of_both(theirs, ours)
     assert named == own
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
     kinds = [

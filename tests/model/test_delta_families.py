@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from delta_checkpoints import DELTA_CASES, delta_folder, delta_reference, thinne
 from family_checks import (
     adapter_logits,
     are_same,
+    check_adapters,
     check_stages,
     check_steps,
     check_tensors,
@@ -35,7 +36,7 @@ from model_configs import with_layers, with_norms, with_ropes
 from our_model import is_noticed, load_model
 from plain_models import in_tiers, new_model
 from quantised_files import quantise
-from reference_models import random_prompt, relative_error
+from reference_models import Oracle, greedy_without_cache, random_prompt, their_logits
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -60,23 +61,8 @@ FEW = ("qwen3_5", "qwen3_next", "olmo_hybrid")
 
 quick = partial(in_tiers, among=DELTA_CASES)
 
-
-@torch.no_grad()
-def logits_of(model: Any) -> list[Tensor]:
-    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
-
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return logits_of(delta_reference(name))
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
-
-
-def is_right(name: str, logits: list[Tensor]) -> bool:
-    return worst_error(name, logits) < TOLERANCE
+oracle = Oracle(delta_reference, ROWS)
+expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -140,7 +126,7 @@ def test_bfloat16_is_as_near_float32_as_transformers(name: str):
     _, model_class, _ = DELTA_CASES[name]
     theirs = getattr(transformers, model_class)(delta_reference(name).config).eval()
     theirs.load_state_dict(delta_reference(name).state_dict())
-    noise = worst_error(name, logits_of(theirs.bfloat16()))
+    noise = worst_error(name, their_logits(theirs.bfloat16(), ROWS))
     assert 1e-4 < worst_error(name, logits) < 1.5 * noise < 0.3
 
 
@@ -194,26 +180,14 @@ def test_int8_projections_stay_near_transformers():
 )
 def test_adapters_of_delta_nets_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
     reference = partial(deepcopy, delta_reference(name))
-    logits, theirs = adapter_logits(delta_folder(name), reference, targets, tmp_path, ROWS)
-    assert max(map(relative_error, logits, theirs)) < TOLERANCE
-    # Control: it matters.
-    assert worst_error(name, logits) > 100 * TOLERANCE
-
-
-@torch.no_grad()
-def their_greedy_ids(name: str, prompt: list[int], count: int) -> list[int]:
-    """Without a cache: one definition for all tokens."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(delta_reference(name)(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    check_adapters(oracle, name, *adapter_logits(delta_folder(name), reference, targets, tmp_path, ROWS))
 
 
 @quick("qwen3_5", among=FEW)
 def test_engine_gives_ids_of_transformers(name: str):
     """Small steps, fewer slots than rows, the same prompts again from snapshots."""
     rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    right = [their_greedy_ids(name, row, 6) for row in rows]
+    right = [greedy_without_cache(delta_reference(name), row, 6) for row in rows]
     with LLM(delta_folder(name), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
         for _ in range(2):
             outputs = llm.generate(rows, greedy, use_tqdm=False)

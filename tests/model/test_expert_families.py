@@ -25,12 +25,11 @@ from expert_models import (
     each_and_all,
     expected,
     new_model,
-    their_logits,
     worst_error,
 )
 from family_checks import ids_and_logprobs, joined_logits
 from our_model import load_model, prompt_logits
-from reference_models import random_prompt, relative_error
+from reference_models import random_prompt, relative_error, their_logits
 from thread_groups import on_ranks
 from torch import Tensor
 from two_stages import TwoStages

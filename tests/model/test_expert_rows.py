@@ -20,13 +20,12 @@ from expert_models import (
     load,
     new_model,
     quick,
-    their_logits,
 )
 from family_checks import readings_of, silent_mutants, without_each
 from family_mutants import entries
 from model_types import MODEL_TYPES
 from our_model import is_noticed, prompt_logits
-from reference_models import relative_error
+from reference_models import relative_error, their_logits
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -50,7 +49,7 @@ from spmd_worker.ranks.topology import Stage
 
 
 @pytest.mark.gate("gpt_oss", "glm4_moe", "hy_v3", "step3p7", "qwen3_vl_moe")
-@quick("gpt_oss", later=SECOND)
+@quick("gpt_oss", slow=SECOND)
 def test_all_checkpoint_tensors_are_viewed_and_loaded(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
     folder = expert_folder(name)

@@ -8,7 +8,7 @@ import re
 import shutil
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
-from plain_models import new_model
-from reference_models import random_prompt, reference_greedy, relative_error, stateless
+from plain_models import in_tiers, new_model
+from reference_models import Oracle, random_prompt, reference_greedy, relative_error, stateless, their_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
@@ -69,33 +69,15 @@ SECOND_CASES = (
 tier.
 """
 
+quick = partial(in_tiers, among=ALL_CASES, rest=pytest.mark.matrix)
 
-def quick(*names: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """All cases; `names` in the default tier, `slow` ones in the stress tier, others in the matrix tier."""
-    later = {name: pytest.mark.stress if name in slow else pytest.mark.matrix for name in ALL_CASES}
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in later.items()]
-    )
-
-
-@torch.no_grad()
-def their_logits(name: str, prompt: list[int], *, is_thinned: bool = False) -> Tensor:
-    model = family_reference(name, is_thinned=is_thinned)
-    return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
-
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return [their_logits(name, prompt) for prompt in PROMPTS]
+oracle = Oracle(family_reference, PROMPTS)
+expected, worst_error = oracle.expected, oracle.worst_error
 
 
 def logits_of_ranks(name: str, size: int) -> list[Tensor]:
     new = partial(new_model, family_folder(name))
     return joined_logits(size, new, lambda model: prompt_logits(model, PROMPTS))
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -113,7 +95,8 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_oracle_reads_thin_files_as_full_ones(name: str):
     """None of our code is asked: what it is compared with says the same of both files."""
-    assert relative_error(their_logits(name, PROMPTS[-1], is_thinned=True), expected(name)[-1]) < 1e-6
+    (thin,) = their_logits(family_reference(name, is_thinned=True), PROMPTS[-1:])
+    assert relative_error(thin, expected(name)[-1]) < 1e-6
 
 
 def test_new_weights_are_loaded_without_optional_prefix():

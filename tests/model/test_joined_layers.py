@@ -440,8 +440,7 @@ def compare_on_ranks(plant: str, num_ranks: int = 2) -> ranks.CompletedRanks:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_with_shared_memory_have_equal_bits(num_ranks: int):
     """Sums split by rows or not; parts that fit a slot or take several rounds; and the sums over gloo."""
-    done = compare_on_ranks("nothing", num_ranks)
-    assert done.returncode == 0, done.output
+    done = compare_on_ranks("nothing", num_ranks).checked()
     assert "differ" not in done.stdout, done.stdout
     found = sorted(re.findall(r"rank \d compared all", done.stdout))
     assert found == [f"rank {rank} compared all" for rank in range(num_ranks)]
@@ -450,7 +449,6 @@ def test_ranks_with_shared_memory_have_equal_bits(num_ranks: int):
 @needs_products
 @pytest.mark.matrix
 def test_comparison_detects_bias_added_by_both_ranks():
-    done = compare_on_ranks("a bias on every rank")
-    assert done.returncode == 0, done.output
+    done = compare_on_ranks("a bias on every rank").checked()
     found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))
     assert found == {"biased", "many leaves"}, done.stdout

@@ -7,7 +7,7 @@ its layers share with other gated delta nets and with latent attention is in the
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from family_checks import (
     adapter_logits,
+    check_adapters,
     check_stages,
     check_steps,
     check_tensors,
@@ -30,7 +31,7 @@ from kimi_checkpoints import KIMI_CASES, kimi_folder, kimi_reference, saved_kimi
 from model_configs import with_layers
 from our_model import is_noticed, load_model
 from plain_models import new_model
-from reference_models import random_prompt, relative_error
+from reference_models import Oracle, greedy_without_cache, random_prompt
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, KimiLinearConfig
@@ -53,16 +54,8 @@ each_case = pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[] if each == NAME else pytest.mark.matrix) for each in KIMI_CASES]
 )
 
-
-@cache
-@torch.no_grad()
-def expected(name: str) -> list[Tensor]:
-    model: Any = kimi_reference(name)
-    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
+oracle = Oracle(kimi_reference, ROWS)
+expected, worst_error = oracle.expected, oracle.worst_error
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -127,25 +120,13 @@ def test_planned_bytes_equal_parameters_and_states(name: str):
 def test_adapters_of_all_projections_are_those_of_peft(tmp_path: Path):
     targets = ("q_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj", "kv_a_proj_with_mqa")
     reference = partial(deepcopy, kimi_reference(NAME))
-    logits, theirs = adapter_logits(kimi_folder(NAME), reference, targets, tmp_path, ROWS)
-    assert max(map(relative_error, logits, theirs)) < TOLERANCE
-    # Control: it matters.
-    assert worst_error(NAME, logits) > 100 * TOLERANCE
-
-
-@torch.no_grad()
-def their_greedy_ids(prompt: list[int], count: int) -> list[int]:
-    """Without a cache: one definition for all tokens."""
-    model, ids = kimi_reference(NAME), list(prompt)
-    for _ in range(count):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    check_adapters(oracle, NAME, *adapter_logits(kimi_folder(NAME), reference, targets, tmp_path, ROWS))
 
 
 def test_engine_gives_ids_of_transformers():
     """Small steps, fewer slots than rows, the same prompts again from snapshots."""
     rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    right = [their_greedy_ids(row, 4) for row in rows]
+    right = [greedy_without_cache(kimi_reference(NAME), row, 4) for row in rows]
     with LLM(kimi_folder(NAME), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
         for _ in range(2):
             outputs = llm.generate(rows, greedy, use_tqdm=False)

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 import quantised_files
 import torch
 from expert_models import load, new_model
+from family_checks import ids_and_logprobs
 from family_mutants import entries
+from json_files import edit
 from latent_checkpoints import CASES, LATENT, latent_folder, latent_reference, thinned_latent_folder
 from our_model import is_noticed, load_model, prompt_logits
 from quantised_files import FORMATS, Format, fp8_block, quantise
-from reference_models import random_prompt, relative_error
+from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error, their_logits
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
@@ -51,20 +53,8 @@ each_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 )
 
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return [their_logits(name, prompt) for prompt in PROMPTS]
-
-
-@torch.no_grad()
-def their_logits(name: str, prompt: list[int], *, is_thinned: bool = False) -> Tensor:
-    model: Any = latent_reference(name, is_thinned=is_thinned)
-    return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
+oracle = Oracle(latent_reference, PROMPTS)
+expected, worst_error = oracle.expected, oracle.worst_error
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -76,7 +66,8 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     assert worst_error(name, logits) < TOLERANCE / 5
     assert all(map(torch.equal, prompt_logits(model, PROMPTS, 7), logits))
     thin = thinned_latent_folder(name)
-    assert relative_error(their_logits(name, PROMPTS[-1], is_thinned=True), expected(name)[-1]) < 1e-6, "the oracle's"
+    (oracle_thin,) = their_logits(latent_reference(name, is_thinned=True), PROMPTS[-1:])
+    assert relative_error(oracle_thin, expected(name)[-1]) < 1e-6, "the oracle's"
     assert read_model_files(thin).model_config == read_model_files(latent_folder(name)).model_config
     assert worst_error(name, prompt_logits(load_model(thin), PROMPTS)) < TOLERANCE / 5
 
@@ -181,19 +172,7 @@ ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (22, 40)]
 ROWS += [ROWS[1][:36] + ROWS[0][:5]]
 
 
-def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
-    return [
-        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
-        for each in llm.generate(rows, GREEDY, use_tqdm=False)
-    ]
-
-
-@torch.no_grad()
-def greedy_ids(name: str, prompt: list[int]) -> list[int]:
-    ids, model = list(prompt), latent_reference(name)
-    for _ in range(GREEDY.max_tokens):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+outputs = partial(ids_and_logprobs, params=GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +183,9 @@ def test_greedy_rows_are_transformers_in_any_schedule(name: str):
     folder, given = latent_folder(name), {"max_model_len": 64}
     with LLM(folder, num_blocks=60, enable_prefix_caching=False, **given) as llm:
         cold = [outputs(llm, [row])[0] for row in ROWS]
-    assert [ids for ids, _ in cold] == [greedy_ids(name, row) for row in ROWS]
+    assert [ids for ids, _ in cold] == [
+        greedy_without_cache(latent_reference(name), row, GREEDY.max_tokens) for row in ROWS
+    ]
     with LLM(folder, num_blocks=60, **given) as llm:
         assert outputs(llm, ROWS) == cold
         assert outputs(llm, ROWS) == cold
@@ -568,8 +549,7 @@ def test_int8_leaves_the_projection_from_latents(tmp_path: Path):
     """Of a model without experts, which are not quantised."""
     folder = tmp_path / "model"
     shutil.copytree(latent_folder("deepseek_v3"), folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "first_k_dense_replace": LATENT["num_hidden_layers"]}))
+    edit(folder / "config.json", first_k_dense_replace=LATENT["num_hidden_layers"])
     model, _ = load(latent_folder("deepseek_v3"))
     tensors = load_file(folder / "model.safetensors")
     dense = {each: tensor for each, tensor in tensors.items() if ".mlp." not in each}

@@ -1,6 +1,5 @@
 """`lora_merge`: the weights are those that PEFT's `merge_and_unload` makes of the adapter, rounded once."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_checkpoints import family_folder
+from json_files import edit
 from our_model import load_model
 from peft import PeftModel
 from peft_adapters import write_adapter
@@ -65,8 +65,7 @@ def test_merged_weights_are_those_of_peft(case: str, monkeypatch: pytest.MonkeyP
 def rewritten(adapter: Path, folder: Path, config: dict[str, Any], **tensors: torch.Tensor | None) -> Path:
     """The adapter with other values in its files; None leaves a tensor out."""
     shutil.copytree(adapter, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    edit(folder / "adapter_config.json", **config)
     changed = load_file(folder / "adapter_model.safetensors") | tensors
     kept = {name: each for name, each in changed.items() if each is not None}
     save_file(kept, folder / "adapter_model.safetensors")

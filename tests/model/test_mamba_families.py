@@ -6,7 +6,7 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from family_checks import (
     adapter_logits,
+    check_adapters,
     check_schedules,
     check_stages,
     check_steps,
@@ -22,6 +23,7 @@ from family_checks import (
     logits_of_ranks,
     planned_models,
     readings_of,
+    shapes_of_both,
     silent_mutants,
     without_each,
 )
@@ -31,18 +33,16 @@ from mamba_checkpoints import MAMBA_CASES, mamba_folder, mamba_reference, open_m
 from our_model import load_model
 from peft_adapters import write_adapter
 from plain_models import in_tiers, new_model
-from reference_models import random_prompt, relative_error
+from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error, their_logits
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
-from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.mamba import Mamba, MambaNorm
 from spmd_worker.model.layers.mamba1 import Mamba1
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS, UNBOUNDED
@@ -50,11 +50,8 @@ from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.native.library import native_library
-from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
-from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
-from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.topology import RankLayout, check_divides
 
 TOLERANCE = 1e-4
@@ -69,33 +66,8 @@ WITHOUT_OTHERS = ("mamba2", "mamba1", "falcon_mamba")
 
 quick = partial(in_tiers, among=FEW)
 
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return their_logits(mamba_reference(name))
-
-
-@torch.no_grad()
-def their_logits(model: Any) -> list[Tensor]:
-    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
-
-
-@torch.no_grad()
-def their_greedy(name: str, prompt: list[int], count: int) -> list[int]:
-    """Without a cache, because decode has other bounds of dt and other positions in some classes."""
-    row = list(prompt)
-    for _ in range(count):
-        row.append(int(mamba_reference(name)(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
-    return row[len(prompt) :]
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
-
-
-def is_right(name: str, logits: list[Tensor]) -> bool:
-    """Whether the logits of the first rows are transformers'."""
-    return max(map(relative_error, logits, expected(name))) < TOLERANCE
+oracle = Oracle(mamba_reference, ROWS)
+expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -106,9 +78,9 @@ def test_logits_and_ids_equal_transformers(name: str):
     assert worst_error(name, run_rows([load_model(thinned_mamba_folder(name))], ROWS)[0]) < TOLERANCE
     configs = [read_model_files(each).model_config for each in (mamba_folder(name), thinned_mamba_folder(name))]
     assert configs[0] == configs[1]
-    thinned = their_logits(open_mamba(thinned_mamba_folder(name)))
+    thinned = their_logits(open_mamba(thinned_mamba_folder(name)), ROWS)
     assert worst_error(name, thinned) < 1e-5, "the oracle's own"
-    assert greedy_ids([model], ROWS[1], 4) == their_greedy(name, ROWS[1], 4)
+    assert greedy_ids([model], ROWS[1], 4) == greedy_without_cache(mamba_reference(name), ROWS[1], 4)
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")
@@ -157,7 +129,7 @@ class _Normed:
 @pytest.mark.stress
 @pytest.mark.parametrize("name", FEW)
 def test_row_has_equal_bits_in_any_schedule(name: str):
-    check_schedules(mamba_folder(name), partial(their_greedy, name))
+    check_schedules(mamba_folder(name), partial(greedy_without_cache, mamba_reference(name)))
 
 
 @pytest.mark.control("A row's answer depends on the row alone")
@@ -241,10 +213,7 @@ def test_int8_projections_stay_near_transformers(name: str):
 )
 def test_adapters_of_mamba_are_those_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path):
     folder = mamba_folder(name)
-    logits, theirs = adapter_logits(folder, lambda: open_mamba(folder), targets, tmp_path, ROWS)
-    assert max(map(relative_error, logits, theirs)) < TOLERANCE
-    # Control: it matters.
-    assert worst_error(name, logits) > 100 * TOLERANCE
+    check_adapters(oracle, name, *adapter_logits(folder, lambda: open_mamba(folder), targets, tmp_path, ROWS))
 
 
 @pytest.mark.stress
@@ -472,15 +441,7 @@ def test_omitted_keys_have_the_defaults_of_transformers(model_type: str, keys: d
     given = {key: value for key, value in keys.items() if key != "time_step_limit"}
     theirs = AutoConfig.for_model(model_type, **sizes, **given)
     ours = model_config_of({"architectures": [ARCHITECTURES[model_type]], **sizes, **keys}, Path("config.json"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(theirs)
-    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    found = build_model(context, ours)
-    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if ".experts." not in name}
-    if theirs.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    named = {ours.names.canonical(name): shape for name, shape in shapes.items()}
-    own = {name: tuple(shape) for name, shape in found.weights.shapes.items() if ".experts." not in name}
+    named, own = shapes_of_both(theirs, ours)
     stacked = tuple(each.name for each in ours.names.stacked)
     assert named == {name: shape for name, shape in own.items() if not name.endswith(stacked or ("?",))}
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings

@@ -45,8 +45,7 @@ def generate(folder: Path, environment: dict[str, str]) -> ranks.CompletedRanks:
 def test_runs_without_compiler_and_warns_once(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with_compiler = generate(tmp_path, {})
-    assert with_compiler.returncode == 0, with_compiler.output
+    with_compiler = generate(tmp_path, {}).checked()
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
     done = generate(tmp_path, environment)

@@ -1,12 +1,12 @@
 """Faults of transformers that comparisons go round: each is shown, and that the runtime does not have it."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hybrid_runs import run_rows
+from json_files import edit
 from mamba_checkpoints import mamba_folder, mamba_reference, open_mamba
 from our_model import load_model
 from reference_models import random_prompt, relative_error
@@ -28,8 +28,7 @@ def test_nemotron_bounds_steps_in_prompts_alone(tmp_path: Path):
             tensor.sub_(8.0)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     free = open_mamba(folder)(torch.tensor([ROW]), use_cache=False).logits[0]
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "time_step_min": 0.001}))
+    edit(folder / "config.json", time_step_min=0.001)
     bounded = open_mamba(folder)(torch.tensor([ROW]), use_cache=False).logits[0]
     assert relative_error(bounded, free) > 10 * TOLERANCE
     assert relative_error(run_rows([load_model(folder)], [ROW])[0][0], free) < TOLERANCE

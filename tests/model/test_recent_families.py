@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from family_checks import (
     adapter_logits,
+    check_adapters,
     check_stages,
     check_steps,
     check_tensors,
@@ -32,7 +33,7 @@ from hybrid_runs import greedy_ids, run_rows
 from our_model import load_model
 from plain_models import in_tiers, new_model
 from recent_checkpoints import CASES, recent_folder, recent_reference, thinned_recent_folder
-from reference_models import open_reference, random_prompt, relative_error
+from reference_models import Oracle, open_reference, random_prompt, their_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -54,23 +55,8 @@ FEW = ("llama4", "gemma4", "gemma4_small")
 
 quick = partial(in_tiers, among=CASES)
 
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return their_logits(recent_reference(name))
-
-
-@torch.no_grad()
-def their_logits(model: Any) -> list[Tensor]:
-    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in ROWS]
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
-
-
-def is_right(name: str, logits: list[Tensor]) -> bool:
-    return worst_error(name, logits) < TOLERANCE
+oracle = Oracle(recent_reference, ROWS)
+expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -80,7 +66,7 @@ def test_logits_and_ids_equal_transformers(name: str):
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
     configs = [read_model_files(each).model_config for each in (recent_folder(name), thinned_recent_folder(name))]
     assert configs[0] == configs[1]
-    thinned = their_logits(recent_reference(name, is_thinned=True))
+    thinned = their_logits(recent_reference(name, is_thinned=True), ROWS)
     assert all(map(torch.equal, thinned, expected(name))), "the oracle's own"
     ids = greedy_ids([model], ROWS[2], 3)
     assert ids[0] == int(expected(name)[2][-1].argmax())
@@ -141,10 +127,7 @@ def test_planned_bytes_equal_parameters(name: str):
 def test_adapters_of_linear_layers_are_those_of_peft(name: str, tmp_path: Path):
     folder, targets = recent_folder(name), [*("q_proj", "k_proj", "gate_proj", "down_proj"), *INPUT_PROJECTIONS]
     targets = targets if name == "gemma4_small" else targets[:4]
-    logits, theirs = adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS)
-    assert max(map(relative_error, logits, theirs)) < TOLERANCE
-    # Control: it matters.
-    assert worst_error(name, logits) > 100 * TOLERANCE
+    check_adapters(oracle, name, *adapter_logits(folder, lambda: open_reference(folder), targets, tmp_path, ROWS))
 
 
 def test_int8_projections_stay_near_transformers():

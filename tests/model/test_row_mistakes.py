@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference
-from expert_models import new_model, their_logits
+from expert_models import new_model
 from family_checkpoints import family_folder, family_reference
 from model_configs import with_layers, with_ropes
 from our_model import prompt_logits
-from reference_models import random_prompt, relative_error
+from reference_models import greedy_without_cache, random_prompt, relative_error, their_logits
 from thread_groups import on_ranks
 from torch import Tensor
 from two_stages import TwoStages
@@ -136,14 +136,6 @@ def test_comparison_detects_each_mistake_in_logits(name: str):
         assert relative_error(prompt_logits(model, [PROMPT])[0], right) > 30 * TOLERANCE, change_weights
 
 
-@torch.no_grad()
-def their_greedy(name: str, row: list[int], count: int) -> list[int]:
-    model, found = expert_reference(name) if name in CASES else family_reference(name), list(row)
-    for _ in range(count):
-        found.append(int(model(torch.tensor([found]), use_cache=False).logits[0, -1].argmax()))
-    return found[len(row) :]
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "step3p7" else pytest.mark.stress) for name in NAMES]
 )
@@ -152,7 +144,8 @@ def test_greedy_ids_are_those_of_transformers(name: str):
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(folder_of(name), num_blocks=60, max_model_len=64) as llm:
         ours = [list(each.outputs[0].token_ids) for each in llm.generate(rows, sampling, use_tqdm=False)]
-    assert ours == [their_greedy(name, row, 8) for row in rows]
+    theirs = expert_reference(name) if name in CASES else family_reference(name)
+    assert ours == [greedy_without_cache(theirs, row, 8) for row in rows]
 
 
 def test_ranks_and_stages_share_heads_that_differ():

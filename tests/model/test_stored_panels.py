@@ -33,6 +33,8 @@ from spmd_worker.ranks.stored_weights import NOTHING_STORED, find_stored_panels
 from spmd_worker.ranks.topology import RankLayout, Stage, complete_model
 from spmd_worker.worker.memory.estimate import expert_bytes, weights_bytes
 
+pytestmark = pytest.mark.usefixtures("own_hub_cache")
+
 GROUPS, ROWS = StoredFormat("int4", 1, 32), StoredFormat("int4", 1, 0)
 FP8, FP8_GROUPS = StoredFormat("e4m3", 1, 0), StoredFormat("e4m3", 1, 128)
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
@@ -69,12 +71,6 @@ APART = RankLayout(2, experts=ExpertLayout(((0, 1, 1, 0),)))
 
 
 WITH_EXPERTS = ("awq", "fp8_shared", "mxfp4", "gguf_experts")
-
-
-@pytest.fixture(autouse=True)
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cache in which model folders of GGUF are made."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:

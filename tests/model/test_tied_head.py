@@ -1,11 +1,11 @@
 """A config that ties the head to the embedding, with files that have a head too."""
 
-import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from json_files import edit
 from reference_models import CheckpointSpec, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,8 +40,7 @@ def test_equal_tied_head_is_ignored_and_another_rejected(folder: Path):
     with pytest.raises(SpmdError, match=re.escape("tensor 'lm_head.weight' differs from 'model.embed_tokens.weight'")):
         LLM(folder, **SETTINGS)
     # The way out that the message says.
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    edit(folder / "config.json", tie_word_embeddings=False)
     LLM(folder, **SETTINGS).close()
 
 

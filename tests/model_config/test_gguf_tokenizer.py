@@ -20,16 +20,13 @@ from spmd_worker.model_config.hub import locate_model
 from spmd_worker.tokenizer.patterns import is_linear
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_hub_cache")
+
 TEXTS = (
     *("hello world, the cache", "  two  spaces\n\n\ttab ", "", " ", "naïve café 你好 😀 12345", "<s>hello</s> w"),
     *("hello<|im_start|> hello", "it's I'LL 3.14", "\U0001f468‍\U0001f469‍\U0001f467 é é"),
 )
 KEYS = "tokenizer.ggml."
-
-
-@pytest.fixture(autouse=True)
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def converted(metadata: dict[str, Any], folder: Path, model: str = "llama2") -> Path:

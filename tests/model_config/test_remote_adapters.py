@@ -86,8 +86,7 @@ def test_ranks_share_one_download_of_remote_adapters(s3, folders, tmp_path):
             *(f"model.adapters={{a: '{where}/a', b: '{where}/b'}}", f"job.input={tmp_path}/rows.jsonl"),
             *(f"job.output={tmp_path}/out{len(outputs)}.jsonl", "job.step_log=true"),
         ]
-        done = ranks.run_forked(command, nproc=2, timeout_s=240)
-        assert done.returncode == 0, done.output
+        ranks.run_forked(command, nproc=2, timeout_s=240).checked()
         outputs.append((tmp_path / f"out{len(outputs)}.jsonl").read_bytes())
     assert outputs[0] == outputs[1]
     assert sorted(downloads(s3)) == [FILES[0]] * 2 + [FILES[1]] * 2

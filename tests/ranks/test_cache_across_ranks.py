@@ -3,7 +3,6 @@
 Each rank hashes with another seed and has another memory budget; tokens are those of one rank that had room.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,11 +69,7 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
         "settings": SETTINGS,
         "kinds": CROWDED,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    arguments, env = [tmp_path / "job.json", tmp_path], {"SPMD_WORKER_CHECK": "1"}
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments, env=env, hash_seeds=True)
-    assert done.returncode == 0, done.output
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    return ranks.reports_of_job(SCRIPT, 2, tmp_path, job, env={"SPMD_WORKER_CHECK": "1"}, hash_seeds=True)
 
 
 @pytest.mark.matrix

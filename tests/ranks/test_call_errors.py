@@ -161,8 +161,7 @@ def reports_of(folder: Path, layout: dict[str, int], *names: str, plant: str = "
     good call after it. `plant` is run before.
     """
     arguments = [checkpoint_folder("llama3"), json.dumps(layout), folder, *names]
-    done = ranks.run_ranks(plant + SCRIPT, 2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(plant + SCRIPT, 2, timeout_s=240, arguments=arguments).checked()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -286,8 +285,7 @@ llm.close()
 
 def test_missing_rank_is_named_and_ends_the_engine():
     """It once was an error of gloo's, which named nobody."""
-    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=240, arguments=[checkpoint_folder("llama3")]).checked()
     first, second = done.stdout.splitlines()
     assert first.startswith("RankFailedError: rank 1 is gone: "), done.output
     assert second == "RuntimeError: an earlier step failed halfway: close this LLM and make a new one"

@@ -153,8 +153,7 @@ def lines_of(launcher_arguments: list[str], variables: dict[str, str] | None = N
     """Threads, number of cores and first core of each of two ranks."""
     launcher = ranks.torchrun(2)
     unset = [] if variables else ["env", "-u", "OMP_NUM_THREADS"]
-    done = ranks.run_command([*unset, *launcher, *launcher_arguments], 240.0, variables)
-    assert done.returncode == 0, done.output
+    done = ranks.run_command([*unset, *launcher, *launcher_arguments], 240.0, variables).checked()
     return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
 
 

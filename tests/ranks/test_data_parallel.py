@@ -122,10 +122,7 @@ def reports_of(size: int, tmp_path: Path, *, culprit: int, **sizes: int) -> list
         "sizes": sizes,
         "culprit": culprit,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ANSWERS, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    return ranks.reports_of_job(ANSWERS, size, tmp_path, job)
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +236,7 @@ with LLM(folder, data_parallel_size=2, **settings) as llm:
 @pytest.mark.matrix
 def test_larger_world_holds_two_engines_with_own_prompts(tmp_path: Path):
     folder = checkpoint_folder("llama3")
-    done = ranks.run_ranks(SEVERAL, 4, timeout_s=240, arguments=[folder, json.dumps(SETTINGS), tmp_path])
-    assert done.returncode == 0, done.output
-    answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    answers = ranks.reports(SEVERAL, 4, tmp_path, [folder, json.dumps(SETTINGS)])
     assert answers[0] == answers[1]
     assert answers[2] == answers[3]
     params = SamplingParams(temperature=0.9, max_tokens=5, ignore_eos=True)

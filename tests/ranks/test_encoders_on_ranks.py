@@ -44,8 +44,7 @@ def test_encoders_on_two_ranks_match_one_rank(tmp_path: Path, monkeypatch: pytes
     names = (*NAMES[:3], *NAMES[-2:]) if layout == "pipeline_parallel_size" else NAMES
     settings: dict[str, Any] = {"max_model_len": 64}
     monkeypatch.setattr(test_pooling_on_ranks, "SETTINGS", {**SETTINGS, **settings})
-    done = test_pooling_on_ranks.run(tmp_path, 2, names=names, **{layout: 2})
-    assert done.returncode == 0, done.output
+    test_pooling_on_ranks.run(tmp_path, 2, names=names, **{layout: 2}).checked()
     first, second = answers(tmp_path, 2)
     assert first == second
     for name in names:

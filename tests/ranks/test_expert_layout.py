@@ -211,8 +211,7 @@ def test_two_expert_parallel_ranks_match_one_rank(tmp_path: Path):
     params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     job = {"folder": str(expert_folder("qwen2_moe")), "prompts": prompts, "params": params, "runs": runs}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path]).checked()
     with LLM(job["folder"], num_blocks=60, max_model_len=64) as llm:
         outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
     one = [list(output.outputs[0].token_ids) for output in outputs]

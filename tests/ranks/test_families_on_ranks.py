@@ -3,7 +3,6 @@ bit for bit, or to 1e-4 in models without leaves; those of two stages bit for bi
 all, because starting ranks takes seconds.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,7 @@ def check(names: dict[str, tuple[str, ...]], tmp_path: Path, dtype: str = "float
     folders = {name: str(folder_of(name)) for name in names}
     layouts = {name: {layout: LAYOUTS[layout] for layout in chosen} for name, chosen in names.items()}
     job = {"folders": folders, "prompts": PROMPTS, "settings": {**SETTINGS, "dtype": dtype}, "layouts": layouts}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ANSWERS, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = ranks.reports_of_job(ANSWERS, 2, tmp_path, job)
     assert first == second
     for name, chosen in names.items():
         expected = one_rank(name, dtype)

@@ -1,6 +1,5 @@
 """FP8 on two ranks: every rank has the same answers, near those of one rank; updates leave what a fresh engine has."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,7 @@ def test_fp8_on_two_ranks_is_near_that_of_one(tmp_path: Path):
     kinds: list[tuple[str, Path]] = [("plain", folder), ("fresh", other), ("stored", stored)]
     engines = [(f"{name} {size}", str(each), size) for name, each in kinds for size in (1, 2)]
     job: dict[str, Any] = {"engines": engines, "prompts": mixed_prompts(4, 30, seed=9), "other": str(other)}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=300, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    found, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    found, second = ranks.reports_of_job(SCRIPT, 2, tmp_path, job, timeout_s=300)
     for name, _ in kinds:
         # With one rank an engine, each answers its own prompts, which are the same.
         assert found[f"{name} 2"] == second[f"{name} 2"]

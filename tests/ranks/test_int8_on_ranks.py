@@ -3,7 +3,6 @@
 One launch of four ranks makes all engines, one after the other: of one rank, of two, of four, and of two stages.
 """
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,8 @@ def run_all(tmp_path: Path, layouts: tuple[tuple[str, ...], ...]) -> tuple[list[
         "params": [asdict(each) for each in KINDS],
         "settings": SETTINGS,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(SCRIPT, 4, timeout_s=400, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
     names = [Path(folder).name for folder, _, _ in job["folders"]]
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)], names
+    return ranks.reports_of_job(SCRIPT, 4, tmp_path, job, timeout_s=400), names
 
 
 @pytest.mark.guarantee("int8: the same bits on any number of ranks", is_control_inside=True)

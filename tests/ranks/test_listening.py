@@ -34,8 +34,7 @@ LOOPBACKS = ("0100007F", "0000000000000000FFFF00000100007F", "000000000000000000
 
 
 def addresses(tmp_path: Path, **variables: str) -> list[str]:
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[MODEL, tmp_path], env=variables)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[MODEL, tmp_path], env=variables).checked()
     return [address for rank in (0, 1) for address in json.loads((tmp_path / f"{rank}.json").read_text())]
 
 

@@ -96,7 +96,6 @@ def expected() -> Iterator[dict[str, Any]]:
 def test_ranks_match_one_process(layout: str, expected: dict[str, Any], tmp_path_factory: Any):
     folder = tmp_path_factory.mktemp("names")
     arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[layout]), json.dumps(PROMPTS), folder]
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments).checked()
     for rank in range(2):
         assert json.loads((folder / f"{rank}.json").read_text()) == expected

@@ -44,8 +44,7 @@ def main(launcher: str) -> None:
     ],
 )
 def test_ranks_find_their_local_rank(launcher: str, places: list[str]):
-    done = ranks.run_forked([__file__, launcher], len(NODES), timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_forked([__file__, launcher], len(NODES), timeout_s=240).checked()
     for rank, place in enumerate(places):
         assert f"rank {rank}: {rank} of 5, {place} here" in done.stdout
 

@@ -63,16 +63,7 @@ def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path, bef
         "settings": SETTINGS,
         "layout": layout,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(
-        before + SCRIPT,
-        size,
-        timeout_s=240,
-        arguments=[tmp_path / "job.json", tmp_path],
-        env={"SPMD_WORKER_CHECK": "1"},
-    )
-    assert done.returncode == 0, done.output
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    return ranks.reports_of_job(before + SCRIPT, size, tmp_path, job, env={"SPMD_WORKER_CHECK": "1"})
 
 
 @cache
@@ -164,7 +155,5 @@ def test_stage_check_detects_lost_hidden_states(tmp_path: Path):
         "settings": SETTINGS,
         "layout": {"pipeline_parallel_size": 2},
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(forgetful, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    assert json.loads((tmp_path / "0.json").read_text())["llama_tied"]["outputs"] != one_rank("llama_tied")
+    first, _ = ranks.reports_of_job(forgetful, 2, tmp_path, job)
+    assert first["llama_tied"]["outputs"] != one_rank("llama_tied")

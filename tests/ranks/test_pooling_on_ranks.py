@@ -83,8 +83,7 @@ def alone() -> dict[str, list[list[float]]]:
 @pytest.mark.parametrize("layout", ["pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"])
 def test_vectors_of_two_ranks_match_one_rank(tmp_path: Path, alone: dict[str, list[list[float]]], layout: str) -> None:
     names = NAMES if layout == "pipeline_parallel_size" else NAMES[:1]
-    done = run(tmp_path, 2, names=names, **{layout: 2})
-    assert done.returncode == 0, done.output
+    run(tmp_path, 2, names=names, **{layout: 2}).checked()
     first, second = answers(tmp_path, 2)
     assert first == second
     if layout != "tensor_parallel_size":
@@ -146,8 +145,7 @@ def test_updated_two_token_classifier_reaches_every_rank(tmp_path: Path, layout:
         "layout": {layout: 2},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(UPDATED, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(UPDATED, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path]).checked()
     first, second = answers(tmp_path, 2)
     assert first == second
     assert first["new"] == first["updated"] == first["in place"] != first["old"]

@@ -160,8 +160,7 @@ def run(source: str, num_ranks: int, folder: Path | None = None, **variables: st
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.stress), 4])
 def test_shared_memory_collectives_are_right_over_many_rounds(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
-    done = run(MANY_ROUNDS, num_ranks)
-    assert done.returncode == 0, done.output
+    done = run(MANY_ROUNDS, num_ranks).checked()
     assert sorted(re.findall(r"rank \d was right", done.stdout)) == [
         f"rank {each} was right" for each in range(num_ranks)
     ]
@@ -170,8 +169,7 @@ def test_shared_memory_collectives_are_right_over_many_rounds(num_ranks: int):
 @pytest.mark.gate("4")
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_messages_to_the_next_rank_arrive_in_order(num_ranks: int):
-    done = run(MANY_MESSAGES, num_ranks)
-    assert done.returncode == 0, done.output
+    done = run(MANY_MESSAGES, num_ranks).checked()
     assert done.stdout.count("was right") == num_ranks
 
 
@@ -193,8 +191,7 @@ def test_message_arrives_while_the_sender_is_idle():
     leave()
 """,
         2,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     assert done.stdout.count("was answered") == 2
 
 
@@ -323,8 +320,7 @@ def test_wait_for_a_late_rank_ends_at_timeout():
     leave()
 """,
         2,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     assert "rank 0: shared memory: timed out waiting for another rank" in done.stdout, done.output
 
 
@@ -355,8 +351,7 @@ def test_waiting_rank_yields_core_and_interpreter_lock(tmp_path: Path):
 """,
         2,
         tmp_path,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     (found,) = re.search(r"([\d.]+) of the core", done.stdout).groups()
     assert float(found) < 0.25
 
@@ -385,8 +380,7 @@ def test_fallback_to_gloo_is_agreed_by_all_ranks(why: str):
     leave()
 """,
         2,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     assert done.stdout.count("keeps gloo") == 2
 
 

@@ -83,16 +83,15 @@ def overlap_share(folder: Path) -> float:
 @pytest.mark.stress
 @pytest.mark.timed
 def test_stages_overlap_on_two_quiet_cores(tmp_path: Path, model: str):
-    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=240).checked()
     print(f"both stages computed for {overlap_share(tmp_path):.0%} of the time of the less busy one")
     assert overlap_share(tmp_path) > 0.3
 
 
 def run_held(folder: Path, model: str, limit_s: float, how: str) -> ranks.CompletedRanks:
-    done = ranks.run_ranks(HELD, 2, timeout_s=240, arguments=[folder, str(limit_s), how, *job(folder, model, 16)])
-    assert done.returncode == 0, done.output
-    return done
+    return ranks.run_ranks(
+        HELD, 2, timeout_s=240, arguments=[folder, str(limit_s), how, *job(folder, model, 16)]
+    ).checked()
 
 
 def test_first_stage_overlaps_the_last_ones_previous_step(tmp_path: Path, model: str):

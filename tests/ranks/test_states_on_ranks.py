@@ -50,10 +50,7 @@ def check(names: list[str], tmp_path: Path, layouts: list[str]) -> None:
         "settings": settings,
         "num_rows": NUM_ROWS,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ANSWERS, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = ranks.reports_of_job(ANSWERS, 2, tmp_path, job)
     for name in names:
         expected = json.loads(json.dumps(answers(name)[0][:NUM_ROWS]))
         for layout in layouts:

@@ -76,11 +76,7 @@ def answers_of_ranks(names: list[str], size: int, tmp_path: Path, before: str = 
         "settings": SETTINGS,
         "size": size,
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    arguments = [tmp_path / "job.json", tmp_path]
-    done = ranks.run_ranks(before + ANSWERS, size, timeout_s=240, arguments=arguments, hash_seeds=True)
-    assert done.returncode == 0, done.output
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    return ranks.reports_of_job(before + ANSWERS, size, tmp_path, job, hash_seeds=True)
 
 
 def check_same(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -233,11 +229,7 @@ def unlike_folders(tmp_path: Path) -> dict[str, str]:
 def test_unlike_ranks_are_reported_on_every_rank(tmp_path: Path):
     prompts = [random_prompt(length, 1) for length in (5, 20, 40, 3, 11)]
     job = {"folders": unlike_folders(tmp_path), "prompts": prompts, "settings": SETTINGS}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    arguments = [tmp_path / "job.json", tmp_path]
-    done = ranks.run_ranks(UNLIKE, 2, timeout_s=240, arguments=arguments, hash_seeds=True)
-    assert done.returncode == 0, done.output
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = ranks.reports_of_job(UNLIKE, 2, tmp_path, job, hash_seeds=True)
     expected = {
         "other prompt": ["RanksDisagreeError", "prompts[3]", "prompt_token_ids[3] is 20 on rank 0, 21 on rank 1"],
         "other order": ["RanksDisagreeError", "prompts[0]"],

@@ -89,8 +89,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trainer_data_have_one_ranks_bits(layout: dict[str, Any], expected: list[Any], tmp_path: Path):
     size = int(np.prod([value for value in layout.values() if value is not True]))
-    done = ranks.run_forked([__file__, json.dumps(layout), leaf_model(), tmp_path], size, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), leaf_model(), tmp_path], size, timeout_s=240).checked()
     found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
     assert len(found) == size
     assert all(each == expected for each in found)

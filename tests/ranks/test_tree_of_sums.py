@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_groups import in_rank_order
 from torch import Tensor
 from waiting import LIMIT_S
 
@@ -57,13 +58,6 @@ def on_ranks(size: int, run: Callable[[SharedMemoryGroup, int], Tensor]) -> list
     for group in groups:
         group.close()
     return results
-
-
-def in_rank_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def in_buffer(group: SharedMemoryGroup, part: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ START = """
 
 
 def check(source: str, *arguments: str, has_agent_store: bool = True) -> None:
-    done = ranks.run_ranks(START + source, 2, LIMIT_S, [MODEL, *arguments], has_agent_store=has_agent_store)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(START + source, 2, LIMIT_S, [MODEL, *arguments], has_agent_store=has_agent_store).checked()
     assert "Traceback" not in done.stderr, done.output
 
 

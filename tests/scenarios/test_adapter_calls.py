@@ -1,12 +1,13 @@
 """Calls of `LLM` and `LLMEngine` with adapters: each prompt is answered as with its adapter alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_folders import DEMO, adapter_tensors, demo_adapters, write_adapter
+from context_fixtures import fixture_of
 from pooling_models import pooling_folder
 
 from spmd_worker import LLM, BeamSearchParams, LoRARequest, PromptAdapterRequest, RequestOutput, SamplingParams
@@ -19,11 +20,7 @@ TALK = [{"role": "user", "content": "sort 42 17 99 ="}]
 REQUESTS = [LoRARequest(name, number, path) for number, (name, path) in enumerate(demo_adapters(*NAMES).items(), 1)]
 MIXED: list[LoRARequest | None] = [None, *REQUESTS, REQUESTS[2], None]
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(DEMO, enable_lora=True, max_loras=3, max_cpu_loras=5, num_blocks=256, device="cpu") as made:
-        yield made
+llm = fixture_of(lambda: LLM(DEMO, enable_lora=True, max_loras=3, max_cpu_loras=5, num_blocks=256, device="cpu"))
 
 
 def bits(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, float]]]:

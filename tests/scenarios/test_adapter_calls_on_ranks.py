@@ -86,8 +86,7 @@ def test_ranks_answer_with_adapters_as_one(layout: dict[str, Any], tmp_path: Pat
     if "distributed_executor_backend" in layout:
         main(tmp_path, **layout)
     else:
-        done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
-        assert done.returncode == 0, done.output
+        ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=240).checked()
     for rank, path in enumerate(sorted(tmp_path.glob("seen*"))):
         seen = json.loads(path.read_text())
         assert seen["common"] == expected

@@ -257,8 +257,7 @@ def test_layouts_agree_and_survive_a_cut_file(tmp_path: Path):
     weights.write_bytes(weights.read_bytes()[:-50])
     (tmp_path / "alone.json").write_text(json.dumps(expected("float32")))
     arguments = [model, json.dumps([*map(str, adapters)]), cut, tmp_path / "alone.json"]
-    done = ranks.run_forked([__file__, *arguments], 2, timeout_s=120)
-    assert done.returncode == 0, done.output
+    done = ranks.run_forked([__file__, *arguments], 2, timeout_s=120).checked()
     for rank in (0, 1):
         for layout in ("replicas", "stages", "tensor"):
             line = next(each for each in done.stdout.splitlines() if each.startswith(f"rank {rank}, {layout}: "))

@@ -15,8 +15,10 @@ from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.replica.scheduler.sequence_states import SequenceStates
-from spmd_worker.resolved import CHECK_VARIABLE, ResolvedRun, resolve_run
+from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 KIND = "mamba2"
 OTHERS = (pytest.param("mamba1", marks=pytest.mark.stress), pytest.param("falcon_mamba", marks=pytest.mark.stress))
@@ -30,11 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ahead of ids": {"async_scheduling": True},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")

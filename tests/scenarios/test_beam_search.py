@@ -1,12 +1,12 @@
 """Beam search compared with transformers' and with a plain search over transformers' logits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from context_fixtures import fixture_of
 from plain_beams import plain_beams
 from reference_models import (
     checkpoint_folder,
@@ -25,11 +25,7 @@ from spmd_worker.compat.beam_search import BeamSearchOutput
 NAME = "llama3"
 PROMPTS = mixed_prompts(4, 30, seed=11)
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
-        yield made
+llm = fixture_of(lambda: LLM(checkpoint_folder(NAME), num_blocks=300))
 
 
 def found(output: BeamSearchOutput, prompt: list[int]) -> list[list[int]]:

@@ -21,6 +21,8 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.resolved import CHECK_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
+
 NAME = "llama3"
 ROOMY = 2000
 CROWDED = 57
@@ -64,11 +66,6 @@ CACHING = {"enable_prefix_caching": True}
 
 ran = cache(run)
 """With nothing broken: tests that ask for the same run share it."""
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+from context_fixtures import fixture_of
 from jobs_of_rows import openai_row
 from serving import MODEL, ServedHere
 
@@ -22,11 +22,7 @@ ORDER = [None, None, "a", "a", "b", None, "a", "b"]
 FOUND = [False, True, False, True, False, True, True, True]
 """Whether something is found."""
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(str(MODEL), device="cpu", dtype="float32", num_blocks=256, block_size=16) as made:
-        yield made
+llm = fixture_of(lambda: LLM(str(MODEL), device="cpu", dtype="float32", num_blocks=256, block_size=16))
 
 
 def prompt_of(seed: int, num_tokens: int = 64) -> list[int]:
@@ -128,7 +124,7 @@ def test_ranks_agree_on_salts_of_rows(tmp_path: Path):
     ]
     rows += [plain | {"cache_salt": "a"}]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    done = ranks.run_forked(
+    ranks.run_forked(
         [
             *(ranks.REPOSITORY / "launch.py", f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2"),
             *("cache.num_blocks=64", "scheduler.max_num_seqs=1", "executor.digest_every=1"),
@@ -136,8 +132,7 @@ def test_ranks_agree_on_salts_of_rows(tmp_path: Path):
         ],
         2,
         timeout_s=240,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
     # Of the last row alone, all but its last block.
     assert metrics["cached_prompt_tokens"] == 48

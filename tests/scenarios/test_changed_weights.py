@@ -69,8 +69,7 @@ def compare(folder: Path, dtype: str, **layout: int) -> None:
 @pytest.mark.parametrize(("layout", "kernels"), each_case())
 def test_new_weights_answer_as_a_checkpoint_with_them(layout: str, kernels: str):
     (model, cut), (dtype, library) = LAYOUTS[layout], KERNELS[kernels]
-    done = ranks.run_forked([__file__, changed_pair(model), dtype, library, *cut], 1 + len(cut), timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, changed_pair(model), dtype, library, *cut], 1 + len(cut), timeout_s=240).checked()
 
 
 def test_comparison_detects_weights_not_prepacked_again(monkeypatch: pytest.MonkeyPatch):

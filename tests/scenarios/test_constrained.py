@@ -11,15 +11,16 @@ import constrained_rows
 import pytest
 import ranks
 from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model, rows, run, write_model
+from context_fixtures import fixture_of
 from cut_jobs import Ended, end_after
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
+from json_files import edit
 from run_folder import made_once
 
 import spmd_worker.replica.scheduler.stop as stop_module
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.ops.sampling.token_masks import TokenMasks
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
@@ -38,10 +39,7 @@ def folder() -> Path:
     return made_once("constrained", write_model)
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with open_model(folder()) as made:
-        yield made
+llm = fixture_of(lambda: open_model(folder()))
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +142,7 @@ def test_every_layout_gives_forms(plain: list[Any], layout: str, tmp_path: Path)
             check(outputs, rows()[2])
             Path(sys.argv[2], llm_rank := __import__("os").environ["RANK"]).write_text(json.dumps(answers(outputs)))
         """
-    done = ranks.run_ranks(source, 2, 120, [folder(), tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(source, 2, 120, [folder(), tmp_path]).checked()
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
     assert first == second == json.loads(json.dumps(plain))
 
@@ -211,8 +208,7 @@ def test_truncated_form_ends_with_length_or_stop_string(llm: LLM):
 
 def name_no_eos_token(folder: Path) -> None:
     """The tokenizer's own would end rows too."""
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    edit(folder / "tokenizer_config.json", eos_token=None)
 
 
 def test_eos_token_with_text_only_ends_the_row(tmp_path: Path):
@@ -232,8 +228,7 @@ def test_eos_token_with_text_only_ends_the_row(tmp_path: Path):
 
 def test_tokenizer_may_have_more_tokens_than_model(tmp_path: Path):
     write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    edit(tmp_path / "config.json", vocab_size=300)
     with open_model(tmp_path) as llm:
         for seed in range(3):
             assert re.fullmatch("[a-z ]{30}", generate(llm, {"regex": "[a-z ]{30}"}, seed=seed).outputs[0].text)
@@ -339,19 +334,11 @@ def test_added_grammar_is_not_mistaken_for_the_form(llm: LLM, monkeypatch: pytes
     assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
 
 
-def job_config(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:
-    rows = [{"prompt": "hello", "max_tokens": 60, "seed": 5, "temperature": 1.0, **each} for each in asked]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return RunConfig(
-        model=ModelOptions(path=str(folder()), load_format="dummy"),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl"), commit_rows=1),
-        device="cpu",
+def new_job(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:
+    write_rows(
+        tmp_path, [{"prompt": "hello", "max_tokens": 60, "seed": 5, "temperature": 1.0, **each} for each in asked]
     )
-
-
-def job_answers(tmp_path: Path) -> list[Any]:
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    return job_config(tmp_path, folder(), options={"load_format": "dummy"}, commit_rows=1)
 
 
 def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
@@ -359,9 +346,9 @@ def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
     good = [{"structured_outputs": {**form, "structural_tag": {}}} for form, _ in FORMS.values()]
     bad = [{"structured_outputs": form} for form, _ in REFUSED.values()]
     bad += [{"structured_outputs": {"regex": "a", "json": "{}"}}, {"structured_outputs": {"regex": "a" * 70_000}}]
-    config = job_config(tmp_path, [*bad, *good])
-    run_job(config, RankEnvironment())
-    found = job_answers(tmp_path)
+    config = new_job(tmp_path, [*bad, *good])
+    run_here(config)
+    found = read_rows(tmp_path)
     codes = [answer["error"]["code"] for answer in found[: len(bad)]]
     expected = ["nested_too_deeply" if name == "deep" else "grammar_refused" for name in REFUSED]
     assert codes == [*expected, "invalid_value", "invalid_value"]
@@ -374,12 +361,12 @@ def test_job_with_forms_and_error_rows_resumes(tmp_path: Path):
     assert manifest["answers"]["version of llguidance"]
     again = tmp_path / "again"
     again.mkdir()
-    config = job_config(again, [*bad, *good])
+    config = new_job(again, [*bad, *good])
     with pytest.MonkeyPatch.context() as monkeypatch:
         end_after(monkeypatch, len(bad) + 3)
         with pytest.raises(Ended):
-            run_job(config, RankEnvironment())
-    run_job(config, RankEnvironment())
+            run_here(config)
+    run_here(config)
     assert (again / "out.jsonl").read_bytes() == whole
 
 
@@ -405,15 +392,14 @@ def test_row_without_package_names_the_extra(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(PromptsRefusedError, match=re.escape(words)):
             generate(llm, {"regex": "a"})
         assert generate(llm, None).error is None
-    run_job(job_config(tmp_path, [{"structured_outputs": {"regex": "a"}}, {}]), RankEnvironment())
-    first, second = job_answers(tmp_path)
+    run_here(new_job(tmp_path, [{"structured_outputs": {"regex": "a"}}, {}]))
+    first, second = read_rows(tmp_path)
     assert (first["error"]["code"], second["error"]) == ("extra_missing", None)
 
 
 def test_further_needs_of_forms_are_reported(tmp_path: Path):
     write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
+    edit(tmp_path / "config.json", eos_token_id=[])
     name_no_eos_token(tmp_path)
     with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="no end-of-sequence token"):
         generate(llm, {"regex": "a"})

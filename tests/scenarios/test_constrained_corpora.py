@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import jsonschema
 import pytest
 from constrained_rows import EOS, open_model, write_model
+from context_fixtures import fixture_of
 from random_constraints import drawn_regex, drawn_schema, drawn_value
 from run_folder import made_once
 from stress_seed import SEED
@@ -39,11 +39,7 @@ NUM_SCHEMAS, NUM_REGEXES, NUM_CHOICES = 500, 200, 100
 SUITE = "json/tests/draft2020-12/"
 _WORDS = "no, not any of these: yes"
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_model(made_once("constrained", write_model), num_blocks=2400, max_model_len=512) as made:
-        yield made
+llm = fixture_of(lambda: open_model(made_once("constrained", write_model), num_blocks=2400, max_model_len=512))
 
 
 @dataclass(slots=True)

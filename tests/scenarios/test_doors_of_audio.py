@@ -10,16 +10,13 @@ import openai
 import pyarrow
 import pyarrow.parquet
 import pytest
-from jobs_of_rows import answers_of_job, openai_row
+from jobs_of_rows import answers_of_job, job_config, openai_row, read_rows, run_here
 from serving import KEY, ServedHere
 from speech_models import IDS, RATE, WINDOW_S, sound, speech_folder, wave_file
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.audio_windows import windows
-from spmd_worker.ranks.environment import RankEnvironment
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 SHORT, LONG = wave_file(sound(1.5, 1)), wave_file(sound(5.3, 2))
@@ -256,13 +253,9 @@ def test_parquet_audio_is_read_without_base64(root: Path, tmp_path: Path, job: t
     values = [{"bytes": LONG, "path": "a.wav"}, {"bytes": None, "path": "long.wav"}]
     columns = {"audio": pyarrow.array(values, struct), "language": ["de", "de"]}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
-    config = RunConfig(
-        model=ModelOptions(path=str(speech_folder()), dtype="float32"),
-        cache=CacheConfig(num_blocks=128),
-        job=JobConfig(input=str(tmp_path / "rows.parquet"), output=str(tmp_path / "out.jsonl"), media_root=str(root)),
-        device="cpu",
-    )
-    config.sampling.__dict__.update(temperature=0.0, max_tokens=14)
-    run_job(config, RankEnvironment())
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    files = {"input": str(tmp_path / "rows.parquet"), "media_root": str(root)}
+    sampling = {"temperature": 0.0, "max_tokens": 14}
+    options = {"dtype": "float32"}
+    run_here(job_config(tmp_path, speech_folder(), num_blocks=128, options=options, sampling=sampling, **files))
+    lines = read_rows(tmp_path)
     assert [each["outputs"] for each in lines] == [job[1]["plain"]["outputs"]] * 2

@@ -27,7 +27,8 @@ from spmd_worker.replica.scheduler import scheduler as scheduler_module
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.updates import Decisions
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.resolved import CHECK_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 IN_GATE = ("lfm2", "qwen3_5", "nemotron")
 OTHERS = ("lfm2_moe", "lfm3", "olmo_hybrid", "granite", "falcon", "kimi_linear")
@@ -52,11 +53,6 @@ CASES = [
 
 Answers = list[Any]
 Prompts = list[dict[str, list[int]]]
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 def first_turn(num_samples: int = 1) -> tuple[Prompts, list[SamplingParams]]:

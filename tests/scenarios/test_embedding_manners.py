@@ -61,8 +61,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def run_checks(backend: str, folder: Path) -> dict[str, list[str]]:
     """Each rank's failures, by check."""
-    done = ranks.run_forked([__file__, backend, folder], 2, LIMIT_S)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, backend, folder], 2, LIMIT_S).checked()
     return read_failures(folder)
 
 
@@ -114,8 +113,7 @@ WITH_A_PLANT = """
 def test_engine_that_changes_callers_groups_is_detected(tmp_path: Path, plant: str, control):
     """Negative control: close() does that."""
     name = the_callers_groups_work_beside_the_engine_and_after_it.__name__
-    done = ranks.run_ranks(WITH_A_PLANT, 2, LIMIT_S, ["gloo", tmp_path, plant, name])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(WITH_A_PLANT, 2, LIMIT_S, ["gloo", tmp_path, plant, name]).checked()
     failures = read_failures(tmp_path)
     with control("in check_the_callers_groups\n"):
         test_manners_in_the_callers_world(failures, name)

@@ -103,8 +103,7 @@ def test_full_sizes_give_transformers_ids_everywhere(
     # Each rank of two has complete leaves of their sums.
     assert num_leaves(read_model_files(shape.folder).model_config, 8) % 2 == 0
     for layout in LAYOUTS:
-        done = ranks.run_forked([__file__, name, layout, shape.folder, tmp_path], 2, timeout_s=400)
-        assert done.returncode == 0, done.output
+        ranks.run_forked([__file__, name, layout, shape.folder, tmp_path], 2, timeout_s=400).checked()
         first, second = (json.loads((tmp_path / f"{layout} {rank}").read_text()) for rank in range(2))
         assert first == second
         assert ids_of(first) == wanted

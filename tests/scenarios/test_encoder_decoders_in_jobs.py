@@ -23,6 +23,7 @@ import torch
 from cross_rows import cross_folder
 from full_size_models import word_tokenizer
 from job_attempts import LAYOUTS, Attempt, slow_after
+from json_files import edit
 from rows_of_encoders import VOCAB_SIZE
 from run_folder import made_once
 from speech_models import RATE, WINDOW_S, sound, speech_folder
@@ -61,9 +62,7 @@ def text_folder() -> Path:
     def make(folder: Path) -> None:
         shutil.copytree(cross_folder("t5"), folder)
         for name in ("config.json", "generation_config.json"):
-            settings = json.loads((folder / name).read_text())
-            settings |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-            (folder / name).write_text(json.dumps(settings))
+            edit(folder / name, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
         word_tokenizer(VOCAB_SIZE, "T5").save_pretrained(folder)
 
     return made_once("t5 of words", make)

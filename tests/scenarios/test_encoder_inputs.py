@@ -18,7 +18,9 @@ import ranks
 import torch
 import transformers
 from cross_rows import CASES, cross_folder, cross_reference
+from encoded_rows import noted_owners, shift_rows, store_of
 from encoder_prompts import encoder_prompts, given, heard
+from exact_answers import ids_and_entries
 from plain_beams import plain_beams
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
@@ -27,7 +29,6 @@ from spmd_worker.engine.request_error import RequestError
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.leaves import num_leaves
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
-from spmd_worker.worker.runner.media_store import MediaStore
 
 
 def ids(num_tokens: int, seed: int) -> list[int]:
@@ -77,17 +78,7 @@ RECOMPUTING = {
 
 
 def answers(llm: LLM, prompts: list[Any] = PROMPTS, params: Any = PARAMS, **options: Any) -> list[Any]:
-    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
-    return [
-        [[one.token_ids, [[*each.items()] for each in one.logprobs or []]] for one in output.outputs]
-        for output in outputs
-    ]
-
-
-def store_of(llm: LLM) -> MediaStore:
-    store = llm.llm_engine.executor.driver_worker.mm_receiver_cache
-    assert isinstance(store, MediaStore)
-    return store
+    return ids_and_entries(llm.generate(prompts, params, use_tqdm=False, **options))
 
 
 @pytest.fixture(scope="module")
@@ -214,14 +205,8 @@ def test_blocks_named_by_ids_give_others_answers(llm: LLM, expected: list[Any], 
 
 @pytest.mark.control("answers of encoder-decoder models are the same in every batch, chunk and cache")
 def test_comparison_detects_rows_of_others(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
-    of_step = MediaStore.of_step
-
-    def shifted(store: MediaStore, scheduled: Any) -> Any:
-        media = of_step(store, scheduled)
-        return media and media._replace(rows=media.rows.roll(1, 0))
-
     llm.reset_prefix_cache()
-    monkeypatch.setattr(MediaStore, "of_step", shifted)
+    shift_rows(monkeypatch)
     assert not any(mine == alone for mine, alone in zip(answers(llm), expected))
     llm.reset_prefix_cache()
 
@@ -407,14 +392,7 @@ def test_answers_end_at_the_decoders_length(llm: LLM):
 
 def main(model: Path, folder: Path, **layout: Any) -> None:
     """Writes a rank's report to a file: answers, owners of what was made, and a call of one rank's own prompts."""
-    owners: list[int] = []
-    apply = MediaStore.apply
-
-    def noted(store: MediaStore, plan: Any, *args: Any) -> None:
-        owners.extend(each.owner for each in plan.encode)
-        apply(store, plan, *args)
-
-    MediaStore.apply = noted  # type: ignore[method-assign]  # this process ends with the test
+    owners = noted_owners()
     with encoder_prompts(), LLM(model, dtype="float32", **ROOMY, **layout) as made:
         rank = made.llm_engine.engine_channel.rank
         own = [PROMPTS[3], PROMPTS[2], PROMPTS[5]]
@@ -440,8 +418,7 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
 def test_encoder_inputs_on_ranks_give_the_same_bits(
     model: Path, expected: list[Any], layout: dict[str, int], tmp_path: Path
 ):
-    done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240).checked()
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     assert first[0] == second[0]
     wanted = json.loads(json.dumps(expected))

@@ -21,6 +21,7 @@ from encoder_models import (
     logits_of,
 )
 from family_mutants import entries
+from json_files import edit
 from reference_models import random_prompt
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
@@ -456,8 +457,7 @@ def test_encoder_of_t5_ignores_decoder_in_its_files(tmp_path: Path) -> None:
     others = ("lm_head.weight", "decoder.final_layer_norm.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
     tensors |= {name: torch.zeros(3, 3) for name in others}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    edit(tmp_path / "config.json", tie_word_embeddings=False)
     with LLM(tmp_path, **SETTINGS) as llm:
         outputs = llm.embed(ids(PROMPTS), use_tqdm=False)
     assert [output.outputs.embedding for output in outputs] == plainly_pooled("t5")

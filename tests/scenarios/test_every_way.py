@@ -32,20 +32,14 @@ from spmd_worker import LLM
 from spmd_worker.base.config.compose import compose_run
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.ranks.environment import RankEnvironment
-from spmd_worker.resolved import CHECK_VARIABLE
 
 DTYPES = ("float32", "bfloat16")
 NUM_DONE = 2
 """Rows that a job has answered when it ends."""
 
-pytestmark = pytest.mark.stress
+pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("checks_after_every_step")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 def started(kind: str, dtype: str, **settings: Any) -> LLM:
@@ -178,9 +172,7 @@ def test_two_ranks_answer_as_one(kind: str, dtype: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(
         json.dumps({"kind": kind, "folder": str(folder_of(kind)), "layouts": layouts, "settings": settings})
     )
-    done = ranks.run_ranks(ON_RANKS, 2, timeout_s=600, arguments=[tmp_path / "job.json", tmp_path])
-    assert done.returncode == 0, done.output
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = ranks.reports(ON_RANKS, 2, tmp_path, [tmp_path / "job.json"], timeout_s=600)
     assert first == second
     for layout, sizes in layouts.items():
         if isinstance(first[layout], str):

@@ -150,8 +150,7 @@ def test_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ran
 @pytest.mark.matrix
 def test_job_without_fault_leaves_no_record(tmp_path: Path):
     """Negative control."""
-    done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")
-    assert done.returncode == 0, done.output
+    done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8").checked()
     assert HEADING not in done.output
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "lock",

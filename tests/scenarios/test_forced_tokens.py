@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from constrained_rows import EOS, answers, check, open_model, rows, run, write_model
+from context_fixtures import fixture_of
 from jobs_of_rows import answers_of_job
 from run_folder import made_once
 
@@ -32,11 +32,7 @@ LONG = {
 FORM = {"json": LONG, "disable_any_whitespace": True}
 ONE_A_STEP = 1
 
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_model(made_once("constrained", write_model)) as made:
-        yield made
+llm = fixture_of(lambda: open_model(made_once("constrained", write_model)))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ calls, or SPMD_WORKER_FUZZ_COUNT. Each bug found so far has a test below.
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import fuzzed_calls
 import pytest
 import ranks
 import torch
+from context_fixtures import fixture_of
 from stress_seed import SEED
 
 from spmd_worker import LLM, SamplingParams
@@ -69,10 +69,7 @@ def test_fuzz_detects_a_call_failing_mid_step(monkeypatch: pytest.MonkeyPatch, t
     assert "not usable afterwards" in str(found["troubles"])
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM(fuzzed_calls.MODEL, num_blocks=20, max_model_len=64) as llm:
-        yield llm
+llm = fixture_of(lambda: LLM(fuzzed_calls.MODEL, num_blocks=20, max_model_len=64), "function")
 
 
 def test_worker_event_must_carry_events(llm: LLM):

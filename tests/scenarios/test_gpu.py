@@ -181,22 +181,19 @@ def test_start_beside_a_changing_co_tenant():
 def test_two_ranks_reduce_over_symmetric_memory():
     script = ranks.REPOSITORY / "tests" / "ops" / "kernels" / "peer_sums_on_gpu.py"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    done = ranks.run_torchrun(script, 2, 240, environment, is_fresh=True)
-    assert done.returncode == 0, done.output
+    ranks.run_torchrun(script, 2, 240, environment, is_fresh=True).checked()
 
 
 @pytest.mark.gpu
 def test_ours_is_near_transformers_on_the_gpu():
-    done = ranks.run_command([sys.executable, COMPARE, "--device", "cuda"], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_command([sys.executable, COMPARE, "--device", "cuda"], timeout_s=240).checked()
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["results"][0]["num_same_tokens"] == result["results"][0]["num_tokens"], done.output
 
 
 @pytest.mark.stress
 def test_gpu_check_on_cpu_ends_in_json_line():
-    done = ranks.run_script([COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = ranks.run_script([COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"], timeout_s=240).checked()
     result = json.loads(done.stdout.splitlines()[-1])
     assert [(each["dtype"], each["num_tokens"]) for each in result["results"]] == [("float32", 36), ("bfloat16", 36)]
     assert result["results"][0]["num_same_tokens"] == 36

@@ -192,8 +192,7 @@ def main(kind: str, folder: Path, layout: str) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tmp_path: Path):
-    done = ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240).checked()
     first, second = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
     assert first == second
     if layout == "pipeline":

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.base.errors import CacheMismatchError, ConfigError
-from spmd_worker.resolved import CHECK_VARIABLE
 from spmd_worker.worker.hit_comparison import HitComparer
+
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 FOLDERS: dict[str, Callable[[], Path]] = {
     "blocks": lambda: checkpoint_folder("llama3"),
@@ -32,11 +33,6 @@ FOLDERS: dict[str, Callable[[], Path]] = {
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 8}
 PROMPT = [{"prompt_token_ids": [5 + index * 7 % 80 for index in range(70)]}]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 def new_llm(kind: str, **settings: Any) -> LLM:

@@ -31,8 +31,7 @@ def test_job_and_plan_of_cached_hub_model(
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "max_tokens": 4}) + "\n")
     settings = ["model.path=org/tiny", "model.revision=v1", "device=cpu", "cache.num_blocks=64"]
     paths = [f"job.input={tmp_path}/in.jsonl", f"job.output={tmp_path}/out.jsonl", f"job.run_dir={tmp_path}/run"]
-    done = ranks.run_script([ranks.REPOSITORY / "launch.py", *settings, *paths], LIMIT_S, offline)
-    assert done.returncode == 0, done.output
+    ranks.run_script([ranks.REPOSITORY / "launch.py", *settings, *paths], LIMIT_S, offline).checked()
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["model_revision"] == COMMIT
     assert manifest["model"] == str(snapshot.resolve())

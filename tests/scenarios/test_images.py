@@ -31,13 +31,11 @@ from image_models import (
     their_logprobs,
     their_vector,
 )
+from jobs_of_rows import answers_of_job
 from media_models import noise, saved
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.media.placeholders import PLACEHOLDERS
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.mirror import state_check
 from spmd_worker.replica.scheduler import allocator
 from spmd_worker.replica.scheduler.planner import Planner
@@ -449,12 +447,8 @@ def test_vectors_of_images_are_those_of_transformers(tmp_path: Path):
         assert (ours - theirs).abs().max() < 2e-5
     assert (found[2] - expected[0]).abs().max() > 1e-2, "negative control: another picture behind the same ids"
     (tmp_path / "a.png").write_bytes(saved(PICTURES[0]))
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"embed": {"messages": talk}, "images": ["a.png"]}) + "\n")
-    model = ModelOptions(path=str(image_folder(kind)), dtype="float32", max_model_len=192, runner="pooling")
-    paths = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out.jsonl"), "media_root": str(tmp_path)}
-    config = RunConfig(model=model, cache=CacheConfig(num_blocks=96), job=JobConfig(**paths), device="cpu")
-    run_job(config, RankEnvironment())
-    (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    options, asked = {"max_model_len": 192, "runner": "pooling"}, [{"embed": {"messages": talk}, "images": ["a.png"]}]
+    (row,) = answers_of_job(tmp_path, image_folder(kind), asked, options=options, media_root=tmp_path)
     assert (torch.tensor(row["embedding"]) - expected[1]).abs().max() < 2e-5
 
 
@@ -522,8 +516,7 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
 )
 def test_two_ranks_answer_as_one(kind: str, layout: str, models: Models, tmp_path: Path):
     model = models(kind)
-    done = ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, kind, tmp_path, json.dumps(LAYOUTS[layout])], 2, timeout_s=240).checked()
     (first, first_rows, first_long), (second, second_rows, second_long) = (
         json.loads(each.read_text()) for each in sorted(tmp_path.iterdir())
     )

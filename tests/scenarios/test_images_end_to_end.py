@@ -13,27 +13,21 @@ from cut_jobs import Ended, end_after
 from hostile_images import CASES, scan_bomb
 from image_doors import WRITTEN
 from image_run_models import image_model_folder, their_ids
+from jobs_of_rows import job_config, run_here, write_rows
 from media_models import noise, saved
 from PIL import Image
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import (
-    CacheConfig,
-    JobConfig,
-    ModelOptions,
-    RunConfig,
-    SamplingConfig,
     SchedulerConfig,
 )
 from spmd_worker.engine.calls import call_runner
 from spmd_worker.engine.data_parallel import prompts
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.row_runner import RowRunner
 from spmd_worker.frontends.tools.report import main as report
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.media.errors import MediaError
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.runner.media_store import MediaStore
 
 WIDE, HIGH = noise(64, 96), noise(128, 64, seed=1)
@@ -152,21 +146,19 @@ def write_images(folder: Path) -> Path:
 
 def run_images(folder: Path, rows: list[Any], output: str, max_num_seqs: int = 4) -> tuple[bytes, dict[str, Any]]:
     """Output and provenance of a job."""
-    (folder / "rows.jsonl").write_text("".join([json.dumps(row) + "\n" for row in rows]))
-    config = RunConfig(
-        model=ModelOptions(path=str(image_model_folder()), dtype="float32", max_model_len=128),
-        cache=CacheConfig(num_blocks=60),
+    write_rows(folder, rows)
+    config = job_config(
+        folder,
+        image_model_folder(),
+        num_blocks=60,
+        options={"dtype": "float32", "max_model_len": 128},
+        sampling={"temperature": 0, "max_tokens": NUM_TOKENS},
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-        sampling=SamplingConfig(temperature=0, max_tokens=NUM_TOKENS),
-        job=JobConfig(
-            input=str(folder / "rows.jsonl"),
-            output=str(folder / output),
-            media_root=str(folder / "images"),
-            commit_rows=1,
-        ),
-        device="cpu",
+        output=str(folder / output),
+        media_root=str(folder / "images"),
+        commit_rows=1,
     )
-    run_job(config, RankEnvironment())
+    run_here(config)
     provenance = json.loads((folder / f"{output}.run" / "provenance.json").read_text())
     return (folder / output).read_bytes(), provenance
 

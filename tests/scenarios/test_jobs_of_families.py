@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 import ranks
-import torch
 from cut_jobs import Ended, end_after
 from expert_checkpoints import CASES as EXPERT_CASES
 from expert_checkpoints import expert_folder, open_experts
 from family_checkpoints import ALL_CASES, family_folder, family_reference
 from quantised_files import quantise, quantise_experts
-from reference_models import CheckpointSpec, LlamaConfig, open_reference, random_prompt, write_checkpoint
+from reference_models import (
+    CheckpointSpec,
+    LlamaConfig,
+    greedy_without_cache,
+    open_reference,
+    random_prompt,
+    write_checkpoint,
+)
 from transformers import PreTrainedModel
 
 from spmd_worker.base.config.compose import compose_run
@@ -67,14 +73,6 @@ IN_LAYOUTS = ("Qwen2.5-VL's text", "gpt-oss, MXFP4")
 """The others run in the stress tier: their parts are tested one by one."""
 
 
-@torch.no_grad()
-def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = list(prompt)
-    for _ in range(NUM_TOKENS):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.gate("Qwen2.5-VL's text")
 @pytest.mark.parametrize(
     "name",
@@ -97,13 +95,12 @@ def test_job_on_two_ranks_has_transformers_ids(name: str, tmp_path: Path):
         "job.run_dir": tmp_path / "run",
     }
     words = [f"{key}={value}" for key, value in keys.items()]
-    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240).checked()
     answers = [
         json.loads(line)["outputs"][0]["token_ids"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
     ]
     model = reference()
-    assert answers == [greedy(model, prompt) for prompt in PROMPTS]
+    assert answers == [greedy_without_cache(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     # Negative control: rows differ, so an answer of another row would be seen.
     assert len({str(answer) for answer in answers}) > 1
 
@@ -156,8 +153,7 @@ def test_two_replicas_and_resumed_job_write_equal_bytes(name: str, tmp_path: Pat
     assert whole.count(b"\n") == NUM_ROWS
     assert b"error" not in whole.replace(b'"error": null', b"")
     words = [*job(tmp_path, name, "replicas.jsonl"), "parallel.data_parallel_size=2"]
-    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240).checked()
     assert (tmp_path / "replicas.jsonl").read_bytes() == whole
     words = job(tmp_path, name, "resumed.jsonl")
     with pytest.MonkeyPatch.context() as monkeypatch:

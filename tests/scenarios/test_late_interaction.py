@@ -15,7 +15,8 @@ import torch
 from cut_jobs import Ended, end_after
 from encoder_models import encoder_folder, error
 from jobs_of_rows import answers_of_job
-from late_models import LATE, SIZE, edit, late_folder, library_model, matrix
+from json_files import edit
+from late_models import LATE, SIZE, late_folder, library_model, matrix
 from safetensors.torch import load_file, save_file
 from serving import ServedHere
 from torch.nn import functional as F
@@ -123,8 +124,7 @@ def test_two_ranks_give_one_ranks_scores(layout: str, dtype: str, tmp_path: Path
         settings = {"device": "cpu", "dtype": dtype, layout: 2}
         out = tmp_path / f"{name}.json"
         job = {"folder": str(late_folder(name)), "settings": settings, "texts": [QUERIES, DOCUMENTS], "out": str(out)}
-        done = ranks.run_ranks(script, 2, timeout_s=240, arguments=[json.dumps(job)])
-        assert done.returncode == 0, done.output
+        ranks.run_ranks(script, 2, timeout_s=240, arguments=[json.dumps(job)]).checked()
         assert json.loads(out.read_text()) == scores(name, dtype), name
 
 

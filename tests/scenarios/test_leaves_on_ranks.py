@@ -117,8 +117,7 @@ def test_answers_are_independent_of_layout(name: str, dtype: str, tmp_path: Path
 def test_one_rank_scores_what_ranks_sampled(size: int, tmp_path: Path):
     """A trainer's rank gives the bits that the engine's ranks reported."""
     folder = leaf_folder("granite")
-    done = ranks.run_ranks(SAMPLED, size, 240, [folder, tmp_path, str(size), *DTYPES])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SAMPLED, size, 240, [folder, tmp_path, str(size), *DTYPES]).checked()
     sampled, *others = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(size))
     assert all(each == sampled for each in others)
     for dtype in DTYPES:

@@ -1,10 +1,11 @@
 """Calls of an LLM and of its engine reject texts that are far too long without encoding them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ranks
+from context_fixtures import fixture_of
 from encoder_models import encoder_folder
 from pooling_models import pooling_folder
 
@@ -33,17 +34,9 @@ POOLED: dict[str, Callable[[LLM], Any]] = {
     "add_request": lambda llm: llm.llm_engine.add_request("one", TEXT, PoolingParams(task="embed")),
 }
 
+llm = fixture_of(lambda: LLM(str(MODEL), num_blocks=64))
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(str(MODEL), num_blocks=64) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def pooled() -> Iterator[LLM]:
-    with LLM(str(pooling_folder("last")), num_blocks=64) as made:
-        yield made
+pooled = fixture_of(lambda: LLM(str(pooling_folder("last")), num_blocks=64))
 
 
 @pytest.fixture

@@ -145,6 +145,5 @@ def test_ranks_agree_on_parts(key: str):
         outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
         expected = [[each.token_ids for each in output.outputs] for output in outputs]
     arguments = [checkpoint_folder("llama3"), repr({key: 2}), repr(PROMPTS[:3])]
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments).checked()
     assert [ast.literal_eval(line) for line in done.stdout.splitlines()] == [expected, expected]

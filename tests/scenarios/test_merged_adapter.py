@@ -15,6 +15,7 @@ import ranks
 from adapter_folders import write_adapter
 from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job
+from json_files import edit
 from safetensors.torch import load_file, save_file
 
 from spmd_worker import LLM, SamplingParams
@@ -110,13 +111,11 @@ def test_layouts_and_updates_of_merged_adapter(folders: tuple[Path, Path], tmp_p
     merged, another, cut = (tmp_path / name for name in ("adapter", "another", "cut"))
     for each in (merged, another, cut):
         shutil.copytree(adapter, each)
-    config = json.loads((another / "adapter_config.json").read_text())
-    (another / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3}))
+    edit(another / "adapter_config.json", lora_alpha=3)
     weights = cut / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     others = {"another on rank 1": str(another), "cut short on rank 1": str(cut)}
-    done = ranks.run_forked([__file__, model, merged, json.dumps(others)], 2, timeout_s=120)
-    assert done.returncode == 0, done.output
+    done = ranks.run_forked([__file__, model, merged, json.dumps(others)], 2, timeout_s=120).checked()
     for rank in (0, 1):
         assert f"rank {rank}, another on rank 1: RanksDisagreeError: " in done.stdout
         assert f"rank {rank}, cut short on rank 1: RankFailedError: rank 1 failed while reading the" in done.stdout
@@ -128,8 +127,7 @@ def test_layouts_and_updates_of_merged_adapter(folders: tuple[Path, Path], tmp_p
 def test_merged_weights_are_quantised_after_the_merge(folders: tuple[Path, Path], tmp_path: Path):
     model, adapter = folders
     shutil.copytree(adapter, tmp_path / "adapter")
-    done = ranks.run_forked([__file__, model, tmp_path / "adapter"], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, model, tmp_path / "adapter"], 2, timeout_s=240).checked()
 
 
 def test_resumed_job_needs_the_same_adapter(

@@ -21,16 +21,14 @@ from draft_checkpoints import (
     small_draft_folder,
 )
 from image_models import image_folder
+from jobs_of_rows import job_config, run_here, write_rows
 from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
-from spmd_worker.frontends.batch.job import run_job
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 
 METHODS = ("draft_model", "mtp", "qwen mtp", "eagle3")
@@ -123,13 +121,12 @@ def test_job_resumes_with_and_without_drafts_of_models(method: str, drafts_first
         {"prompt_token_ids": each, "max_tokens": 10 + index, "temperature": index % 2, "ignore_eos": True}
         for index, each in enumerate(PROMPTS)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(tmp_path, rows)
 
     def run(name: str, *, has_drafts: bool) -> bytes:
-        drafts = {"speculative_config": SpeculativeConfig(**speculation(method))} if has_drafts else {}
-        model = ModelOptions(path=str(target_of(method)), dtype="float32", max_model_len=128)
-        job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / name), commit_rows=1)
-        run_job(RunConfig(model, job=job, device="cpu", **drafts), RankEnvironment())
+        drafts = SpeculativeConfig(**speculation(method)) if has_drafts else None
+        options, job = {"dtype": "float32", "max_model_len": 128}, {"output": str(tmp_path / name), "commit_rows": 1}
+        run_here(job_config(tmp_path, target_of(method), options=options, speculation=drafts, **job))
         return (tmp_path / name).read_bytes()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -231,8 +228,7 @@ def test_qwen_drafts_change_no_row_with_images(layout: str, tmp_path: Path):
     shutil.copytree(image_folder("qwen3_5"), folder)
     add_qwen_head(folder, "qwen3_5_images", AutoConfig.from_pretrained(folder).get_text_config())
     given = [json.dumps(each) for each in (speculation("qwen mtp"), {layout: 2} if layout else {})]
-    done = ranks.run_ranks(IMAGES, size, 240, [folder, *given, tmp_path])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(IMAGES, size, 240, [folder, *given, tmp_path]).checked()
     for rank in range(size):
         plain, drafted, num_drafted = json.loads((tmp_path / str(rank)).read_text())
         assert drafted == plain

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from jobs_of_rows import answers_of_job
 from native_builds import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for
 from native_libraries import needs_avx512
 from non_finite_rows import FIRST_OF_SECOND_SHARD, GREEDY, SMALL, check, is_told, prompts_around, random_prompts
@@ -19,14 +20,11 @@ from run_folder import made_once
 from safetensors.torch import load_file, save_file
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.model.layers import embedding
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.ops.attention import cpu
 from spmd_worker.ops.kernels.cpu import native
-from spmd_worker.ranks.environment import RankEnvironment
 
 PLAIN = WITHOUT_AMX if HAS_AMX else NATIVE
 
@@ -105,8 +103,7 @@ def test_every_rank_says_so_of_the_same_rows(layout: str):
         check(Path(sys.argv[1]), Path(sys.argv[2]), FIRST_OF_SECOND_SHARD, {layout}=2, **SMALL)
         print("as expected")
         """
-    done = ranks.run_ranks(source, 2, 120, [clean(), with_bad_token(FIRST_OF_SECOND_SHARD)])
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(source, 2, 120, [clean(), with_bad_token(FIRST_OF_SECOND_SHARD)]).checked()
     assert done.stdout.count("as expected") == 2
 
 
@@ -142,15 +139,8 @@ def test_prompt_log_probabilities_are_looked_at_too():
 def test_job_writes_and_counts_error_rows(tmp_path: Path):
     prompts = prompts_around(FIRST_OF_SECOND_SHARD)
     rows = [{"prompt_token_ids": prompt, "temperature": 0, "max_tokens": 3} for prompt in prompts]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(with_bad_token(FIRST_OF_SECOND_SHARD)), allow_nonfinite=True),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    model, options = with_bad_token(FIRST_OF_SECOND_SHARD), {"allow_nonfinite": True}
+    answers = answers_of_job(tmp_path, model, rows, dtype="auto", num_blocks=64, options=options)
     codes = [answer["error"] and answer["error"]["code"] for answer in answers]
     assert codes == ["non_finite_logits" if FIRST_OF_SECOND_SHARD in prompt else None for prompt in prompts]
     assert "outputs" not in answers[0]

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from encoded_rows import noted_owners, shift_rows, store_of
+from exact_answers import ids_and_entries
 from injected_tower import HIDDEN_SIZE, Picture, injected, picture, prompt, table_rows
+from layouts_of_two import on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,7 +25,6 @@ from spmd_worker.base.errors import CacheMismatchError
 from spmd_worker.engine.data_parallel import per_rank_prompts
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA
-from spmd_worker.worker.runner.media_store import MediaStore
 
 PROMPTS = [
     prompt(picture(1, 2, 11), num_tokens=17),
@@ -57,11 +59,7 @@ RECOMPUTING = {**SMALL, "preemption_mode": "recompute", "max_num_batched_tokens"
 
 
 def answers(llm: LLM, prompts: list[Any] = PROMPTS, params: list[SamplingParams] = PARAMS, **options: Any) -> list[Any]:
-    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
-    return [
-        [[one.token_ids, [[*each.items()] for each in one.logprobs or []]] for one in output.outputs]
-        for output in outputs
-    ]
+    return ids_and_entries(llm.generate(prompts, params, use_tqdm=False, **options))
 
 
 def with_rows(table: Tensor, given: dict[str, Any]) -> Tensor:
@@ -71,19 +69,6 @@ def with_rows(table: Tensor, given: dict[str, Any]) -> Tensor:
         places = [place for start, count in each.runs for place in range(start, start + count)]
         rows[places] = table_rows(each.number, len(places))
     return rows
-
-
-def store_of(llm: LLM) -> MediaStore:
-    store = llm.llm_engine.executor.driver_worker.mm_receiver_cache
-    assert isinstance(store, MediaStore)
-    return store
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    from reference_models import checkpoint_folder
-
-    return checkpoint_folder("llama3")
 
 
 @pytest.fixture(scope="module")
@@ -220,14 +205,8 @@ def test_tier_names_without_images_are_found(
 
 @pytest.mark.control("answers about images are the same in every batch, chunk and cache")
 def test_comparison_detects_rows_of_other_tokens(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
-    of_step = MediaStore.of_step
-
-    def shifted(store: MediaStore, scheduled: Any) -> Any:
-        media = of_step(store, scheduled)
-        return media and media._replace(rows=media.rows.roll(1, 0))
-
     llm.reset_prefix_cache()
-    monkeypatch.setattr(MediaStore, "of_step", shifted)
+    shift_rows(monkeypatch)
     assert [mine == alone for mine, alone in zip(answers(llm), expected)] == [False, False, False, True, False, False]
     llm.reset_prefix_cache()
 
@@ -318,13 +297,7 @@ def test_prompts_that_images_do_not_fit_are_refused(llm: LLM):
 
 def main(model: Path, folder: Path, **layout: Any) -> None:
     """Writes a rank's report to a file: answers, owners of what was made, and a call of one rank's own prompts."""
-    owners: list[int] = []
-    apply = MediaStore.apply
-
-    def noted(store: MediaStore, plan: Any, *args: Any) -> None:
-        owners.extend(each.owner for each in plan.encode)
-        apply(store, plan, *args)
-
+    owners = noted_owners()
     received: list[int] = []
     receive = per_rank_prompts._received
 
@@ -333,7 +306,6 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         received.append(int(image.pixels.crops[0][0, 0, 0]))
         return image
 
-    MediaStore.apply = noted  # type: ignore[method-assign]  # this process ends with the test
     per_rank_prompts._received = noting
     with injected(), LLM(model, dtype="float32", **ROOMY, **layout) as made:
         rank = made.llm_engine.engine_channel.rank
@@ -350,18 +322,9 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.stress),
-        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.stress),
-    ],
-    ids=str,
-)
+@on_two_ranks
 def test_images_on_ranks_give_the_same_bits(model: Path, expected: list[Any], layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240).checked()
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     # Text too has other bits on two tensor ranks.
     assert first[0] == second[0] == first[1]

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import tokenizers
 import torch
+from json_files import edit
 from pooling_models import (
     PROMPTS,
     SETTINGS,
@@ -321,8 +322,7 @@ def test_bidirectional_model_is_rejected_without_pooling_config(
     """Regression: it was computed with causal attention."""
     folder = tmp_path / "model"
     shutil.copytree(pooling_folder("causal"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **given}))
+    edit(folder / "config.json", **given)
     (key,) = given
     with pytest.raises(ModelConfigError, match=rf"config\.json: {key}={given[key]} .*attends .*before"):
         LLM(folder, **SETTINGS, **settings)
@@ -432,6 +432,5 @@ def test_two_replicas_give_the_same_bits(tmp_path: Path) -> None:
         Path(sys.argv[3], os.environ["RANK"]).write_text(json.dumps(vectors))
         """
     arguments = [pooling_folder("mean"), json.dumps([PROMPTS, SETTINGS]), tmp_path]
-    done = ranks.run_ranks(source, 2, 120, arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(source, 2, 120, arguments).checked()
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [plainly_pooled("mean")] * 2

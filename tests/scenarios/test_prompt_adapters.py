@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from exact_answers import ids_and_entries
+from json_files import edit
+from layouts_of_two import on_two_ranks
 from safetensors.torch import load_file, save_file
 
 from spmd_worker import LLM, BeamSearchParams, LoRARequest, PromptAdapterRequest, PromptsRefusedError, SamplingParams
@@ -51,24 +54,14 @@ def requests_of(folders: list[Path]) -> list[PromptAdapterRequest]:
 
 def answer(llm: LLM, places: list[int], requests: list[PromptAdapterRequest]) -> list[Any]:
     """Answers of these prompts, in one call."""
-    outputs = llm.generate(
-        [PROMPTS[place] for place in places],
-        [PARAMS[place] for place in places],
-        prompt_adapter_request=[None if PLACES[place] is None else requests[PLACES[place]] for place in places],
-        use_tqdm=False,
+    return ids_and_entries(
+        llm.generate(
+            [PROMPTS[place] for place in places],
+            [PARAMS[place] for place in places],
+            prompt_adapter_request=[None if PLACES[place] is None else requests[PLACES[place]] for place in places],
+            use_tqdm=False,
+        )
     )
-    return [
-        [[one.token_ids, [[*each.items()] for each in one.logprobs or []]] for one in output.outputs]
-        for output in outputs
-    ]
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    # Here, because it brings transformers, which takes ranks seconds.
-    from reference_models import checkpoint_folder
-
-    return checkpoint_folder("llama3")
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +241,7 @@ def test_unsupported_folders_are_refused(
     llm: LLM, folders: list[Path], tmp_path: Path, config: dict[str, Any], reason: str
 ):
     folder = shutil.copytree(folders[0], tmp_path / "changed")
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    edit(folder / "adapter_config.json", **config)
     with pytest.raises(AdapterError, match=reason):
         llm.add_prompt_adapter(PromptAdapterRequest("changed", 9, str(folder), 20))
     assert 9 not in llm.list_prompt_adapters()
@@ -434,20 +426,11 @@ def main(model: Path, folder: Path, names: list[str], **layout: Any) -> None:
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.stress),
-        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.stress),
-    ],
-    ids=str,
-)
+@on_two_ranks
 def test_prompt_adapters_on_ranks(model: Path, folders: list[Path], layout: dict[str, int], tmp_path: Path):
     (tmp_path / "out").mkdir()
     command = [__file__, "main", json.dumps(layout), model, tmp_path / "out", *folders]
-    done = ranks.run_forked(command, 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked(command, 2, timeout_s=240).checked()
     first, second = (json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir()))
     assert first[:1] + first[2:] == second[:1] + second[2:]
     answers, num_preemptions, problem, loaded, again = first
@@ -475,8 +458,7 @@ def test_lora_prompt_adapter_and_embeddings_combine_on_ranks(
     main_combined(model, tmp_path / "here", list(map(str, given)))
     (tmp_path / "out").mkdir()
     layout = json.dumps({f"{kind}_parallel_size": 2})
-    done = ranks.run_forked([__file__, "main_combined", layout, model, tmp_path / "out", *given], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, "main_combined", layout, model, tmp_path / "out", *given], 2, timeout_s=240).checked()
     here = json.loads((tmp_path / "here/0").read_text())
     first, second = (json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir()))
     assert first == second

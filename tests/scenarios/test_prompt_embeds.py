@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from exact_answers import ids_and_entries
+from layouts_of_two import on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -43,19 +45,7 @@ def prompts_of(table: Tensor, places: tuple[int, ...]) -> list[Any]:
 
 
 def answers(llm: LLM, prompts: list[Any], **options: Any) -> list[Any]:
-    outputs = llm.generate(prompts, PARAMS, use_tqdm=False, **options)
-    return [
-        [(one.token_ids, [[*each.items()] for each in one.logprobs or []]) for one in output.outputs]
-        for output in outputs
-    ]
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    # Here, because it brings transformers, which takes ranks seconds.
-    from reference_models import checkpoint_folder
-
-    return checkpoint_folder("llama3")
+    return ids_and_entries(llm.generate(prompts, PARAMS, use_tqdm=False, **options))
 
 
 @pytest.fixture(scope="module")
@@ -245,18 +235,9 @@ def main(model: Path, folder: Path, **layout: Any) -> None:
         (folder / str(rank)).write_text(json.dumps(seen))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.stress),
-        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.stress),
-    ],
-    ids=str,
-)
+@on_two_ranks
 def test_embeddings_on_ranks_give_the_bits_of_ids(model: Path, layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240).checked()
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     assert first[:2] == second[:2]
     by_ids, by_rows, num_preemptions, lengths, problem = first

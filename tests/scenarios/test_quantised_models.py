@@ -81,8 +81,7 @@ def transformers_ids(folder: Path, opened: Callable[[Path], Any] = open_referenc
 def test_two_ranks_have_transformers_ids_on_dequantised_weights(tmp_path: Path, way: str, names: list[str]):
     folders = {name: quantise(source_of(tmp_path, name), tmp_path, name) for name in names}
     arguments = [tmp_path, json.dumps(PROMPTS), way, *(folders[name][0] for name in names)]
-    done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments).checked()
     by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
     expected = {name: transformers_ids(plain) for name, (_, plain) in folders.items()}
@@ -127,8 +126,7 @@ def test_dequantised_experts_are_bit_identical_to_plain_files(tmp_path: Path, na
 def test_two_ranks_have_transformers_ids_on_dequantised_experts(tmp_path: Path):
     folders = [quantised_experts(tmp_path, name) for name in EXPERTS]
     arguments = [tmp_path, json.dumps(PROMPTS), "tensor_parallel_size", *(quantised for quantised, _ in folders)]
-    done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments).checked()
     by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
     assert by_rank[0] == [transformers_ids(plain, open_experts) for _, plain in folders]

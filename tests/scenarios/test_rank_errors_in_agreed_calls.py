@@ -67,8 +67,7 @@ def _other_head() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("ranks")
-    done = ranks.run_forked([SCRIPT, str(folder)], 2, 240.0)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([SCRIPT, str(folder)], 2, 240.0).checked()
     return [json.loads((folder / f"heard{rank}").read_text()) for rank in range(2)]
 
 

@@ -87,8 +87,7 @@ def test_ranks_serve_by_priority(key: str):
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         expected = [[each.token_ids for each in output.outputs] for output in outputs]
     arguments = [checkpoint_folder("llama3"), repr({key: 2}), repr(PROMPTS), repr(PRIORITIES)]
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=arguments).checked()
     said = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     assert [ids for ids, _ in said] == [expected, expected]
     for _, order in said:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from llm_calls import check_way_was_taken
 from run_folder import made_once
 
 import spmd_worker.replica.scheduler.allocator as allocator_module
@@ -112,15 +113,6 @@ def cold(rope_type: str) -> list[Answer]:
     """Each row alone, nothing cached."""
     with make(rope_type, enable_prefix_caching=False) as llm:
         return [answers(llm, [row])[0] for row in prompts()]
-
-
-def check_way_was_taken(llm: LLM, way: str) -> None:
-    counters = llm.llm_engine.counters
-    assert counters.num_cached_prompt_tokens > 0
-    if way in ("recomputed", "swapped"):
-        assert counters.num_preemptions > 0
-        assert (counters.num_swapped_in > 0) == (way == "swapped")
-    assert (counters.num_loaded_blocks > 0) == (way == "from the host tier")
 
 
 QUICK = {("dynamic", "warm"), ("dynamic", "swapped"), ("longrope", "warm")}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from context_fixtures import fixture_of
 from plain_beams import plain_beams
 from speech_models import (
     FIRST_STAMP,
@@ -32,11 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "translated, timestamps": {"language": "french", "task": "translate", "timestamps": True},
 }
 
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(str(speech_folder()), dtype="float32", num_blocks=200, device="cpu") as made:
-        yield made
+llm = fixture_of(lambda: LLM(str(speech_folder()), dtype="float32", num_blocks=200, device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -40,14 +40,6 @@ def reported_and_scored(llm: LLM) -> tuple[list[list[float]], list[list[float]],
     return reported, llm.score_tokens(PROMPTS, completions), llm.score_tokens(PROMPTS[::-1], completions[::-1])[::-1]
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    # Here, because it brings transformers, which takes ranks seconds.
-    from reference_models import checkpoint_folder
-
-    return checkpoint_folder("llama3")
-
-
 def main(model: Path, folder: Path, **layout: Any) -> None:
     """Writes a rank's report to a file."""
     with LLM(model, **SMALL, **layout) as llm:
@@ -130,8 +122,7 @@ def test_prompt_without_tokens_is_rejected(model: Path):
     ids=str,
 )
 def test_scores_on_ranks_equal_reported_bits(model: Path, layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240).checked()
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     assert first == second
     reported, scored, again = first

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_models import ENCODERS, encoder_folder
+from json_files import edit
 from pooling_models import DENSE_SIZE, SIZES, pooling_folder, write_modules
 from run_folder import made_once
 from torch import nn
@@ -55,12 +56,6 @@ def library() -> SimpleNamespace:
 
     names = (CrossEncoder, SentenceTransformer, Dense, Normalize, Transformer, LogitScore, Dropout, Pooling)
     return SimpleNamespace(**{each.__name__: each for each in names})
-
-
-def edit(path: Path, **changes: Any) -> None:
-    """Keys of a JSON file; `...` takes one out."""
-    values = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
 
 
 def saved(name: str, make: Callable[[Path], Any]) -> Path:

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 from image_models import image_folder
-from job_attempts import LAYOUTS, LIMIT_S, Attempt, write_rows
+from job_attempts import LAYOUTS, LIMIT_S, Attempt
+from job_attempts import write_rows as write_many_rows
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
 from PIL import Image
 from stress_seed import SEED
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import read_lines, write_lines
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.tools.index import main as index
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.placeholders import PLACEHOLDERS
-from spmd_worker.ranks.environment import RankEnvironment
 
 NUM_HISTORIES = int(os.environ.get("SPMD_WORKER_SHARD_HISTORIES", "6"))
 NUM_ROWS = 120
@@ -36,8 +35,8 @@ KIND = "qwen3_vl"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job in one piece, whose later rows repeat custom_ids."""
     folder = tmp_path_factory.mktemp("whole")
-    write_rows(folder, NUM_ROWS)
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    write_many_rows(folder, NUM_ROWS)
+    rows = read_rows(folder, "rows.jsonl")
     for number, row in enumerate(rows):
         row |= {"custom_id": f"row {number * 7 % 100}"} if number % 3 else {}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in rows))
@@ -92,14 +91,12 @@ def test_images_of_merged_shards_can_be_verified(tmp_path: Path):
     rows = [
         {"custom_id": f"{n % 3}", "prompt": f"{written}x", "images": [f"{n}.png"], "max_tokens": 2} for n in range(4)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    model = ModelOptions(path=str(image_folder(KIND)), dtype="float32", max_model_len=512)
-    names = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out.jsonl"), "media_root": str(tmp_path)}
-    folders = []
+    write_rows(tmp_path, rows)
+    options, folders = {"dtype": "float32", "max_model_len": 512}, []
     for shard in (None, "0/2", "1/2"):
-        job = JobConfig(**names, shard=shard)
-        run_job(RunConfig(model=model, cache=CacheConfig(num_blocks=64), job=job, device="cpu"), RankEnvironment())
-        folders.append(run_dir_of(job))
+        config = job_config(tmp_path, image_folder(KIND), options=options, media_root=str(tmp_path), shard=shard)
+        run_here(config)
+        folders.append(run_dir_of(config.job))
         assert verify(["--images", str(folders[-1])]) == 0
     provenance = merge_shards(folders[1:], tmp_path / "merged.jsonl")
     whole = json.loads((folders[0] / "provenance.json").read_text())

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import ranks
 from cut_jobs import Ended, end_after
+from exact_answers import complete_answers
 from forked_workers import forked
+from jobs_of_rows import job_config, run_here
 from planted_drafts import PlantedProposer, planted
 
 from spmd_worker import LLM, SamplingParams, resolved
-from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.run_dir.run_records import step_log_header
 from spmd_worker.frontends.replay.replay import Replay
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.replica.scheduler import factory
 from spmd_worker.replica.sequence.sampling_params import StructuredOutputsParams
 from spmd_worker.resolved import resolve_run
@@ -62,20 +62,8 @@ LIMIT_S = 240.0
 def answers(llm: LLM, num_rows: int = 20) -> list[Any]:
     """Token ids and log-probabilities, bit for bit, why each ended, and its text."""
     prompts = [WORDS[row % len(WORDS)] for row in range(num_rows)]
-    outputs = llm.generate(prompts, [KINDS[row % len(KINDS)] for row in range(num_rows)], use_tqdm=False)
-    return [
-        [
-            [
-                list(each.token_ids),
-                [value.logprob.hex() for entry in each.logprobs or () for value in entry.values()],
-                each.finish_reason,
-                str(each.stop_reason),
-                each.text,
-            ]
-            for each in output.outputs
-        ]
-        for output in outputs
-    ]
+    params = [KINDS[row % len(KINDS)] for row in range(num_rows)]
+    return complete_answers(llm.generate(prompts, params, use_tqdm=False))
 
 
 def open_llm(**options: Any) -> LLM:
@@ -228,20 +216,19 @@ def test_job_resumes_with_and_without_drafts(tmp_path: Path, monkeypatch: pytest
     rows = "".join(f'{{"prompt": "add {index} 7 =", "custom_id": "row {index}"}}\n' for index in range(12))
     (tmp_path / "rows.jsonl").write_text(rows)
 
-    def config_of(name: str, **changed: Any) -> RunConfig:
-        job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / name), commit_rows=1)
-        sampling = SamplingConfig(max_tokens=12, temperature=0.9)
-        return RunConfig(ModelOptions(path=str(MODEL)), job=job, sampling=sampling, device="cpu", **changed)
+    def run(name: str, speculation: SpeculativeConfig | None = None) -> None:
+        sampling, output = {"max_tokens": 12, "temperature": 0.9}, str(tmp_path / name)
+        run_here(job_config(tmp_path, MODEL, sampling=sampling, speculation=speculation, output=output, commit_rows=1))
 
-    run_job(config_of("plain.jsonl"), RankEnvironment())
+    run("plain.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         end_after(patch, 4)
         with pytest.raises(Ended):
-            run_job(config_of("drafted.jsonl"), RankEnvironment())
+            run("drafted.jsonl")
     # Rows that follow the prompt's tokens: wrong mostly.
     proposer = PlantedProposer(lambda key, num_outputs, most: (220,) * most, "chance", 300)
     monkeypatch.setattr(factory, "make_proposer", lambda config, vocab_size: proposer)
-    run_job(config_of("drafted.jsonl", speculative_config=SpeculativeConfig("ngram", 4)), RankEnvironment())
+    run("drafted.jsonl", SpeculativeConfig("ngram", 4))
     metrics = json.loads((tmp_path / "drafted.jsonl.run" / "metrics.json").read_text())
     assert metrics["resumed_rows"] == 4
     assert proposer.num_forgotten == 8

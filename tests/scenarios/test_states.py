@@ -20,7 +20,8 @@ from spmd_worker.base.errors import AdapterError, ConfigError
 from spmd_worker.model.adapters.prompt_adapter import keys_values_for
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.topology import complete_model
-from spmd_worker.resolved import CHECK_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 KIND = "lfm2"
 OTHERS = ("lfm2_moe", "lfm3", "qwen3_5", "olmo_hybrid", "nemotron", "granite", "falcon", "kimi_linear", "jamba")
@@ -41,11 +42,6 @@ PREEMPTIONS: dict[str, dict[str, Any]] = {
     "swap": {**TINY, "preemption_mode": "swap", "swap_space": 1.0},
     "swap, no prefix cache": {**TINY, "preemption_mode": "swap", "swap_space": 1.0, "enable_prefix_caching": False},
 }
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 @every_kind

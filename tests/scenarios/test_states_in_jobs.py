@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,22 @@ import recent_checkpoints
 import torch
 from delta_checkpoints import PERIOD
 from job_attempts import Attempt, slow_after
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
 from reference_models import open_reference
 from state_models import state_folder
 from stress_seed import SEED
 from tools_main import tool
 from transformers import PreTrainedModel
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.base.config.schema import CacheConfig, SchedulerConfig
 from spmd_worker.frontends.replay.replay import read_messages
 from spmd_worker.frontends.replay.step_log import read_step_log
-from spmd_worker.ranks.environment import RankEnvironment
 
 NUM_ROWS = 120
 DRAFTS = ["speculative_config.method=suffix", "speculative_config.num_speculative_tokens=4"]
 
 
-def write_rows(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None:
+def write_input(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None:
     """Rows with a common beginning of 70 tokens; every second one samples."""
     chance = random.Random(5)
     head = [chance.randrange(5, 90) for _ in range(70)]
@@ -48,7 +47,7 @@ def write_rows(folder: Path, num_rows: int = NUM_ROWS, shorter: int = 1) -> None
         }
         for index in range(num_rows)
     ]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
 
     for folder in (whole, killed):
         folder.mkdir()
-        write_rows(folder, shorter=2)
+        write_input(folder, shorter=2)
     *struck, last = tested.layouts
     assert attempt(whole, struck[0]).close() == 0, (whole / "log").read_text()
     for layout, victim in zip(struck, (None, chance.randrange(2)), strict=True):
@@ -118,8 +117,8 @@ def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
     metrics = json.loads((killed / "out.jsonl.run" / "metrics.json").read_text())
     assert 0 < metrics["resumed_rows"] < NUM_ROWS
     assert metrics["speculation"]["accepted_tokens"] > 0
-    rows = [json.loads(line) for line in (whole / "rows.jsonl").read_text().splitlines()]
-    answers = [json.loads(line)["outputs"][0]["token_ids"] for line in (whole / "out.jsonl").read_text().splitlines()]
+    rows = read_rows(whole, "rows.jsonl")
+    answers = [answer["outputs"][0]["token_ids"] for answer in read_rows(whole)]
     for index in range(0, NUM_ROWS, 2):
         assert are_greedy(tested.reference(), rows[index]["prompt_token_ids"], answers[index]), index
     # Negative control: rows that sample are none.
@@ -129,17 +128,17 @@ def test_killed_job_resumes_to_equal_bytes(name: str, tmp_path: Path) -> None:
 @pytest.mark.stress
 def test_log_of_states_replays_with_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Preempted by swap, forked, found again."""
-    write_rows(tmp_path, 24)
-    config = RunConfig(
-        model=ModelOptions(path=str(state_folder("lfm2")), dtype="float32", max_model_len=256),
-        cache=CacheConfig(num_blocks=20, swap_space_gib=0.01, num_state_snapshots=4),
+    write_input(tmp_path, 24)
+    config = job_config(
+        tmp_path,
+        state_folder("lfm2"),
+        options={"dtype": "float32", "max_model_len": 256},
         scheduler=SchedulerConfig(max_num_seqs=8, preemption_mode="swap"),
-        job=JobConfig(
-            input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "o.jsonl"), run_dir=str(tmp_path), step_log=True
-        ),
-        device="cpu",
+        run_dir=str(tmp_path),
+        step_log=True,
     )
-    run_job(config, RankEnvironment())
+    cache = CacheConfig(num_blocks=20, swap_space_gib=0.01, num_state_snapshots=4)
+    run_here(replace(config, cache=cache))
     log = read_step_log(tmp_path / "steps.log")
     messages = list(read_messages(log.messages()))
     for kind in ("swap_out", "swap_in", "copy"):

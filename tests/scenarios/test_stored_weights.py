@@ -16,6 +16,8 @@ from stored_checkpoints import write_stored, write_stored_gguf
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("own_hub_cache")
+
 LIMIT_S = 120.0
 KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4", "fp8_dense", "fp8_shared", "fp8_whole", "gguf", "gguf_experts")
 KINDS_ON_RANKS = ("awq", "mxfp4", "fp8_shared", "gguf")
@@ -39,12 +41,6 @@ ON_EACH_RANK = """
                 found.append([num_held(llm), answers(llm)])
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
-
-
-@pytest.fixture(autouse=True)
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where model folders of GGUF are made."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def answers(llm: LLM, **options: Any) -> list[Any]:
@@ -97,8 +93,7 @@ def test_comparison_sees_one_zero_point(tmp_path: Path, kind: str, name: str):
 @pytest.mark.parametrize("kinds", [KINDS_ON_RANKS, pytest.param(KINDS, marks=pytest.mark.stress)], ids=["some", "all"])
 def test_two_ranks_answer_as_with_dequantised_weights(tmp_path: Path, kinds: Sequence[str]):
     folders = [write_stored(tmp_path / kind, kind) for kind in kinds]
-    done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, [tmp_path, *folders])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, [tmp_path, *folders]).checked()
     of_ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for found in of_ranks:
         for kind, (held, held_answers), (dequantised, expected) in zip(kinds, found[::2], found[1::2], strict=True):

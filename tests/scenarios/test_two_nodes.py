@@ -23,8 +23,7 @@ def two_nodes(*arguments: str, **variables: str) -> ranks.CompletedRanks:
 @pytest.mark.guarantee("Two nodes answer as one rank")
 @pytest.mark.stress
 def test_two_nodes_equal_one_rank_with_one_copy():
-    done = two_nodes()
-    assert done.returncode == 0, done.output
+    done = two_nodes().checked()
     assert "two nodes and one rank answered the same: 64 rows" in done.stdout
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from llm_calls import check_way_was_taken
 from two_shapes import folder, two_shapes
 
 from kv_cache.block_ops import BlockOps
@@ -69,15 +70,6 @@ def cold() -> dict[str, list[Answer]]:
             "greedy": [answers(llm, [row])[0] for row in prompts()],
             "drawn": [answers(llm, [row], DRAWN)[0] for row in prompts()[:2]],
         }
-
-
-def check_way_was_taken(llm: LLM, way: str) -> None:
-    counters = llm.llm_engine.counters
-    assert counters.num_cached_prompt_tokens > 0
-    if way in ("recomputed", "swapped"):
-        assert counters.num_preemptions > 0
-        assert (counters.num_swapped_in > 0) == (way == "swapped")
-    assert (counters.num_loaded_blocks > 0) == (way == "from the host tier")
 
 
 @pytest.mark.gate("two stages", "together", "swapped", "in chunks")

@@ -173,8 +173,7 @@ for name in names:
 @pytest.mark.guarantee("Engines of equal numerical policies compute equal bits")
 @pytest.mark.parametrize("layouts", ["tp", pytest.param("tp pp dp", marks=pytest.mark.stress)])
 def test_layouts_have_the_same_digests(tmp_path: Path, layouts: str) -> None:
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[str(FOLDERS["tied"]()), tmp_path, layouts])
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=[str(FOLDERS["tied"]()), tmp_path, layouts]).checked()
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     with new_llm("tied") as llm:
         expected = [llm.numerical_policy().digest, llm.tensor_digests()]

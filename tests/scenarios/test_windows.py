@@ -17,8 +17,9 @@ from state_rows import answers_of, state_rows
 
 from spmd_worker import LLM, PromptAdapterRequest, SamplingParams
 from spmd_worker.base.errors import AdapterError, ConfigError
-from spmd_worker.resolved import CHECK_VARIABLE
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
+
+pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 FOLDERS = {
     "gemma3": family_folder,
@@ -56,11 +57,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "swap, no prefix cache": {"max_num_batched_tokens": 16, **SWAP, "enable_prefix_caching": False},
 }
 IN_GATE = ("chunks of 7", "swap")
-
-
-@pytest.fixture(autouse=True)
-def checks_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHECK_VARIABLE, "1")
 
 
 def rows_of() -> tuple[list[Any], list[SamplingParams]]:

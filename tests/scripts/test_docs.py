@@ -212,8 +212,7 @@ def test_shown_programs_run(page: Path, tmp_path: Path):
 def check_program(program: str, folder: Path) -> None:
     """That it ends well and prints the lines that its comments show, in this order."""
     (folder / "shown.py").write_text(program)
-    done = run_script([folder / "shown.py"], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = run_script([folder / "shown.py"], timeout_s=240).checked()
     printed = iter(done.stdout.splitlines())
     assert [line for line in expected_lines(program) if line not in printed] == []
 

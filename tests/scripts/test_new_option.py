@@ -51,14 +51,14 @@ def test_new_option_is_one_edit(tmp_path: Path):
     (tmp_path / "asks.py").write_text(ASKS)
     own = {"PYTHONPATH": str(tmp_path)}
     write = [sys.executable, str(tmp_path / "scripts" / "reference_pages.py")]
-    done = ranks.run_command(write, timeout_s=240, env=own, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    done = ranks.run_command(write, timeout_s=240, env=own, cwd=tmp_path).checked()
     page = (tmp_path / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert "| **`scheduler.num_spare_seqs`** | 3 | `num_spare_seqs` (`num_lookahead_seqs`) | sequences" in page
     names = (tmp_path / "docs" / "reference" / "vllm_names.md").read_text(encoding="utf-8")
     assert "| `num_spare_seqs` | sequences that a" in names
-    done = ranks.run_command([sys.executable, str(tmp_path / "asks.py")], timeout_s=240, env=own, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    done = ranks.run_command(
+        [sys.executable, str(tmp_path / "asks.py")], timeout_s=240, env=own, cwd=tmp_path
+    ).checked()
     assert re.search(r"(?m)^  scheduler\.num_spare_seqs=5 +sequences that a step leaves room for$", done.stdout)
     assert "  num_spare_seqs: 6\n" in done.stdout
     assert done.stdout.endswith("num_spare_seqs=0 must be 1 or more\n")

@@ -89,3 +89,16 @@ MIXED = (
     "{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endfor %}"
 )
+
+
+def template_with(condition: str, written: str) -> str:
+    """A chat template that has `written` in place of each part of a content of which `condition` is true."""
+    return (
+        "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}{% if "
+        + condition
+        + " %}"
+        + written
+        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<answer>{% endif %}"
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
-from reference_models import open_reference
+from reference_models import open_reference, without_defaults
 from run_folder import made_once
 from transformers import PreTrainedModel
 
@@ -145,8 +145,7 @@ def _thin(full: Path, folder: Path, family: str) -> None:
     config = whole.get("text_config", whole)
     family = "Lfm2" if family == "Lfm2Vl" else family
     defaults = getattr(transformers, f"{family}Config")().to_dict()
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults)
     if family == "Lfm2":
         kinds = thin.pop("layer_types")
         thin["full_attn_idxs"] = [index for index, kind in enumerate(kinds) if kind == "full_attention"]

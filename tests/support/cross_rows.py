@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 from image_rows import ImageRow
+from plain_models import new_model
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 from run_folder import made_once
 from torch import Tensor
 
 from spmd_worker.model.decoder import DecoderForCausalLM
-from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.registry import build_model
-from spmd_worker.model_config.model_config import ModelConfig, read_model_files
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import Stage
 
 if TYPE_CHECKING:
@@ -111,14 +108,7 @@ def cross_stages(
     name: str, *stages: Stage, group: GroupHandle | None = None, config: ModelConfig | None = None
 ) -> list[DecoderForCausalLM]:
     """Stages of the model, in plain torch, not packed."""
-    folder = cross_folder(name)
-    config = read_model_files(folder).model_config if config is None else config
-    options = (ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
-    models = [build_model(LayerContext(group or single_group(), *options), config, stage) for stage in stages]
-    for model in models:
-        with model.weights.open(folder) as checkpoint:
-            model.weights.fill(checkpoint)
-    return models
+    return [new_model(cross_folder(name), group, stage, config) for stage in stages]
 
 
 def with_layers(config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from mamba_checkpoints import stir_hybrid
+from reference_models import without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -102,24 +103,6 @@ def delta_config(name: str) -> Any:
     return config
 
 
-@torch.no_grad()
-def stir_hybrid(model: PreTrainedModel) -> None:
-    """Numbers that differ from those of a new model in every parameter."""
-    generator = torch.Generator().manual_seed(7)
-    for name, value in sorted(model.named_parameters()):
-        noise = torch.randn(value.shape, generator=generator)
-        if name.endswith("A_log"):
-            value.copy_(noise * 0.8 - 1.0)
-        elif name.endswith("dt_bias"):
-            value.copy_(noise - 1.0)
-        elif value.ndim == 3 and "conv" in name:
-            value.copy_(noise * 0.6)
-        elif value.ndim >= 2:
-            value.copy_(noise * (1.0 if "embed" in name else 1.4 * value.shape[-1] ** -0.5))
-        else:
-            value.add_(0.3 * noise)
-
-
 def _write(folder: Path, name: str) -> None:
     model = delta_reference(name)
     model.save_pretrained(folder)
@@ -162,10 +145,10 @@ def _thin(folder: Path, name: str) -> None:
     config = json.loads(path.read_text())
     defaults = getattr(transformers, DELTA_CASES[name][0])()
     if "text_config" in config:
-        text = _without_defaults(config["text_config"], defaults.text_config.to_dict())
+        text = without_defaults(config["text_config"], defaults.text_config.to_dict())
         config["text_config"] = {**_newer_rope(text), "full_attention_interval": 2}
     else:
-        config = _without_defaults(config, defaults.to_dict())
+        config = without_defaults(config, defaults.to_dict())
         if config["model_type"] == "qwen3_next":
             config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
         if config["model_type"] != "olmo_hybrid":
@@ -173,11 +156,6 @@ def _thin(folder: Path, name: str) -> None:
             config.pop("layer_types", None)
     config.get("text_config", config).pop("norm_topk_prob", None)
     path.write_text(json.dumps(config))
-
-
-def _without_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    kept = {"architectures", "model_type"}
-    return {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
 
 
 def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from delta_checkpoints import delta_config, delta_folder, stir_hybrid
+from delta_checkpoints import delta_config, delta_folder
 from expert_checkpoints import expert_folder
 from latent_checkpoints import latent_folder
+from mamba_checkpoints import stir_hybrid
 from reference_models import CheckpointSpec, edit_config, write_checkpoint
 from run_folder import made_once
 from safetensors.torch import load_file, save_file

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import BASE
+from reference_models import without_defaults
 from run_folder import made_once
 from transformers import PreTrainedModel
 
@@ -330,8 +331,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     whole = json.loads(path.read_text())
     config = whole.get("text_config", whole)
     defaults = getattr(transformers, f"{CASES[name][0]}Config")().get_text_config().to_dict()
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults)
     if name == "minimax_m2":
         thin |= {"rope_theta": thin.pop("rope_parameters")["rope_theta"], "rotary_dim": 16}
     if name == "qwen3_moe":

@@ -1,16 +1,16 @@
 """Models of the families with experts, ours and transformers', and their logits."""
 
 import shutil
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference
-from reference_models import random_prompt, relative_error
+from plain_models import in_tiers
+from reference_models import Oracle, random_prompt
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
@@ -36,13 +36,7 @@ PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0
 SECOND = ("qwen3_moe_sparse_step", "qwen2_moe_window", "glm4v_moe", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
 """Cases of families of which there is another."""
 
-
-def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """All cases; these are in the layout tier, those of `later` in the stress tier."""
-    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]
-    )
+quick = partial(in_tiers, among=CASES, rest=pytest.mark.matrix)
 
 
 def each_and_all(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
@@ -56,18 +50,8 @@ def each_and_all(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorat
     return pytest.mark.parametrize(("name", "in_all_ways"), [*some, *whole, *others])
 
 
-@torch.no_grad()
-def their_logits(model: Any, prompts: list[list[int]]) -> list[Tensor]:
-    return [model(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
-
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return their_logits(expert_reference(name), PROMPTS)
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
+oracle = Oracle(expert_reference, PROMPTS)
+expected, worst_error = oracle.expected, oracle.worst_error
 
 
 def load(

@@ -22,7 +22,7 @@ from dense_checkpoints import (
     WITHOUT_KV_HEADS,
 )
 from image_checkpoints import NESTED
-from reference_models import open_reference
+from reference_models import open_reference, without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -287,8 +287,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     defaults = config_class(name)().to_dict()
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults)
     if name in OLDER_ROPES:
         _older_ropes(thin, config)
     if "layer_types" in thin and CASES[name][1].get("layer_types") is None:

@@ -13,11 +13,12 @@ from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
 from plain_models import new_model
-from reference_models import random_prompt
+from reference_models import Oracle, random_prompt, relative_error
 from safetensors.torch import load_file
 from state_segments import CHUNKS
 from thread_groups import on_ranks
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
@@ -32,7 +33,7 @@ from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle
+from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import weights_bytes
 
@@ -164,6 +165,20 @@ def planned_models(config: ModelConfig) -> Iterator[tuple[RankLayout, int, str, 
             yield RankLayout(size), rank, dtype, model
 
 
+def shapes_of_both(theirs: Any, ours: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of transformers' tensors by our names, and of ours, of models without memory; without experts."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    found = build_model(context, ours)
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if ".experts." not in name}
+    if theirs.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    named = {ours.names.canonical(name): shape for name, shape in shapes.items()}
+    own = {name: tuple(shape) for name, shape in found.weights.shapes.items() if ".experts." not in name}
+    return named, own
+
+
 def adapter_logits(
     folder: Path, new_reference: Callable[[], Any], targets: Sequence[str], path: Path, rows: list[list[int]]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,6 +190,12 @@ def adapter_logits(
     reference = PeftModel.from_pretrained(new_reference(), path).eval()
     logits, _ = run_rows([model], rows, 33, loaded=loaded, digests=[source.digest] * len(rows))
     return logits, [peft_logits(reference, row) for row in rows]
+
+
+def check_adapters(oracle: Oracle, name: str, logits: list[Tensor], theirs: list[Tensor]) -> None:
+    """Logits with an adapter (`adapter_logits`) are PEFT's, and far from those without."""
+    assert max(map(relative_error, logits, theirs)) < oracle.tolerance
+    assert oracle.worst_error(name, logits) > 100 * oracle.tolerance, "it matters"
 
 
 # ---- entries of a row of the table of families ---------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 import transformers
+from content_templates import template_with
 from numpy.typing import NDArray
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -77,13 +78,7 @@ _OF_PICTURES: Final = {"downsample_hidden_size": 16, "n_window_infer": 100, "out
 
 def template_of(kind: str) -> str:
     """As Qwen's: it looks for the key of an audio part."""
-    return (
-        "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{% if 'audio' in part or 'audio_url' in part %}"
-        + WRITTEN[kind]
-        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<answer>{% endif %}"
-    )
+    return template_with("'audio' in part or 'audio_url' in part", WRITTEN[kind])
 
 
 def recording(num_samples: int, seed: int = 0) -> Samples:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from our_model import next_batch
 from torch import Tensor, nn
 
 from kv_cache.block import BlockId, num_blocks_for
@@ -21,10 +22,9 @@ from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
 from spmd_worker.ops.kernels.recurrent import StateSegments
-from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.replica.mirror.mirror import MirroredSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
-from spmd_worker.worker.runner.batch import build_batch
 
 BLOCK_SIZE = 16
 
@@ -103,13 +103,7 @@ class HybridRun:
     @torch.inference_mode()
     def step(self, chunk: int | None, *, is_fused: bool = True) -> list[tuple[int, Tensor]]:
         """Up to `chunk` tokens of each row -> the number of each row and its logits."""
-        scheduled = []
-        for sequence in self.sequences:
-            left = sequence.num_tokens - sequence.num_computed_tokens
-            if left:
-                scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
-        slot_of = None if self.loaded is None else self.loaded.slot_of
-        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), slot_of=slot_of)
+        scheduled, batch = next_batch(self.sequences, chunk, self.loaded)
         options: dict[str, Any] = {"is_fused": is_fused}
         if self.loaded is not None and batch.adapter_slots is not None:
             options["adapters"] = self.loaded.step(batch.adapter_slots)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
+from content_templates import template_with
 from kimi_names import restore_layers
 from media_models import (
     EXAONE_SPECIAL,
@@ -188,13 +189,7 @@ def _write(folder: Path, kind: str) -> None:
 
 def template_of(kind: str) -> str:
     """A chat template that writes a placeholder for each image part."""
-    return (
-        "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-        + PLACEHOLDERS[media_kind(kind)].written
-        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<answer>{% endif %}"
-    )
+    return template_with("part.type == 'image'", PLACEHOLDERS[media_kind(kind)].written)
 
 
 def text_of(kind: str, num_images: int) -> str:

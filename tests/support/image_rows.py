@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from hybrid_runs import new_states
 from our_model import BLOCK_SIZE, load_model
+from plain_models import new_model
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.decoder import DecoderForCausalLM
-from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia
-from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.model_config.vision_config import VisionConfig
-from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import GroupHandle, single_group
+from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import Stage
 from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -85,12 +82,7 @@ def image_stages(
 ) -> list[DecoderForCausalLM]:
     """Stages of the model, in plain torch, not packed."""
     config = with_vision(read_model_files(folder).model_config, **numbers)
-    options = (ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
-    models = [build_model(LayerContext(group or single_group(), *options), config, stage) for stage in stages]
-    for model in models:
-        with model.weights.open(folder) as checkpoint:
-            model.weights.fill(checkpoint)
-    return models
+    return [new_model(folder, group, stage, config) for stage in stages]
 
 
 def with_vision(config: ModelConfig, **numbers: Any) -> ModelConfig:

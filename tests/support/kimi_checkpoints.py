@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from delta_checkpoints import stir_hybrid
+from mamba_checkpoints import stir_hybrid
+from reference_models import without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -122,8 +123,7 @@ def _thin(folder: Path, name: str) -> None:
         "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"],
         "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"],
     }
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in given.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(given, defaults)
     thin |= {"linear_attn_config": section, "head_dim": 72, "rope_theta": 10000.0, "mla_use_nope": True}
     num_dense = feed_forwards.index("sparse")
     path.write_text(json.dumps(thin if num_dense == 1 else {**thin, "first_k_dense_replace": num_dense}))

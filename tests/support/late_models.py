@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from encoder_models import written
+from json_files import edit
 from pooling_models import SIZES, pooling_folder
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -57,12 +58,6 @@ def add_tokens(folder: Path, *tokens: str) -> None:
     tokenizer.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in tokens])
     tokenizer.save(path)
     edit(folder / "tokenizer_config.json", mask_token="<mask>")
-
-
-def edit(path: Path, **changes: Any) -> None:
-    """Keys of a JSON file; `...` takes one out."""
-    values = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
 
 
 def write_dense(folder: Path, num_inputs: int, num_outputs: int = SIZE, *, has_residual: bool = False) -> None:

@@ -15,6 +15,7 @@ import transformers
 from expert_checkpoints import open_experts, stir
 from family_checkpoints import BASE
 from kimi_names import restore_layers
+from reference_models import without_defaults
 from run_folder import made_once
 from transformers import PreTrainedModel
 
@@ -143,8 +144,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     config = complete.get("text_config", complete)
     family = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3"}.get(config["model_type"], CASES[name][0])
     defaults = getattr(transformers, f"{family}Config")().to_dict()
-    kept = ("architectures", "model_type", "rope_parameters", "q_lora_rank")
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults, "rope_parameters", "q_lora_rank")
     rope = dict(thin.pop("rope_parameters"))
     thin["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     if kind != "default":

@@ -101,8 +101,7 @@ def on_ranks(
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.json"
     job.write_text(json.dumps({"folder": str(folder), "runs": runs, "has_all": has_all}))
-    done = ranks.run_forked([__file__, job, out], num_ranks, TIMEOUT_S)
-    assert done.returncode == 0, done.output
+    ranks.run_forked([__file__, job, out], num_ranks, TIMEOUT_S).checked()
     return {name: read(out / f"{name}.npz") for name in runs}
 
 

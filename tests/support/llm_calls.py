@@ -16,3 +16,13 @@ def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object)
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def check_way_was_taken(llm: LLM, way: str) -> None:
+    """The cache was used, in this way: `recomputed`, `swapped`, `from the host tier`, or plainly."""
+    counters = llm.llm_engine.counters
+    assert counters.num_cached_prompt_tokens > 0
+    if way in ("recomputed", "swapped"):
+        assert counters.num_preemptions > 0
+        assert (counters.num_swapped_in > 0) == (way == "swapped")
+    assert (counters.num_loaded_blocks > 0) == (way == "from the host tier")

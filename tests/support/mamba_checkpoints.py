@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from reference_models import without_defaults
 from run_folder import made_once
 from transformers import PreTrainedModel
 
@@ -177,7 +178,7 @@ def mamba_reference(name: str) -> PreTrainedModel:
     """transformers' model of a case."""
     model_class = getattr(transformers, f"{MAMBA_CASES[name][0]}ForCausalLM")
     model: PreTrainedModel = model_class(mamba_config(name)).float().eval()
-    stir_mamba(model)
+    stir_hybrid(model, ("gate.weight", "router"))
     return model
 
 
@@ -204,10 +205,12 @@ def open_mamba(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def stir_mamba(model: PreTrainedModel) -> None:
-    """Numbers that differ from those of a new model in every parameter; clear decisions of routers."""
+def stir_hybrid(model: PreTrainedModel, scores: tuple[str, ...] = ()) -> None:
+    """Numbers that differ from those of a new model in every parameter; clear decisions of routers, whose weights have
+    one of the names of `scores`.
+    """
     generator = torch.Generator().manual_seed(7)
-    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
+    buffers = [(name, value) for name, value in model.named_buffers() if scores and "correction_bias" in name]
     for name, value in sorted([*model.named_parameters(), *buffers]):
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith("A_log"):
@@ -217,7 +220,7 @@ def stir_mamba(model: PreTrainedModel) -> None:
         elif value.ndim == 3 and "conv" in name:
             value.copy_(noise * 0.6)
         elif value.ndim >= 2:
-            is_score = any(word in name for word in ("gate.weight", "router"))
+            is_score = any(word in name for word in scores)
             value.copy_(noise * (1.0 if "embed" in name else (2.0 if is_score else 1.4) * value.shape[-1] ** -0.5))
         else:
             value.add_(0.3 * noise)
@@ -228,8 +231,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     family, given = MAMBA_CASES[name]
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     defaults = getattr(transformers, f"{family}Config")().to_dict()
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults)
     thin.pop("rope_parameters", None)
     if family == "NemotronH":
         letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}

@@ -11,6 +11,23 @@ from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 from spmd_worker.model_config.families.text_part_rows import TEXT_PART_ROWS
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 128001,
+}
+"""Llama 3's of 8 billion parameters."""
 LIKE_OTHERS = (
     *("MinistralForCausalLM", "HyperCLOVAXForCausalLM", "MiniCPM3ForCausalLM", "AfmoeForCausalLM"),
     *("MellumForCausalLM", "LagunaForCausalLM", "Cohere2MoeForCausalLM", *OLDER_ROWS),

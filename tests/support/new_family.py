@@ -48,5 +48,4 @@ def check_logits(
     (root / "compare.py").write_text(_COMPARE)
     command = [sys.executable, *(str(root / name) for name in ("compare.py", "model", "expected.pt"))]
     env = {"PYTHONPATH": f"{root}:{REPOSITORY / 'tests' / 'support'}"}
-    done = ranks.run_command(command, timeout_s=240, env=env, cwd=root)
-    assert done.returncode == 0, done.output
+    ranks.run_command(command, timeout_s=240, env=env, cwd=root).checked()

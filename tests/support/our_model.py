@@ -25,7 +25,7 @@ from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequenc
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.resolved import resolve_run
-from spmd_worker.worker.runner.batch import build_batch
+from spmd_worker.worker.runner.batch import Batch, build_batch
 from spmd_worker.worker.worker import Worker
 
 BLOCK_SIZE = 16
@@ -107,6 +107,19 @@ def is_noticed(
     return False
 
 
+def next_batch(
+    sequences: Iterable[MirroredSequence], chunk: int | None, loaded: LoadedAdapters | None
+) -> tuple[list[ScheduledSequence], Batch]:
+    """Batch of up to `chunk` tokens of each sequence that has any left, and what it schedules."""
+    scheduled = []
+    for sequence in sequences:
+        left = sequence.num_tokens - sequence.num_computed_tokens
+        if left:
+            scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
+    slot_of = None if loaded is None else loaded.slot_of
+    return scheduled, build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), slot_of=slot_of)
+
+
 @dataclass(slots=True)
 class Run:
     """Prompts in a cache of their own, with interleaved blocks, so that a wrong table shows."""
@@ -141,13 +154,7 @@ class Run:
 
     @torch.inference_mode()
     def step(self, chunk: int | None, is_fused: bool) -> list[tuple[int, Tensor]]:
-        scheduled = []
-        for sequence in self.sequences:
-            left = sequence.num_tokens - sequence.num_computed_tokens
-            if left:
-                scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
-        slot_of = None if self.loaded is None else self.loaded.slot_of
-        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"), slot_of=slot_of)
+        scheduled, batch = next_batch(self.sequences, chunk, self.loaded)
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
         adapters = None
         if self.loaded is not None and batch.adapter_slots is not None:

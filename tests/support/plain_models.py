@@ -29,8 +29,9 @@ def new_model(
 
 
 def in_tiers(
-    *names: str, among: Iterable[str], rest: pytest.MarkDecorator = pytest.mark.stress
+    *names: str, among: Iterable[str], rest: pytest.MarkDecorator = pytest.mark.stress, slow: Iterable[str] = ()
 ) -> pytest.MarkDecorator:
-    """Cases `among`; all but `names` are in another tier."""
-    marks = {name: [] if name in names else rest for name in among}
+    """Cases `among`; all but `names` are in another tier, `slow` ones in the stress tier."""
+    later = {name: pytest.mark.stress if name in slow else rest for name in among}
+    marks = {name: [] if name in names else mark for name, mark in later.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])

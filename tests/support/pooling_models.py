@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_files import edit
 from reference_models import fill, random_prompt
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -127,8 +128,7 @@ def _cls(folder: Path) -> None:
 
 def _last(folder: Path) -> None:
     _causal(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [16, 32]}))
+    edit(folder / "config.json", matryoshka_dimensions=[16, 32])
     write_modules(folder, {"pooling_mode_lasttoken": True}, "Normalize")
 
 
@@ -162,8 +162,7 @@ def _steps(folder: Path) -> None:
         tensors[f"{name}.weight"] = torch.randn(num_outputs, size, generator=generator) / size**0.5
         tensors[f"{name}.bias"] = torch.randn(num_outputs, generator=generator)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForProcessRewardModel"]}))
+    edit(folder / "config.json", architectures=["Qwen2ForProcessRewardModel"])
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_files import edit
 from safetensors.torch import load_file, save_file
 
 GROUP = 16
@@ -372,6 +373,5 @@ def _write_both(
         shutil.copytree(source, folder / kind)
         save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
         folders.append(folder / kind)
-    path = folders[0] / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(config)}))
+    edit(folders[0] / "config.json", quantization_config=dict(config))
     return folders[0], folders[1]

@@ -8,6 +8,7 @@ carries a token in its environment, which all of its descendants inherit, and is
 Knows nothing of what the ranks compute.
 """
 
+import json
 import os
 import re
 import resource
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from fork_server import IMPORT_PATH, ForkedProcess, fork_server
 
@@ -90,6 +91,11 @@ class CompletedRanks:
         """Both streams, for a test's failure message."""
         ending = f"exit code {self.returncode} after {self.wall_s:.1f} s"
         return f"{ending}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+    def checked(self) -> "CompletedRanks":
+        """The result itself, whose exit code is 0."""
+        assert self.returncode == 0, self.output
+        return self
 
 
 class RanksTimedOut(AssertionError):
@@ -180,6 +186,25 @@ def run_ranks(
         if under_torchrun:
             return run_torchrun(command, nproc, timeout_s, env, cwd, is_fresh=is_fresh)
         return run_forked(command, nproc, timeout_s, env, cwd, hash_seeds=hash_seeds, has_agent_store=has_agent_store)
+
+
+def reports(
+    script: str,
+    nproc: int,
+    folder: Path,
+    arguments: Sequence[str | Path] = (),
+    timeout_s: float = 240.0,
+    **options: Any,
+) -> list[Any]:
+    """Reports of the ranks of a script (`run_ranks`): each writes RANK.json in `folder`, its last argument."""
+    run_ranks(script, nproc, timeout_s=timeout_s, arguments=[*arguments, folder], **options).checked()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def reports_of_job(script: str, nproc: int, folder: Path, job: Mapping[str, Any], **options: Any) -> list[Any]:
+    """`reports` of a script whose first argument is a file with `job`."""
+    (folder / "job.json").write_text(json.dumps(job))
+    return reports(script, nproc, folder, [folder / "job.json"], **options)
 
 
 def run_forked(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
-from reference_models import open_reference
+from reference_models import open_reference, without_defaults
 from run_folder import made_once
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -165,8 +165,7 @@ def _thin(full: Path, folder: Path, family: str) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     defaults = getattr(transformers, f"{family}TextConfig")().to_dict()
-    kept = {"architectures", "model_type"}
-    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    thin = without_defaults(config, defaults)
     _THINNERS[family](thin)
     path.write_text(json.dumps(thin))
 

@@ -18,6 +18,7 @@ import torch
 from run_folder import made_once
 from tokenizer_folders import CHATML, write_byte_level
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
@@ -216,11 +217,57 @@ def open_reference(folder: Path, attention: str = "eager") -> PreTrainedModel:
     return model.eval()
 
 
+def number_of_parameters(folder: Path) -> int:
+    """transformers' own, of a model without memory; some of its buffers are tensors of the files."""
+    config = AutoConfig.from_pretrained(folder)
+    config = getattr(config, "text_config", config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = [each for key, each in model.named_buffers() if key.endswith(("e_score_correction_bias", "layer_scalar"))]
+    return sum(each.numel() for each in (*model.parameters(), *named))
+
+
+def without_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any], *kept: str) -> dict[str, Any]:
+    """The keys whose value is not the default, and those that a config.json always has, or that are kept."""
+    kept = ("architectures", "model_type", *kept)
+    return {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+
+
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
     """Float32 [tokens, vocabulary]: the logits after each token of one prompt, computed alone."""
     forget_rotary_state(model)
     return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+
+
+@torch.no_grad()
+def their_logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """`reference_logits` of rows, each alone, by a model whose ropes have no state."""
+    return [model(torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """Logits of transformers for rows, with the model of a case; by the case's name."""
+
+    open_model: Callable[[str], Any]
+    rows: list[list[int]]
+    tolerance: float = 1e-4
+
+    @cache  # noqa: B019  # one a module, for the whole run
+    def expected(self, name: str) -> list[torch.Tensor]:
+        """Logits of the rows."""
+        return their_logits(self.open_model(name), self.rows)
+
+    def worst_error(self, name: str, logits: list[torch.Tensor]) -> float:
+        """The largest `relative_error` of the first rows' logits."""
+        return max(map(relative_error, logits, self.expected(name)))
+
+    def is_right(self, name: str, logits: list[torch.Tensor]) -> bool:
+        """Whether the logits of the first rows are transformers'."""
+        return self.worst_error(name, logits) < self.tolerance
 
 
 @torch.no_grad()
@@ -236,6 +283,15 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int,
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def greedy_without_cache(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Ids after a prompt by one definition for all tokens: decode of some classes has another."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 @torch.no_grad()

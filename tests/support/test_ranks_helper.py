@@ -41,8 +41,7 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
         timeout_s=START_S,
         arguments=["words"],
         **WAYS[way],
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 got words", "rank 1 of 2 got words"]
     assert done.stderr.count("threads 1") == 2
     # A rank would wait for a name server that does not answer: see conftest.py.
@@ -51,8 +50,7 @@ def test_every_rank_runs_and_its_output_is_captured(way: str):
 
 def test_ranks_import_repository_and_helpers_from_any_folder(tmp_path: Path):
     source = "import kv_cache, spmd_worker.replica.sequence, ranks\nprint(spmd_worker.replica.sequence.__file__)"
-    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S, cwd=tmp_path).checked()
     assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "replica" / "sequence" / "__init__.py")
 
 
@@ -96,8 +94,7 @@ def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
         """
     shown = {}
     for way in ("torchrun", "forked torchrun"):
-        done = ranks.run_ranks(source, 2, START_S, [tmp_path, way], {"ADDED": "it"}, tmp_path, **WAYS[way])
-        assert done.returncode == 0, done.output
+        ranks.run_ranks(source, 2, START_S, [tmp_path, way], {"ADDED": "it"}, tmp_path, **WAYS[way]).checked()
         texts = [(tmp_path / f"{rank}.{way}").read_text() for rank in (0, 1)]
         shown[way] = [json.loads(re.sub(r"/tmp/ranks-\w+|(forked )?torchrun", "X", text)) for text in texts]
     assert shown["forked torchrun"] == shown["torchrun"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from absent_package import remove_package
+from json_files import edit
 from tokenizer_folders import CHATML, write_byte_level
 
 from spmd_worker.base.errors import TokenizerError
@@ -74,9 +75,7 @@ def test_folder_code_is_not_run(
     code = f"from pathlib import Path\nPath({str(trace)!r}).touch()\n"
     code += "from transformers import Qwen2Tokenizer\nclass Own(Qwen2Tokenizer):\n    pass\n"
     (folder / "own.py").write_text(code)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]})
     with contextlib.suppress(TokenizerError):
         Tokenizer.open(folder)
     assert not trace.exists()
@@ -153,9 +152,7 @@ def test_sentencepiece_sampling_is_off(kind: str, settings: dict[str, Any], toke
     """`sp_model_kwargs` are for training."""
     folder = write_model(tmp_path, train(kind, **settings), tokenizer_class)
     expected = Tokenizer.open(folder).encode(TEXTS[0])
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["sp_model_kwargs"] = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    edit(folder / "tokenizer_config.json", sp_model_kwargs={"enable_sampling": True, "nbest_size": -1, "alpha": 0.1})
     tokenizer = Tokenizer.open(folder)
     assert [tokenizer.encode(TEXTS[0]) for _ in range(6)] == [expected] * 6
     theirs = script_tokenizer(tokenizer, folder)

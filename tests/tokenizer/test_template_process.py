@@ -1,7 +1,6 @@
 """Templates in their own process: the same text as in this one, and an end for those that no rule of ours sees."""
 
 import gc
-import json
 import os
 import shutil
 import signal
@@ -11,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs_of_rows import answers_of_job
 from ranks import REPOSITORY
 from test_chat_template import BOMBS, CHATML, CONVERSATIONS, MISTRAL_LIKE, ODDITIES
 from waiting import wait_until
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.base.errors import ChatTemplateError
 from spmd_worker.base.process import children_of, start_time_of
-from spmd_worker.frontends.batch.job import run_job
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.tokenizer import bounded_process, template_process
 from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
@@ -243,15 +240,8 @@ def test_job_completes_other_rows_despite_template_bomb(tmp_path: Path):
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(LARGE["replace"])
     rows = [{"prompt": "add 1 2 ="}, {"messages": [{"role": "user", "content": "x"}]}, {"prompt": "add 3 4 ="}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "max_tokens": 2}) + "\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(tmp_path / "model")),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    asked = [{**row, "max_tokens": 2} for row in rows]
+    answers = answers_of_job(tmp_path, tmp_path / "model", asked, dtype="auto", num_blocks=64)
     assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "chat_template_error", None]
     assert "more than 512 MiB of memory" in answers[1]["error"]["message"]
 

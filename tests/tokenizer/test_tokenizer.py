@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_files import edit
 from tokenizer_folders import CHATML, write_byte_level, write_llama_style, write_metaspace
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
@@ -107,9 +108,10 @@ def test_configured_tokens_are_added_like_transformers(tmp_path):
 
 def test_stored_truncation_and_padding_are_not_applied(tmp_path):
     folder = write_byte_level(tmp_path)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    edit(
+        folder / "tokenizer.json",
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    )
     assert len(Tokenizer.open(folder).encode("hello world, this is")) > 2
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from json_files import edit
 from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 
 from spmd_worker.model.weights.safetensors_writer import PAGE_BYTES, TensorToWrite, in_file_order
@@ -20,8 +21,7 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 65536, "tie_w
 def write_zeros(folder: Path, *, is_streamed: bool) -> Path:
     """A checkpoint of zeros, in a file that takes no space on the disk."""
     small = write_checkpoint(folder, CheckpointSpec(LlamaConfig, {**SIZES, "vocab_size": 16}))
-    config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**config, "vocab_size": SIZES["vocab_size"]}))
+    edit(small / "config.json", vocab_size=SIZES["vocab_size"])
     path = small / "model.safetensors"
     content = path.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -73,8 +73,7 @@ def extra_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     small = write_checkpoint(folder / "small", CheckpointSpec(LlamaConfig))
     large = [write_zeros(folder / name, is_streamed=name == "streamed") for name in ("plain", "streamed")]
     (folder / "loading.py").write_text(LOADING)
-    done = ranks.run_script([folder / "loading.py", small, *large], timeout_s=600)
-    assert done.returncode == 0, done.output
+    done = ranks.run_script([folder / "loading.py", small, *large], timeout_s=600).checked()
     figures = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
     assert all(weights > 256 * 2**20 for _, weights in figures)
     return {path.name: extra for path, (extra, _) in zip(large, figures, strict=True)}

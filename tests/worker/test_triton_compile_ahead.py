@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import triton.compiler
 from ranks import REPOSITORY
+from started_workers import started_workers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -17,8 +18,6 @@ from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import attention_kernels, matmul_kernels, row_kernels, sampling_kernels
 from spmd_worker.ops.kernels.triton.compile_ahead import ZeroedMemory
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
-from spmd_worker.ranks.environment import read_rank_environment
-from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import start
 from spmd_worker.worker.backends.backend import Operations
 from spmd_worker.worker.backends.triton import TritonDevice
@@ -78,19 +77,10 @@ def forget_kernels() -> None:
 
 @pytest.fixture
 def new_worker() -> Iterator[Callable[[], Worker]]:
-    workers = []
-
-    def make() -> Worker:
-        model = ModelOptions(path=str(MODEL), dtype="bfloat16")
-        config = RunConfig(model=model, executor=ExecutorConfig(device_backend="triton"), device="cpu")
-        workers.append(Worker(resolve_run(config, "cpu"), read_rank_environment()))
-        workers[-1].init_device()
-        workers[-1].load_model()
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.shutdown()
+    model = ModelOptions(path=str(MODEL), dtype="bfloat16")
+    config = RunConfig(model=model, executor=ExecutorConfig(device_backend="triton"), device="cpu")
+    with started_workers() as start_worker:
+        yield lambda: start_worker(config)
 
 
 def compute(worker: Worker, is_ahead: bool) -> None:

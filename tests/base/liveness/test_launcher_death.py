@@ -89,8 +89,7 @@ def check_end_with_launcher(tmp_path: Path, launcher: subprocess.Popen[str], pid
 
 
 def death_signals(source: str, **environment: str) -> list[int]:
-    done = ranks.run_ranks(DEATH_SIGNAL + source, 1, 240, [MODEL], environment)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(DEATH_SIGNAL + source, 1, 240, [MODEL], environment).checked()
     return [int(line) for line in done.stdout.split()]
 
 

@@ -143,8 +143,7 @@ with open(f"{sys.argv[3]}/{RANK}", "w") as file:
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("seen")
     arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[request.param]), folder]
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
+    ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments).checked()
     return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 
@@ -304,8 +303,7 @@ llm.close()
 @pytest.mark.parametrize("where", ["answers", "prompts that differ"])
 def test_later_exchanges_of_a_call_stay_matched(tmp_path: Path, where: str, fault: str):
     arguments = [checkpoint_folder("llama3"), where, fault]
-    done = ranks.run_ranks(BROKEN_LATER, 2, timeout_s=240, arguments=arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(BROKEN_LATER, 2, timeout_s=240, arguments=arguments, cwd=tmp_path).checked()
     name = "KeyboardInterrupt" if fault == "Ctrl-C" else "R"
     assert [line[:3] for line in sorted(done.stdout.splitlines())] == [f"{rank} {name[0]}" for rank in range(2)]
 

@@ -16,12 +16,12 @@ from adapter_folders import (
     write_prompt_adapter,
 )
 from cut_jobs import Ended, end_after
-from jobs_of_rows import answers_of_job, openai_row
+from jobs_of_rows import answers_of_job, job_config, openai_row, run_here, write_rows
 from pooling_models import pooling_folder
 from safetensors.torch import save_file
 
 from spmd_worker import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
@@ -152,13 +152,9 @@ def test_pooled_rows_name_adapters_by_both_doors(tmp_path: Path):
 
 def job_of(folder: Path, prompt_adapters: dict[str, str] | None = None, **adapters: str) -> RunConfig:
     rows = [plain_row(index, NAMES[index % 3]) for index in range(12)]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return RunConfig(
-        model=ModelOptions(path=str(DEMO), adapters=adapters or None, prompt_adapters=prompt_adapters),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), commit_rows=1),
-        device="cpu",
-    )
+    write_rows(folder, rows)
+    options = {"adapters": adapters or None, "prompt_adapters": prompt_adapters}
+    return job_config(folder, DEMO, options=options, commit_rows=1)
 
 
 def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
@@ -171,27 +167,27 @@ def test_resumed_job_compares_contents_of_adapters(tmp_path: Path):
     with pytest.MonkeyPatch.context() as monkeypatch:
         end_after(monkeypatch, 5)
         with pytest.raises(Ended):
-            run_job(config, RankEnvironment())
+            run_here(config)
     write_adapter(own, DEMO, 3)
     with pytest.raises(ConfigError, match=r"^model.adapters.a is .*: answers would differ. Resume with what"):
-        run_job(config, RankEnvironment())
+        run_here(config)
     with pytest.raises(ConfigError, match=r'^model.adapters.b is null, and "[0-9a-f]{16}" in the run of'):
-        run_job(replace(config, model=replace(config.model, adapters={"a": ADAPTERS["a"]})), RankEnvironment())
+        run_here(replace(config, model=replace(config.model, adapters={"a": ADAPTERS["a"]})))
     write_prompt_adapter(soft, 128, 9, 1)
     with pytest.raises(ConfigError, match=r"^model.prompt_adapters.soft is .*: answers would differ"):
-        run_job(replace(config, model=replace(config.model, adapters=ADAPTERS)), RankEnvironment())
+        run_here(replace(config, model=replace(config.model, adapters=ADAPTERS)))
     write_prompt_adapter(soft, 128, 9, sum(b"soft"))
     tensors, _ = adapter_tensors(DEMO, sum(b"a"))
     # The same contents, in another order in the file.
     save_file(dict(reversed(list(tensors.items()))), own / "adapter_model.safetensors")
     moved = replace(config, model=replace(config.model, adapters={"a": str(own), "b": ADAPTERS["b"]}))
-    run_job(moved, RankEnvironment())
+    run_here(moved)
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
     assert metrics["resumed_rows"] == 5
     assert metrics["adapters"] == {"a": 4, "b": 4, "soft": 0}
     whole = tmp_path / "whole"
     whole.mkdir()
-    run_job(job_of(whole, **ADAPTERS), RankEnvironment())
+    run_here(job_of(whole, **ADAPTERS))
     assert (tmp_path / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
 
 
@@ -210,13 +206,13 @@ def test_job_finds_adapters_in_the_home(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_job_checks_folders_of_adapters_first(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"^model.adapters.x: /nowhere: is not a folder"):
-        run_job(job_of(tmp_path, x="/nowhere"), RankEnvironment())
+        run_here(job_of(tmp_path, x="/nowhere"))
     write_adapter(tmp_path / "inside", DEMO, 1)
     config = job_of(tmp_path, x=str(tmp_path / "inside"))
     inside = replace(config, job=replace(config.job, output=str(tmp_path / "inside" / "out.jsonl")))
     with pytest.raises(ConfigError, match=r"is in the folder of model.adapters.x=.*, which is only read"):
-        run_job(inside, RankEnvironment())
+        run_here(inside)
     with pytest.raises(ConfigError, match=r"model.adapters has 'model', which is the model's own name"):
-        run_job(job_of(tmp_path, model=ADAPTERS["a"]), RankEnvironment())
+        run_here(job_of(tmp_path, model=ADAPTERS["a"]))
     with pytest.raises(ConfigError, match=r"^model.prompt_adapters.x: .*'LORA' is not supported: it is a LoRA"):
-        run_job(job_of(tmp_path, {"x": ADAPTERS["a"]}), RankEnvironment())
+        run_here(job_of(tmp_path, {"x": ADAPTERS["a"]}))

@@ -100,9 +100,7 @@ def run_on_ranks(
     jobs = {job: [*overrides_of(folder, job), *settings] for job in names}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     arguments = [CONF, folder / "jobs.json", num_replicas]
-    done = ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=arguments)
-    assert done.returncode == 0, done.output
-    return done
+    return ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=arguments).checked()
 
 
 def metrics_of(folder: Path, job: str) -> dict[str, Any]:

@@ -1,36 +1,23 @@
 """Rows of an encoder: embeddings, scored and ranked pairs, and their replay from the step log."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cut_jobs import Ended, end_after
 from encoder_models import encoder_folder, error, expected, logits_of
+from jobs_of_rows import answers_of_job
 from test_pooled_rows import TEXTS, openai
 
-from spmd_worker.base.config.schema import JobConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.frontends.batch.job import run_job
+from spmd_worker.base.config.schema import SchedulerConfig
 from spmd_worker.frontends.openai.split_rows import SplitRows
 from spmd_worker.frontends.tools import replay
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 def answered(folder: Path, name: str, rows: list[Any], **settings: Any) -> list[dict[str, Any]]:
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    run(folder, name, **settings)
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-
-
-def run(folder: Path, name: str, **settings: Any) -> None:
-    config = RunConfig(
-        model=ModelOptions(path=str(encoder_folder(name))),
-        scheduler=SchedulerConfig(**settings),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), step_log=True),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
+    scheduler = SchedulerConfig(**settings)
+    return answers_of_job(folder, encoder_folder(name), rows, dtype="auto", scheduler=scheduler, step_log=True)
 
 
 @pytest.mark.matrix

@@ -182,8 +182,7 @@ def check_rows(tmp_path: Path, num_rows: int, number: int) -> Counter[str]:
         *("limits.max_prompt_tokens=200", f"job.input={tmp_path / 'rows.jsonl'}"),
         f"job.output={tmp_path / 'out.jsonl'}",
     ]
-    done = ranks.run_script(command, LIMIT_S)
-    assert done.returncode == 0, done.output
+    ranks.run_script(command, LIMIT_S).checked()
     answers = (tmp_path / "out.jsonl").read_bytes().splitlines()
     codes = codes_of(lines, answers)
     assert codes["well"] > num_rows // 20, codes

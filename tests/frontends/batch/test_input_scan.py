@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import ranks
+from jobs_of_rows import job_config, read_rows, run_here
 from waiting import LIMIT_S, wait_until
 
 import spmd_worker.frontends.batch.media_window as media_window
 import spmd_worker.frontends.batch.open_job as open_job
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.requests import Requests
 from spmd_worker.frontends.batch.input import stream_lines
@@ -28,37 +29,22 @@ from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
 from spmd_worker.frontends.batch.input.stream_lines import StreamLines
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobOutput
 from spmd_worker.frontends.batch.open_job import InputCheck
 from spmd_worker.frontends.batch.run_dir.job_files import is_job_file
 from spmd_worker.frontends.batch.run_dir.manifest import NOT_READ
-from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 6
 
 
 def config_of(tmp_path: Path, name: str = "rows.jsonl") -> RunConfig:
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(tmp_path / name), output=str(tmp_path / "out.jsonl"), commit_rows=1),
-        device="cpu",
-    )
+    return job_config(tmp_path, MODEL, input=str(tmp_path / name), commit_rows=1)
 
 
 def content(number: int = 0) -> str:
     rows = [{"prompt": f"add {number} {index} =", "max_tokens": 3} for index in range(NUM_ROWS)]
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def run(config: RunConfig) -> None:
-    run_job(config, RankEnvironment())
-
-
-def answers(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
 def manifest(tmp_path: Path) -> dict[str, Any]:
@@ -98,7 +84,7 @@ def test_ended_job_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(InputScan, "_run", lambda self: (scan(self), time.sleep(0.3)))
     (tmp_path / "rows.jsonl").write_text(content())
     before = threading.enumerate()
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     assert "spmd-scan" not in [thread.name for thread in threading.enumerate() if thread not in before]
 
 
@@ -113,9 +99,9 @@ def test_rows_are_answered_before_they_are_counted(
         slow_scan.set()
 
     after_rows(monkeypatch, NUM_ROWS, end_scan)
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     assert seen == [(NOT_READ, None)]
-    assert len(answers(tmp_path)) == NUM_ROWS
+    assert len(read_rows(tmp_path)) == NUM_ROWS
     assert manifest(tmp_path)["num_rows"] == NUM_ROWS
     assert "bytes in 1 file" in manifest(tmp_path)["answers"]["job.input"]
 
@@ -131,7 +117,7 @@ def end_job(config: RunConfig, num_rows: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         after_rows(monkeypatch, num_rows, end)
         with pytest.raises(Ended):
-            run(config)
+            run_here(config)
 
 
 @pytest.mark.parametrize("resume", ["auto", "force"])
@@ -161,19 +147,19 @@ def test_resumed_run_reads_no_row_before_input_check(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Requests, "admit", noting)
     config = replace(config, job=replace(config.job, resume=resume))
     if resume == "force":
-        run(config)
+        run_here(config)
         assert admitted == [3, 4, 5]
         assert [list(each) for each in manifest(tmp_path)["overridden"]] == [["job.input"]]
         return
     with pytest.raises(ConfigError, match=r"^job\.input is .*bytes.* 1 file, .*job\.run_dir="):
-        run(config)
+        run_here(config)
     assert not admitted
     # Negative control: without the gate rows are admitted before.
     monkeypatch.setattr(InputCheck, "may_read", lambda self: True)
     may_end.clear()
     monkeypatch.setattr(media_window.time, "sleep", sleep)
     with pytest.raises(ConfigError, match=r"^job\.input is"):
-        run(config)
+        run_here(config)
     assert admitted
 
 
@@ -183,15 +169,15 @@ def test_run_ended_before_input_scan_can_resume(tmp_path: Path, slow_scan: threa
     end_job(config, 3)
     assert manifest(tmp_path)["answers"]["job.input"] == NOT_READ
     slow_scan.set()
-    run(config)
-    assert len(answers(tmp_path)) == NUM_ROWS
+    run_here(config)
+    assert len(read_rows(tmp_path)) == NUM_ROWS
     assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == 3
 
 
 def test_scan_error_ends_the_job(tmp_path: Path):
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
     with pytest.raises(OSError, match=r"rows\.jsonl\.gz .*damaged or truncated"):
-        run(config_of(tmp_path, "rows.jsonl.gz"))
+        run_here(config_of(tmp_path, "rows.jsonl.gz"))
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -227,9 +213,8 @@ def test_joining_does_not_wait_for_reading(tmp_path: Path, layout: str):
     (tmp_path / "rows.jsonl").write_text(content())
     settings = [f"model.path={MODEL}", f"job.input={tmp_path}/rows.jsonl", f"job.output={tmp_path}/out.jsonl"]
     settings += [f"parallel.{layout}=2", "cache.num_blocks=64", "device=cpu"]
-    done = ranks.run_ranks(JOIN, 2, 120, [ranks.REPOSITORY / "conf", *settings])
-    assert done.returncode == 0, done.output
-    assert len(answers(tmp_path)) == NUM_ROWS
+    ranks.run_ranks(JOIN, 2, 120, [ranks.REPOSITORY / "conf", *settings]).checked()
+    assert len(read_rows(tmp_path)) == NUM_ROWS
 
 
 # Streams.
@@ -246,9 +231,9 @@ def write_fifo(path: Path, data: bytes) -> threading.Thread:
 def test_fifo_is_read_once_like_standard_input(tmp_path: Path, name: str):
     data = content().encode()
     thread = write_fifo(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
-    run(config_of(tmp_path, name))
+    run_here(config_of(tmp_path, name))
     thread.join()
-    assert [answer["index"] for answer in answers(tmp_path)] == list(range(NUM_ROWS))
+    assert [answer["index"] for answer in read_rows(tmp_path)] == list(range(NUM_ROWS))
     assert manifest(tmp_path)["answers"]["job.input"] is None
     assert manifest(tmp_path)["num_rows"] is None
 
@@ -348,9 +333,9 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
 
 def test_streamed_row_is_answered_before_next_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     thread = one_by_one(monkeypatch, tmp_path / "rows")
-    run(config_of(tmp_path, "rows"))
+    run_here(config_of(tmp_path, "rows"))
     thread.join()
-    assert len(answers(tmp_path)) == NUM_ROWS
+    assert len(read_rows(tmp_path)) == NUM_ROWS
 
 
 def test_max_rows_ends_job_before_stream_ends(tmp_path: Path):
@@ -367,11 +352,11 @@ def test_max_rows_ends_job_before_stream_ends(tmp_path: Path):
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     config = config_of(tmp_path, "rows")
-    run(replace(config, job=replace(config.job, max_rows=2)))
+    run_here(replace(config, job=replace(config.job, max_rows=2)))
     has_ended.set()
     thread.join()
     assert in_time == [True]
-    assert [answer["index"] for answer in answers(tmp_path)] == [0, 1]
+    assert [answer["index"] for answer in read_rows(tmp_path)] == [0, 1]
 
 
 def test_stream_is_read_ahead_up_to_limit(monkeypatch: pytest.MonkeyPatch):
@@ -414,15 +399,15 @@ def test_input_changed_while_read_is_detected(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as during:
         after_rows(during, NUM_ROWS, lambda: has_scanned.wait(LIMIT_S) and CHANGES[change](path))
         if change in ("touched", "gone"):
-            run(config_of(tmp_path))
+            run_here(config_of(tmp_path))
         else:
             with pytest.raises(ConfigError, match=r"^job\.input=.*rows\.jsonl changed while .*read"):
-                run(config_of(tmp_path))
+                run_here(config_of(tmp_path))
             assert not (tmp_path / "out.jsonl").exists()
     if change not in ("touched", "gone"):
         path.write_text(content())
-        run(config_of(tmp_path))
-    assert len(answers(tmp_path)) == NUM_ROWS
+        run_here(config_of(tmp_path))
+    assert len(read_rows(tmp_path)) == NUM_ROWS
 
 
 @pytest.mark.gate("another of the same size")
@@ -436,11 +421,11 @@ def test_input_changed_before_its_scan_is_detected(
     with monkeypatch.context() as during:
         after_rows(during, NUM_ROWS, lambda: (CHANGES[change](path), slow_scan.set()))
         with pytest.raises(ConfigError, match=r"^job\.input=.*rows\.jsonl changed while .*read"):
-            run(config_of(tmp_path))
+            run_here(config_of(tmp_path))
     assert not (tmp_path / "out.jsonl").exists()
     path.write_text(content())
-    run(config_of(tmp_path))
-    assert len(answers(tmp_path)) == NUM_ROWS
+    run_here(config_of(tmp_path))
+    assert len(read_rows(tmp_path)) == NUM_ROWS
 
 
 def test_pattern_skips_files_the_job_writes(tmp_path: Path):
@@ -451,7 +436,7 @@ def test_pattern_skips_files_the_job_writes(tmp_path: Path):
     (folder / "z.jsonl").write_text(content(1))
     config, output = config_of(tmp_path), str(tmp_path / "out.jsonl.gz")
     job = replace(config.job, input=str(folder / "**"), output=output, run_dir=str(folder / "run"))
-    run(replace(config, job=job))
+    run_here(replace(config, job=job))
     with gzip.open(tmp_path / "out.jsonl.gz", "rt") as stream:
         assert [json.loads(line)["error"] for line in stream] == [None] * 2 * NUM_ROWS
 
@@ -461,8 +446,8 @@ def test_rows_may_be_in_the_named_run_directory(tmp_path: Path, name: str):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rows.jsonl").write_text(content())
     job = replace(config_of(tmp_path).job, input=str(tmp_path / "run" / name), run_dir=str(tmp_path / "run"))
-    run(replace(config_of(tmp_path), job=job))
-    assert len(answers(tmp_path)) == NUM_ROWS
+    run_here(replace(config_of(tmp_path), job=job))
+    assert len(read_rows(tmp_path)) == NUM_ROWS
 
 
 def test_every_run_directory_file_counts_as_jobs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -470,7 +455,7 @@ def test_every_run_directory_file_counts_as_jobs_own(tmp_path: Path, monkeypatch
     config = replace(config_of(tmp_path), job=replace(config_of(tmp_path).job, step_log=True))
     seen: list[Path] = []
     after_rows(monkeypatch, NUM_ROWS, lambda: seen.extend((tmp_path / "out.jsonl.run").iterdir()))
-    run(config)
+    run_here(config)
     seen += (tmp_path / "out.jsonl.run").iterdir()
     assert len({path.name for path in seen}) > 6
     assert [path.name for path in seen if not is_job_file(config.job, path)] == []
@@ -481,7 +466,7 @@ def test_output_that_is_a_folder_is_rejected(tmp_path: Path, output: str):
     (tmp_path / "rows.jsonl").write_text(content())
     config = config_of(tmp_path)
     with pytest.raises(ConfigError, match=rf"^job\.output={re.escape(output)} .*not .*regular file"):
-        run(replace(config, job=replace(config.job, output=output, run_dir=str(tmp_path / "run"))))
+        run_here(replace(config, job=replace(config.job, output=output, run_dir=str(tmp_path / "run"))))
 
 
 def test_input_the_job_would_overwrite_is_rejected(tmp_path: Path):
@@ -489,5 +474,5 @@ def test_input_the_job_would_overwrite_is_rejected(tmp_path: Path):
     path.write_text(content())
     config = config_of(tmp_path, "rows.jsonl.partial")
     with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial matches only"):
-        run(replace(config, job=replace(config.job, output=str(tmp_path / "rows.jsonl"))))
+        run_here(replace(config, job=replace(config.job, output=str(tmp_path / "rows.jsonl"))))
     assert path.read_text() == content()

@@ -4,18 +4,19 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bad_rows import BAD_ROWS
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
 from ranks import IMPORT_PATH, REPOSITORY, run_script
 from waiting import LIMIT_S
 
 from spmd_worker.base.config.schema import (
     CacheConfig,
-    JobConfig,
     ModelOptions,
     RunConfig,
     SamplingConfig,
@@ -24,11 +25,9 @@ from spmd_worker.base.config.schema import (
 from spmd_worker.base.errors import ConfigError, JobError
 from spmd_worker.frontends.batch import answer_rows, row_runner
 from spmd_worker.frontends.batch import job as job_module
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.openai import row_parser
 from spmd_worker.frontends.openai.row import TextPrompt
-from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 METRIC_KEYS = (
@@ -38,29 +37,7 @@ METRIC_KEYS = (
     *("prefix_hits_verified", "prefix_hits_unverified"),
 )
 
-
-def config_of(folder: Path, **job: Any) -> RunConfig:
-    values = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), **job}
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=256),
-        sampling=SamplingConfig(max_tokens=3),
-        job=JobConfig(**values),
-        device="cpu",
-    )
-
-
-def write_rows(folder: Path, rows: list[Any]) -> None:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def run(config: RunConfig) -> None:
-    run_job(config, RankEnvironment())
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+config_of = partial(job_config, model=MODEL, num_blocks=256, sampling={"max_tokens": 3})
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -70,13 +47,13 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 def error_result(config: RunConfig) -> str:
     with pytest.raises(ConfigError) as refused:
-        run(config)
+        run_here(config)
     return str(refused.value)
 
 
 def test_every_row_has_a_line_and_metrics_agree(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "not json", {"custom_id": "b", "prompt_token_ids": [65, 66]}])
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     first, second, third = read_rows(tmp_path)
     assert (first["custom_id"], first["index"], first["error"]) == (None, 0, None)
     assert second["error"]["code"] == "invalid_json"
@@ -97,7 +74,7 @@ def test_ten_kinds_of_bad_rows_have_ten_codes(tmp_path: Path):
 
 def check_bad_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"custom_id": "row-0", "prompt": "add 1 2 ="}, *(make(1) for make in BAD_ROWS)])
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     good, *bad = read_rows(tmp_path)
     assert good["error"] is None
     assert [row["error"]["code"] for row in bad] == [
@@ -137,7 +114,7 @@ def test_openai_rows_get_openai_bodies(tmp_path: Path):
         tmp_path,
         [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()],
     )
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     completion, chat = (row["response"]["body"] for row in read_rows(tmp_path))
     assert (completion["object"], completion["model"], completion["created"]) == ("text_completion", "mine", 0)
     assert [choice["index"] for choice in completion["choices"]] == [0, 1]
@@ -165,7 +142,7 @@ def test_preempted_rows_get_the_same_bytes(tmp_path: Path):
         write_rows(folder, rows)
         mode = "recompute" if name == "tight" else "swap"
         scheduler = SchedulerConfig(preemption_mode=mode)
-        run(replace(config_of(folder), cache=cache, scheduler=scheduler))
+        run_here(replace(config_of(folder), cache=cache, scheduler=scheduler))
     metrics = {name: read_metrics(tmp_path / name) for name in caches}
     assert metrics["roomy"]["preemptions"] == metrics["roomy"]["recomputed_tokens"] == 0
     assert metrics["tight"]["preemptions"] > metrics["tight"]["preemptions_by_swap"] == 0
@@ -180,7 +157,7 @@ def test_rows_sharing_a_prefix_compute_it_once(tmp_path: Path):
         folder = tmp_path / name
         folder.mkdir()
         write_rows(folder, rows)
-        run(replace(config_of(folder), cache=CacheConfig(num_blocks=64, enable_prefix_caching=is_cached)))
+        run_here(replace(config_of(folder), cache=CacheConfig(num_blocks=64, enable_prefix_caching=is_cached)))
     cached, cold = (read_metrics(tmp_path / name) for name in ("cached", "cold"))
     assert (cached["cached_prompt_tokens"], cold["cached_prompt_tokens"]) == (5 * 32, 0)
     assert cached["computed_prompt_tokens"] == cold["computed_prompt_tokens"] - 5 * 32 == 33 + 5
@@ -190,11 +167,11 @@ def test_rows_sharing_a_prefix_compute_it_once(tmp_path: Path):
 
 def test_second_run_writes_the_same_bytes(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "copy a b =", "temperature": 1.5} for _ in range(8)])
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     first = (tmp_path / "out.jsonl").read_bytes()
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     assert (tmp_path / "out.jsonl").read_bytes() == first
-    run(replace(config_of(tmp_path), seed=1))
+    run_here(replace(config_of(tmp_path), seed=1))
     assert (tmp_path / "out.jsonl").read_bytes() != first
 
 
@@ -215,7 +192,7 @@ def collecting(runner, *given):
     return step(runner, *given)
 
 RowRunner.step = collecting
-test_job.run(test_job.config_of(Path(sys.argv[1])))
+test_job.run_here(test_job.config_of(Path(sys.argv[1])))
 assert min(frozen) > 10_000, frozen
 assert gc.get_freeze_count() == 0, "the process goes on"
 """
@@ -226,25 +203,24 @@ def test_full_collections_of_job_skip_earlier_survivors(tmp_path: Path):
     (tmp_path / "collecting.py").write_text(COLLECTING)
     write_rows(tmp_path, [{"prompt": "add 1 2 =", "max_tokens": 3}])
     folders = os.pathsep.join([*IMPORT_PATH, str(Path(__file__).parent)])
-    done = run_script([tmp_path / "collecting.py", tmp_path], LIMIT_S, {"PYTHONPATH": folders})
-    assert done.returncode == 0, done.output
+    run_script([tmp_path / "collecting.py", tmp_path], LIMIT_S, {"PYTHONPATH": folders}).checked()
 
 
 def test_max_rows_takes_only_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_rows(tmp_path, [*({"prompt": "add 1 2 ="} for _ in range(3)), "bad", "bad too"])
-    run(config_of(tmp_path, max_rows=4))
+    run_here(config_of(tmp_path, max_rows=4))
     assert [row["index"] for row in read_rows(tmp_path)] == [0, 1, 2, 3]
     assert "\n4 of 4 rows, " in "\n" + capsys.readouterr().err
-    run(config_of(tmp_path, max_rows=0))
+    run_here(config_of(tmp_path, max_rows=0))
     assert read_rows(tmp_path) == []
 
 
 def test_too_many_error_rows_fail_the_completed_job(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "bad", "bad too", {"prompt": "add 3 4 ="}])
-    run(config_of(tmp_path, max_error_rows=2))
+    run_here(config_of(tmp_path, max_error_rows=2))
     (tmp_path / "out.jsonl").unlink()
     with pytest.raises(JobError, match=r"job\.max_error_rows=1"):
-        run(config_of(tmp_path, max_error_rows=1))
+        run_here(config_of(tmp_path, max_error_rows=1))
     assert [row["error"] is None for row in read_rows(tmp_path)] == [True, False, False, True]
     assert read_metrics(tmp_path)["error_rows"] == 2
 
@@ -252,7 +228,7 @@ def test_too_many_error_rows_fail_the_completed_job(tmp_path: Path):
 def test_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for text in ("", "\n  \n"):
         (tmp_path / "rows.jsonl").write_text(text)
-        run(config_of(tmp_path))
+        run_here(config_of(tmp_path))
         assert (tmp_path / "out.jsonl").read_bytes() == b""
         assert "0 of 0 rows, 0 output tokens" in capsys.readouterr().err
     assert read_metrics(tmp_path)["rows"] == 0
@@ -260,7 +236,7 @@ def test_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_file_of_bad_rows_takes_no_model_step(tmp_path: Path):
     write_rows(tmp_path, ["bad"] * 2000)
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     assert len(read_rows(tmp_path)) == 2000
     assert read_metrics(tmp_path)["output_tokens"] == 0
 
@@ -269,24 +245,26 @@ def test_rows_come_from_standard_input_too(tmp_path: Path, monkeypatch: pytest.M
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}, {"prompt": "add 3 4 ="}])
     with (tmp_path / "rows.jsonl").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        run(config_of(tmp_path, input="-"))
+        run_here(config_of(tmp_path, input="-"))
     assert [row["index"] for row in read_rows(tmp_path)] == [0, 1]
 
 
 def test_existing_run_is_rejected_with_resume_never(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
-    run(config_of(tmp_path, resume="never"))
+    run_here(config_of(tmp_path, resume="never"))
     assert error_result(config_of(tmp_path, resume="never")) == (
         f"job.run_dir={tmp_path}/out.jsonl.run holds a run already and job.resume=never: "
         f"give another job.run_dir or remove it"
     )
-    run(config_of(tmp_path, resume="never", run_dir=str(tmp_path / "another")))
-    run(config_of(tmp_path, resume="force"))
+    run_here(config_of(tmp_path, resume="never", run_dir=str(tmp_path / "another")))
+    run_here(config_of(tmp_path, resume="force"))
 
 
 def test_run_directory_is_made_at_its_path(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
-    run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
+    run_here(
+        config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl"))
+    )
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     names = ("lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv")
     assert found == ["answers/out.jsonl", *(f"deep/run/{name}" for name in names), "rows.jsonl"]
@@ -346,7 +324,7 @@ def test_unusable_files_are_rejected_before_anything_is_loaded(tmp_path: Path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "hard_link", "rows.jsonl", "symbolic_link"]
     # The control: nothing is wrong with the rest.
     with pytest.raises(AssertionError, match=r"^the engine .*started$"):
-        run(config_of(tmp_path, output=out))
+        run_here(config_of(tmp_path, output=out))
 
 
 def test_unusable_settings_are_rejected_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -394,7 +372,7 @@ def test_exception_leaves_older_output_and_no_partial_one(tmp_path: Path, monkey
 
     monkeypatch.setattr(row_runner, "format_result", fail)
     with pytest.raises(OSError, match=r"^\[Errno 28\]"):
-        run(config_of(tmp_path))
+        run_here(config_of(tmp_path))
     assert (tmp_path / "out.jsonl").read_text() == "older\n"
     assert not (tmp_path / "out.jsonl.partial").exists()
     assert not (tmp_path / "out.jsonl.run" / "metrics.json").exists()
@@ -406,7 +384,7 @@ def test_progress_is_shown_before_any_row_ends(tmp_path: Path, monkeypatch: pyte
     # All rows begin in one step, however long it takes to read them.
     monkeypatch.setattr(answer_rows, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=False))
     write_rows(tmp_path, ["bad", *({"prompt": "add 1 2 =", "max_tokens": 5, "ignore_eos": True} for _ in range(4))])
-    run(config_of(tmp_path))
+    run_here(config_of(tmp_path))
     assert [sum(column) for column in zip(*shown, strict=True)] == [5, 20]
     assert shown[0][0] == 1
     assert (0, 4) in shown

@@ -7,14 +7,16 @@ import re
 import stat
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 from expert_checkpoints import expert_folder
+from jobs_of_rows import job_config, write_rows
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
+from spmd_worker.base.config.schema import RowLimits, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.prometheus import PrometheusFile
 from spmd_worker.frontends.batch import job as job_module
@@ -25,17 +27,9 @@ from spmd_worker.ranks.environment import RankEnvironment
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LIMIT_S = 240.0
 
-
-def config_of(folder: Path, **job: Any) -> RunConfig:
-    places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL), dtype="float32"),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=4, temperature=0.0),
-        job=JobConfig(**{**places, **job}),
-        device="cpu",
-    )
-
+config_of = partial(
+    job_config, model=MODEL, options={"dtype": "float32"}, sampling={"max_tokens": 4, "temperature": 0.0}
+)
 
 LAUNCH = """
 import os, sys
@@ -48,14 +42,10 @@ sys.exit(launch.main())
 def run_command(folder: Path, keys: list[str], env: dict[str, str] | None = None) -> ranks.CompletedRanks:
     script = folder / "launch_script.py"
     script.write_text(LAUNCH)
-    done = ranks.run_script([script, *keys], LIMIT_S, env)
-    assert done.returncode == 0, done.output
-    return done
+    return ranks.run_script([script, *keys], LIMIT_S, env).checked()
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]] | None = None) -> None:
-    given = [{"prompt": f"add {index} 7 ="} for index in range(6)] if rows is None else rows
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in given))
+SIX_ROWS = [{"prompt": f"add {index} 7 ="} for index in range(6)]
 
 
 def run(config: RunConfig) -> list[dict[str, Any]]:
@@ -69,7 +59,7 @@ def provenance_of(config: RunConfig) -> dict[str, Any]:
 
 
 def test_provenance_names_output_and_all_its_inputs(tmp_path: Path):
-    write_rows(tmp_path)
+    write_rows(tmp_path, SIX_ROWS)
     config = config_of(tmp_path)
     run(config)
     provenance = provenance_of(config)
@@ -121,7 +111,7 @@ def test_metrics_and_summary_report_expert_usage(tmp_path: Path, capsys: pytest.
 @pytest.mark.guarantee("provenance.json: head of the chained digest", is_control_inside=True)
 def test_chain_head_is_equal_only_for_equal_jobs(tmp_path: Path):
     heads = []
-    for number, rows in enumerate((None, None, [{"prompt": "add 1 2 ="}])):
+    for number, rows in enumerate((SIX_ROWS, SIX_ROWS, [{"prompt": "add 1 2 ="}])):
         folder = tmp_path / str(number)
         folder.mkdir()
         write_rows(folder, rows)
@@ -133,7 +123,7 @@ def test_chain_head_is_equal_only_for_equal_jobs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
 def test_provenance_of_compressed_output_covers_its_lines(tmp_path: Path, name: str):
-    write_rows(tmp_path)
+    write_rows(tmp_path, SIX_ROWS)
     config = config_of(tmp_path)
     run(config)
     plain = provenance_of(config)["output"]
@@ -165,7 +155,7 @@ def test_prometheus_file_reports_how_the_job_ended(tmp_path: Path):
 
 
 def test_failed_job_is_not_complete_for_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_rows(tmp_path)
+    write_rows(tmp_path, SIX_ROWS)
     monkeypatch.setattr("spmd_worker.frontends.batch.open_job.write_lines", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(config_of(tmp_path, prometheus_file=str(tmp_path / "job.prom")))
@@ -200,7 +190,7 @@ def test_prometheus_file_is_rewritten_every_few_seconds(tmp_path: Path, caplog):
 
 
 def test_prometheus_file_without_package_is_rejected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_rows(tmp_path)
+    write_rows(tmp_path, SIX_ROWS)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     path = tmp_path / "job.prom"
     with pytest.raises(ConfigError) as caught:
@@ -253,7 +243,7 @@ def test_row_beyond_limit_is_error_row_naming_it(tmp_path: Path):
 @pytest.mark.guarantee("job.private", is_control_inside=True)
 @pytest.mark.parametrize("is_private", [True, False])
 def test_private_job_writes_files_only_its_user_reads(tmp_path: Path, is_private: bool):
-    write_rows(tmp_path)
+    write_rows(tmp_path, SIX_ROWS)
     command = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "job.step_log=true"),
         *(f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'deep' / 'out.jsonl'}"),

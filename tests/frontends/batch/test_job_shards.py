@@ -13,14 +13,14 @@ import pytest
 import ranks
 from cut_jobs import Ended, end_after
 from forked_child import in_child
+from jobs_of_rows import job_config, run_here
 from killed_writer import KILLED, FileCalls, calls_on_files
 from pooling_models import pooling_folder
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.base.config.schema import JobConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_names import file_path
 from spmd_worker.frontends.batch.input import file_pieces, input_index
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge import merge_shards as merge_module
 from spmd_worker.frontends.batch.merge import shard_runs
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
@@ -33,7 +33,6 @@ from spmd_worker.frontends.tools.collect import main as collect
 from spmd_worker.frontends.tools.doctor import main as doctor
 from spmd_worker.frontends.tools.index import main as index
 from spmd_worker.frontends.tools.verify import main as verify
-from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 DRAWN = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 4}
@@ -75,14 +74,12 @@ def write_rows(path: Path, rows: list[Any] = ROWS) -> None:
 
 
 def config_of(folder: Path, model: Path = MODEL, **job: Any) -> RunConfig:
-    keys = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), "commit_rows": 1, **job}
-    options = ModelOptions(path=str(model), dtype="float32")
-    return RunConfig(model=options, cache=CacheConfig(num_blocks=64), job=JobConfig(**keys), device="cpu")
+    return job_config(folder, model, options={"dtype": "float32"}, **{"commit_rows": 1, **job})
 
 
 def run(config: RunConfig) -> Path:
     """Returns the run directory."""
-    run_job(config, RankEnvironment())
+    run_here(config)
     return run_dir_of(config.job)
 
 

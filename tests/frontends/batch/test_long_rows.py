@@ -105,8 +105,7 @@ def run_on_two_ranks(
         ],
         2,
         timeout_s=600,
-    )
-    assert done.returncode == 0, done.output
+    ).checked()
     answers = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     metrics = json.loads((folder / "out.jsonl.run" / "metrics.json").read_text())
     return answers, metrics, done.output
@@ -151,6 +150,5 @@ def test_job_of_unbounded_texts_outlives_its_timeout(tmp_path: Path):
         *(script, f"model.path={MODEL}", "device=cpu", "parallel.tensor_parallel_size=2", "executor.timeout_s=10"),
         *("cache.num_blocks=64", f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"),
     ]
-    done = ranks.run_forked(command, 2, timeout_s=600, env={"PYTHONPATH": str(ranks.REPOSITORY)})
-    assert done.returncode == 0, done.output
+    ranks.run_forked(command, 2, timeout_s=600, env={"PYTHONPATH": str(ranks.REPOSITORY)}).checked()
     assert (tmp_path / "out.jsonl").read_text().count('"prompt_too_long"') == 40

@@ -52,8 +52,7 @@ def test_new_row_key_is_edits_of_two_files(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     keys = [f"model.path={REPOSITORY / 'scripts' / 'demo' / 'model'}", "job.input=rows.jsonl", "job.output=out.jsonl"]
     command = [sys.executable, "-c", "import sys, launch; sys.exit(launch.main())", *keys, "device=cpu"]
-    done = ranks.run_command(command, timeout_s=240, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    ranks.run_command(command, timeout_s=240, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path).checked()
     answers = {row["custom_id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert answers["hot and cut"]["outputs"] == answers["greedy"]["outputs"] != answers["hot"]["outputs"]
     assert answers["unknown"]["error"]["code"] == "unknown_key"

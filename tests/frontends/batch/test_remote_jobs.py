@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,13 +16,14 @@ import yaml
 import zstandard
 from cut_jobs import Ended, end_after
 from forked_child import in_child
+from jobs_of_rows import job_config, run_here
 from killed_writer import FileCalls, calls_on_files
 from ranks import REPOSITORY
 from s3_server import KEY, SECRET
 from waiting import wait_until
 
 import launch
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.config.schema import CacheConfig, JobConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, read_remote, replace_remote
 from spmd_worker.base.remote_names import file_path
@@ -31,32 +33,23 @@ from spmd_worker.engine.startup import read_run
 from spmd_worker.frontends.batch import open_job, output_parts
 from spmd_worker.frontends.batch.input.input_scan import InputScan
 from spmd_worker.frontends.batch.input.row_reader import RowReader
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.output_file import write_lines
 from spmd_worker.frontends.batch.output_parts import CommittedParts, Part, claim_folder
 from spmd_worker.frontends.batch.run_dir.job_files import check_job, run_dir_of
 from spmd_worker.frontends.batch.run_dir.journal import RowJournal
 from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
-from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 12
 LINES = [f'{{"prompt": "add {index} 7 =", "custom_id": "row {index}"}}\n'.encode() for index in range(NUM_ROWS)]
 
-
-def config_of(**job) -> RunConfig:
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=4, temperature=0.9),
-        job=JobConfig(**{"commit_rows": 1, **job}),
-        device="cpu",
-    )
+SAMPLING = {"max_tokens": 4, "temperature": 0.9}
+config_of = partial(job_config, Path(), MODEL, sampling=SAMPLING, commit_rows=1)
 
 
 def run(**job) -> None:
-    run_job(config_of(**job), RankEnvironment())
+    run_here(config_of(**job))
 
 
 @pytest.fixture(scope="module")

@@ -14,22 +14,21 @@ from typing import Any
 import pytest
 from cut_jobs import Ended, end_after
 from gguf_files import tokenizer_metadata, write_gguf
+from jobs_of_rows import job_config, run_here, write_rows
 from ranks import REPOSITORY
 from retrained import retrain
 from safetensors.torch import load_file
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch import job as job_module
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
 from spmd_worker.frontends.batch.run_dir import manifest as manifest_module
 from spmd_worker.frontends.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest, write_manifest
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
-from spmd_worker.ranks.environment import RankEnvironment
 
 NUM_ROWS, NUM_DONE = 8, 3
 KEY = "weights of model.safetensors"
@@ -39,23 +38,17 @@ KEY = "weights of model.safetensors"
 def folder(tmp_path: Path) -> Path:
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", tmp_path / "model")
     rows = [{"prompt": f"add {index} 7 =", "custom_id": f"row {index}"} for index in range(NUM_ROWS)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(tmp_path, rows)
     return tmp_path
 
 
 def config_of(folder: Path, **job: Any) -> RunConfig:
-    files = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), "commit_rows": 1}
-    return RunConfig(
-        model=ModelOptions(path=str(folder / "model")),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=6, temperature=0.9),
-        job=JobConfig(**{**files, **job}),
-        device="cpu",
-    )
+    sampling = {"max_tokens": 6, "temperature": 0.9}
+    return job_config(folder, folder / "model", sampling=sampling, commit_rows=1, **job)
 
 
 def run(config: RunConfig) -> Path:
-    run_job(config, RankEnvironment())
+    run_here(config)
     return run_dir_of(config.job)
 
 

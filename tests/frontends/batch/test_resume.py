@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cut_jobs import Ended, end_after
+from jobs_of_rows import job_config, read_rows, run_here, write_rows
 from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
 from tools_main import tool
 from waiting import LIMIT_S, wait_until
@@ -23,7 +25,6 @@ import spmd_worker.frontends.batch.job as job_module
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import (
     CacheConfig,
-    JobConfig,
     ModelOptions,
     RunConfig,
     SamplingConfig,
@@ -34,7 +35,6 @@ from spmd_worker.base.numerical_policy import NumericalPolicy, Region
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.requests import Requests
 from spmd_worker.frontends.batch import answer_rows, job_rows, open_job
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.job_rows import JobInput
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
 from spmd_worker.frontends.batch.run_dir import manifest as manifest_module
@@ -45,34 +45,24 @@ from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.tools import collect as collect_module
 from spmd_worker.frontends.tools.doctor import examine
 from spmd_worker.frontends.tools.verify import main as verify
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.backends.cpu import CpuDevice
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
 NUM_DONE = 10
 
-
-def config_of(folder: Path, **job: Any) -> RunConfig:
-    places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=8, temperature=0.9),
-        job=JobConfig(**{**places, "commit_rows": 1, **job}),
-        device="cpu",
-    )
+config_of = partial(job_config, model=MODEL, sampling={"max_tokens": 8, "temperature": 0.9}, commit_rows=1)
 
 
-def write_rows(folder: Path) -> None:
+def write_input(folder: Path) -> None:
     rows = [{"prompt": f"add {index} 7 =", "custom_id": f"row {index}"} for index in range(NUM_ROWS)]
     rows[5] = {"prompt": 7}
     rows[9] = {"prompt": "again", "custom_id": "row 3"}
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder, rows)
 
 
 def run(config: RunConfig) -> dict[str, Any]:
-    run_job(config, RankEnvironment())
+    run_here(config)
     metrics: dict[str, Any] = json.loads((run_dir(config) / "metrics.json").read_text())
     return metrics
 
@@ -82,7 +72,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
-    write_rows(folder)
+    write_input(folder)
     config = config_of(folder, **job)
     with pytest.MonkeyPatch.context() as monkeypatch:
         end_after(monkeypatch, num_rows)
@@ -95,14 +85,14 @@ def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
     """The output and the metrics of an uninterrupted job."""
     folder = tmp_path_factory.mktemp("whole")
-    write_rows(folder)
+    write_input(folder)
     metrics = run(config_of(folder))
     return (folder / "out.jsonl").read_bytes(), metrics
 
 
 def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     """Killed at its end, it left its journal; the next run, of another seed, was killed when it had its manifest."""
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path, max_rows=4)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(open_job, "remove_journal", lambda folder: None)
@@ -158,7 +148,7 @@ def test_job_interrupted_in_shutdown_computes_nothing_again(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     """Its output is complete, but it has said that the same command goes on."""
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config, shutdown = config_of(tmp_path), Engine.shutdown
 
     def shutdown_and_interrupt(engine: Engine) -> None:
@@ -176,7 +166,7 @@ def test_job_interrupted_in_shutdown_computes_nothing_again(
 
 
 def test_ended_run_keeps_no_journal_and_starts_over(tmp_path: Path):
-    write_rows(tmp_path)
+    write_input(tmp_path)
     for _ in range(2):
         assert run(config_of(tmp_path))["resumed_rows"] == 0
         names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
@@ -189,7 +179,7 @@ def test_failed_job_leaves_the_former_provenance(
     """Regression: a start over an ended run removed it, and the former output stood without."""
     # Both start within one second, which is all that tells their `starts` apart.
     monkeypatch.setattr(manifest_module.time, "strftime", lambda *_: "2026-01-01T00:00:00+0000")
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config, provenance = config_of(tmp_path), tmp_path / "out.jsonl.run" / "provenance.json"
     run(config)
     before = provenance.read_bytes()
@@ -233,7 +223,7 @@ def test_changed_answer_settings_are_rejected(tmp_path: Path, change: str):
 
 def test_run_without_rows_binds_no_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Regression: a job that failed before its first row, for a wrong setting, refused the corrected one."""
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("spmd_worker.frontends.batch.job.start_engine", lambda *_, **__: 1 / 0)
@@ -279,7 +269,7 @@ def test_unfinished_run_is_rejected_with_resume_never(tmp_path: Path):
 
 
 def test_second_job_is_kept_out_of_run_directory(tmp_path: Path):
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path)
     run_dir(config).mkdir()
     with (
@@ -291,7 +281,7 @@ def test_second_job_is_kept_out_of_run_directory(tmp_path: Path):
 
 
 def test_too_many_error_rows_fail_again_without_computing(tmp_path: Path):
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path, max_error_rows=1)
     for resumed_rows in (0, NUM_ROWS):
         with pytest.raises(JobError, match=r"^2 error rows .*job\.max_error_rows=1\b"):
@@ -349,7 +339,7 @@ def ended_job_of_a_stream(folder: Path) -> RunConfig:
     """Its first rows were answered."""
     threads = threading.enumerate()
     os.mkfifo(folder / "fifo")
-    write_rows(folder)
+    write_input(folder)
     path = folder / "rows.jsonl"
     thread = threading.Thread(target=(folder / "fifo").write_bytes, args=(path.read_bytes(),), daemon=True)
     thread.start()
@@ -433,8 +423,7 @@ def check_finished(text: str, whole: bytes) -> None:
 def test_finished_rows_are_readable_before_the_job_ends(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
     script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
-    done = run_script(script, timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = run_script(script, timeout_s=240).checked()
     check_finished(done.stdout, whole[0])
     assert done.stderr.startswith("12 rows are finished, the last of them is row ")
     run(config)
@@ -473,7 +462,7 @@ def test_finished_check_detects_wrongly_read_rows(
 @pytest.mark.control("Killed anywhere, the same command: the same bytes")
 def test_resume_detects_records_written_before_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Negative control: a journal that writes in the other order, and ends in between."""
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path, commit_rows=4)
     write_all, held = journal_module._write_all, []
 
@@ -501,7 +490,7 @@ def test_resume_detects_records_written_before_their_lines(tmp_path: Path, monke
 def test_failed_sync_ends_job_and_resume_completes(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ):
-    write_rows(tmp_path)
+    write_input(tmp_path)
     config = config_of(tmp_path)
     calls = [0]
 
@@ -523,7 +512,7 @@ def test_failed_sync_ends_job_and_resume_completes(
 @pytest.mark.parametrize("file", ["manifest.json", ""])
 def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[bytes, dict[str, Any]], file: str):
     """Limits the size of each file: the manifest; after the first row the lines, of which the last do not fit."""
-    write_rows(tmp_path)
+    write_input(tmp_path)
     script = tmp_path / "on_a_small_disk.py"
     source = f"""
         import resource, signal, sys
@@ -557,8 +546,7 @@ def test_full_disk_ends_job_and_resume_completes(tmp_path: Path, whole: tuple[by
         lines, _ = examine(tmp_path / "out.jsonl.run")
         assert any(line.startswith("To blame: rank 0 raised OSError") and name in line for line in lines), lines
         assert any("Traceback" in line for line in lines)
-    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
-    assert done.returncode == 0, done.output
+    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240).checked()
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
@@ -650,5 +638,5 @@ def test_model_name_in_answers_is_of_first_start(tmp_path: Path):
             run(config)
     model.rename(tmp_path / "second")
     assert run(replace(config, model=ModelOptions(path=str(tmp_path / "second"))))["resumed_rows"] == 2
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers = read_rows(tmp_path)
     assert {answer["response"]["body"]["model"] for answer in answers} == {"first"}

@@ -13,21 +13,19 @@ from zlib import crc32
 
 import pytest
 from fresh_files import write_new
+from jobs_of_rows import job_config, run_here
 from ranks import REPOSITORY
 from stress_seed import SEED
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import ConfigError, JobError, JournalError, SpmdError
 from spmd_worker.base.files import JobFileError, create_job_file, open_job_file, read_job_file, write_file
 from spmd_worker.base.liveness.error_file import ErrorRecord, read_records, write_record, write_stacks
 from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
 from spmd_worker.base.metrics.step_stats import read_step_stats
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.run_dir import journal as journal_module
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal
 from spmd_worker.frontends.batch.run_dir.manifest import read_manifest
-from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.worker.trace_profiler import TraceProfiler
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -47,15 +45,8 @@ SECRET = b"not the job's\n"
 
 
 def run(folder: Path, **keys: Any) -> None:
-    values = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), "run_dir": str(folder / "run")}
-    config = RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=4),
-        job=JobConfig(**{**values, "step_log": True, "max_error_rows": 0, **keys}),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
+    given = {"run_dir": str(folder / "run"), "step_log": True, "max_error_rows": 0, **keys}
+    run_here(job_config(folder, MODEL, sampling={"max_tokens": 4}, **given))
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 from cut_jobs import Ended, end_after
 from encoder_models import encoder_folder, error, hidden_states, logits_of
 from jobs_of_rows import answers_of_job, openai_row
+from json_files import edit
 from pooling_models import pooling_folder, reference_logits_of_tokens
 from serving import ServedHere
 from torch.nn import functional as F
@@ -31,9 +32,7 @@ def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose labels have names."""
     folder = tmp_path_factory.mktemp("tagger")
     shutil.copytree(encoder_folder("bert_tokens"), folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config["id2label"] = {str(index): name for index, name in enumerate(LABELS)}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder / "config.json", id2label={str(index): name for index, name in enumerate(LABELS)})
     return folder
 
 

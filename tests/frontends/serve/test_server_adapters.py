@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from adapter_folders import DEMO, demo_adapters, demo_prompt_adapters
+from context_fixtures import fixture_of
 from jobs_of_rows import answers_of_job, openai_row
 from serving import KEY, ServedHere
 
@@ -17,11 +18,7 @@ BODY: dict[str, Any] = {"prompt": "add 1 2 =", "max_tokens": 8, "temperature": 0
 TALK: list[Any] = [{"role": "user", "content": "add 12 3 ="}]
 MODELS = ("model", "a", "b", "model", "b", "soft")
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServedHere]:
-    with ServedHere(options=OPTIONS, max_queued=8) as served:
-        yield served
+server = fixture_of(lambda: ServedHere(options=OPTIONS, max_queued=8))
 
 
 @pytest.fixture(scope="module")

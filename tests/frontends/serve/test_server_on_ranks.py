@@ -47,8 +47,7 @@ def expected_bodies(folder: Path, layout: str) -> list[Any]:
         *(ranks.REPOSITORY / "launch.py", f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *("cache.num_blocks=512", f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", layout),
     ]
-    done = ranks.run_forked(command, 2, LIMIT_S)
-    assert done.returncode == 0, done.output
+    ranks.run_forked(command, 2, LIMIT_S).checked()
     answers = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [without_names(answer["response"]["body"]) for answer in answers]
 

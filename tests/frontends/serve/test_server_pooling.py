@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from jobs_of_rows import answers_of_job, openai_row
+from json_files import edit
 from pooling_models import pooling_folder, reference_logits_of_labels
 from serving import KEY, ServedHere
 from waiting import wait_until
@@ -115,9 +116,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose labels have names."""
     folder = tmp_path_factory.mktemp("classifier")
     shutil.copytree(pooling_folder("labels"), folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config["id2label"] = {str(index): name for index, name in enumerate(LABELS)}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder / "config.json", id2label={str(index): name for index, name in enumerate(LABELS)})
     return folder
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_files import edit
 from tools_main import tool
 
 from spmd_worker.base.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
@@ -80,8 +81,7 @@ def test_last_line_is_a_json_object(report, run_dir: Path):
 
 def test_cached_inputs_of_an_encoder_are_named(report, run_dir: Path):
     """They are in the steps' numbers, and not in those of prompts."""
-    metrics = json.loads((run_dir / "metrics.json").read_text())
-    (run_dir / "metrics.json").write_text(json.dumps({**metrics, "prompt_tokens": 9, "cached_prompt_tokens": 0}))
+    edit(run_dir / "metrics.json", prompt_tokens=9, cached_prompt_tokens=0)
     with StepStatsWriter(run_dir / STEP_STATS_NAME) as writer:
         for stats in STEPS:
             writer.write(stats._replace(num_blocks_free=3, num_cached_tokens=16))

@@ -7,40 +7,29 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
+from jobs_of_rows import job_config, run_here
 from ranks import REPOSITORY
 from tools_main import tool
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.base.errors import JobError
 from spmd_worker.base.liveness.error_file import ErrorRecord, write_record
 from spmd_worker.base.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.base.liveness.heartbeat import RankHeartbeat
 from spmd_worker.frontends.batch import open_job
 from spmd_worker.frontends.batch.file_lock import FileLock
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.tools import report
 from spmd_worker.frontends.tools.run_dir import RunState, look_at_run
-from spmd_worker.ranks.environment import RankEnvironment
 
 TOOLS = ("doctor", "collect", "replay", "report")
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 WHERE = "(a run's directory is job.run_dir, by default <job.output>.run)"
 
-
-def config_of(folder: Path, **keys: Any) -> RunConfig:
-    job = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), "step_log": True, **keys}
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL)),
-        cache=CacheConfig(num_blocks=64),
-        sampling=SamplingConfig(max_tokens=4),
-        job=JobConfig(**job),
-        device="cpu",
-    )
+config_of = partial(job_config, model=MODEL, sampling={"max_tokens": 4}, step_log=True)
 
 
 def codes(doctor: int, collect: int) -> dict[str, int]:
@@ -58,13 +47,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ended", "failed", "killed"):
         (folder / name).mkdir()
         (folder / name / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\nno row\n')
-    run_job(config_of(folder / "ended"), RankEnvironment())
+    run_here(config_of(folder / "ended"))
     with pytest.raises(JobError):
-        run_job(config_of(folder / "failed", max_error_rows=0), RankEnvironment())
+        run_here(config_of(folder / "failed", max_error_rows=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_job, "write_lines", kill)
         with pytest.raises(KilledError):
-            run_job(config_of(folder / "killed"), RankEnvironment())
+            run_here(config_of(folder / "killed"))
     return folder
 
 
@@ -116,7 +105,7 @@ def test_tools_agree_on_ended_run(say, runs: Path):
 def test_tools_agree_on_missing_output(say, runs: Path, tmp_path: Path):
     """Regression: the run had ended well, and collect told to read a file that was not there."""
     shutil.copy(runs / "ended" / "rows.jsonl", tmp_path)
-    run_job(config_of(tmp_path), RankEnvironment())
+    run_here(config_of(tmp_path))
     (tmp_path / "out.jsonl").unlink()
     told = say(tmp_path / "out.jsonl.run")
     assert {name: code for name, (code, _, _) in told.items()} == codes(doctor=1, collect=2)
@@ -132,7 +121,7 @@ def test_tools_find_relative_output_from_any_folder(
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
     config = config_of(runs / "ended")
-    run_job(replace(config, job=replace(config.job, output="out.jsonl")), RankEnvironment())
+    run_here(replace(config, job=replace(config.job, output="out.jsonl")))
     monkeypatch.chdir(runs)
     for name in ("job", "moved"):
         (tmp_path / "job").rename(tmp_path / name)

@@ -9,7 +9,7 @@ from adapter_folders import DEMO, write_adapter
 from our_model import prompt_logits
 from reference_models import random_prompt
 from run_folder import made_once
-from thread_groups import on_ranks
+from thread_groups import in_rank_order, on_ranks
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
@@ -79,16 +79,9 @@ def test_any_number_of_ranks_has_equal_logits(dtype: torch.dtype, is_quantised: 
         assert all(is_equal(logits_on_ranks(size, dtype, is_quantised=is_quantised), one)), size
 
 
-def in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def test_control_sums_in_rank_order_are_found(monkeypatch: pytest.MonkeyPatch):
     one = logits_on_ranks(1, torch.float32, is_quantised=True)
-    monkeypatch.setattr(linear, "tree_sum", in_order)
+    monkeypatch.setattr(linear, "tree_sum", in_rank_order)
     assert is_equal(logits_on_ranks.__wrapped__(4, torch.float32, is_quantised=True), one) == [
         True,
         False,

@@ -123,7 +123,7 @@ def test_two_ranks_with_half_of_a_head_each():
     """The halves are just large enough."""
     spec = CheckpointSpec(LlamaConfig, {"vocab_size": 32_768, "hidden_size": 128, "num_hidden_layers": 1})
     folder = made_once("filtered on two ranks", lambda folder: write_checkpoint(folder, spec))
-    done = ranks.run_ranks(
+    ranks.run_ranks(
         """
         import sys
         from spmd_worker import LLM, SamplingParams
@@ -142,5 +142,4 @@ def test_two_ranks_with_half_of_a_head_each():
         2,
         240.0,
         [folder],
-    )
-    assert done.returncode == 0, done.output
+    ).checked()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allocated import peak_bytes
 from hearing_models import (
     KINDS,
     RATE,
@@ -23,6 +22,7 @@ from hearing_models import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
+from tower_memory import peak_of
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media.audio_limits import AudioLimits
@@ -31,11 +31,9 @@ from spmd_worker.media.audio_settings import AudioSettings, read_audio_settings
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.prepared import AudioFeatures
 from spmd_worker.model.decoder import DecoderForCausalLM
-from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.towers import audio
-from spmd_worker.model.towers.new_tower import new_tower
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -247,27 +245,10 @@ def test_text_alone_has_no_tower(kind: str):
     assert new_model(kind, config).tower is None
 
 
-@torch.inference_mode()
-def peak_of(config: ModelConfig, features: AudioFeatures) -> tuple[int, int, int]:
-    """Bytes that torch's allocator gave most at once, rows, and parameters."""
-    assert config.vision is not None
-    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.bfloat16, torch.device("cpu"))
-    tower = new_tower(context, config.vision, config.hidden_size)
-    num_parameters = sum(each.numel() for each in tower.parameters())
-    for each in tower.parameters():
-        each.zero_()
-    for module in tower.modules():
-        if isinstance(module, PackedLayer):
-            module.pack_weights()
-    num_rows: list[int] = []
-    most = peak_bytes(lambda: num_rows.append(len(tower(features).rows)))
-    return most, num_rows[0], num_parameters
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_stay_below_the_plan(kind: str):
     inner = {"projector_size": 512} if kind == "qwen3_asr" else {}
     config = config_of(kind, hidden_size=512, intermediate_size=1024, num_heads=8, **inner)
-    most, num_rows, num_parameters = peak_of(config, prepared(kind, 32_000)[0])
+    most, num_rows, num_parameters = peak_of(config, prepared(kind, 32_000)[0], torch.bfloat16)
     assert config.num_tower_parameters == num_parameters
     assert 0.3 < most / tower_bytes(config, "bfloat16", num_rows) < 1

@@ -2,8 +2,6 @@
 wrong.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -19,6 +17,7 @@ from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
+from torch_threads import threads
 from transformers import PreTrainedModel
 
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
@@ -96,16 +95,6 @@ def our_rows(model: DecoderForCausalLM, given: Given) -> Tensor:
     assert model.tower is not None
     rows: Tensor = model.tower(given).rows
     return rows.clone()
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")

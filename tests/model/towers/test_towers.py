@@ -1,8 +1,6 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from kimi_names import WRITTEN
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
+from torch_threads import threads
 from vision_checkpoints import (
     CASES,
     IMAGE_TOKEN,
@@ -103,16 +102,6 @@ def difference(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
         return math.inf
     pairs = zip(ours, theirs, strict=True)
     return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [*EVERY, *REAL_HEADS])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from native_builds import library_for
 from native_libraries import each_vector_library
+from thread_groups import in_rank_order
 from torch import Tensor
 
 from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterSizes, AdapterStack, ReferenceAdapterKernels
@@ -66,13 +67,6 @@ def on_ranks(kernels: AdapterKernels, num_inputs: int, dtype: torch.dtype, size:
     return found[0]
 
 
-def in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
@@ -102,6 +96,6 @@ def test_comparison_detects_other_orders_and_boundaries(num_inputs: int):
     kernels, dtype = NativeAdapterKernels(library_for("native")), torch.float32
     ends = leaf_bounds(num_inputs, NUM_LEAVES)[1:]
     one = on_one(kernels, num_inputs, dtype, ends)
-    assert not torch.equal(on_ranks(kernels, num_inputs, dtype, 4, in_order), one)
+    assert not torch.equal(on_ranks(kernels, num_inputs, dtype, 4, in_rank_order), one)
     assert not torch.equal(on_one(kernels, num_inputs, dtype, (ends[0] + 1, *ends[1:])), one)
     assert not torch.equal(on_one(kernels, num_inputs, dtype, ()), one)

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from native_builds import (
     library_for,
 )
 from native_libraries import ONEDNN_PACKS_BFLOAT16, needs_avx512
+from torch_threads import threads
 
 from spmd_worker.base.numerical_policy import HEAD
 from spmd_worker.native import build
@@ -153,16 +153,6 @@ def each_cut() -> list:
     ]
     plain = [(*each.values, False, each.marks) for each in CUTS]
     return [pytest.param(*values, marks=marks) for *values, marks in (*plain, *gated)]
-
-
-@contextmanager
-def threads(number: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.gate(

@@ -106,8 +106,7 @@ def test_ranks_with_another_secret_do_not_start():
         except RanksDisagreeError as error:
             os.write(1, f"{{error}}\\n".encode())
         """
-    done = ranks.run_ranks(source, 2, 240.0, env={"PLANTED": "1"})
-    assert done.returncode == 0, done.output
+    done = ranks.run_ranks(source, 2, 240.0, env={"PLANTED": "1"}).checked()
     assert sorted(line.partition(":")[0] for line in done.stdout.splitlines()) == [
         "rank 0 does not belong to the run of rank 1",
         "rank 1 does not belong to the run of rank 0",

@@ -3,12 +3,12 @@
 import re
 import select
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from context_fixtures import fixture_of
 from star_channels import LONG_S, star, tree
 
 from spmd_worker.base.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
@@ -21,11 +21,7 @@ from spmd_worker.replica.sequence.step import StepPlan
 # Ranks 0 to 8 in groups of three: 3 is the relay of 4 and 5, and 6 of 7 and 8.
 SIZE, GROUP = 9, 3
 
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(SIZE) as pool:
-        yield pool
+pool = fixture_of(lambda: ThreadPoolExecutor(SIZE), "function")
 
 
 def follow(channel, messages: list[bytes]) -> list[bytes] | BaseException:

@@ -3,18 +3,12 @@
 import numpy as np
 import pytest
 from constrained_rows import EOS, FORMS, VOCAB_SIZE
-from tokenizer_folders import write_byte_level
 
 from spmd_worker.replica.grammar import compiler
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.row_grammar import RowGrammar
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
 
 
 def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:

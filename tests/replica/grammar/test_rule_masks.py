@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 from constrained_rows import EOS, VOCAB_SIZE
-from tokenizer_folders import write_byte_level
 
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.rule_masks import allowed_tokens, repeating_tokens
@@ -49,11 +48,6 @@ def test_end_waits_for_the_minimum():
     rules = TokenRules(min_new_tokens=2)
     assert 4 not in allowed(rules, [7])
     assert 4 in allowed(rules, [7, 7])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
 
 
 def test_grammar_and_rules_hold_together(tokenizer: Tokenizer):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from constrained_rows import EOS, FORMS, VOCAB_SIZE
-from tokenizer_folders import write_byte_level
 
 from spmd_worker.replica.grammar import compiler
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
@@ -46,11 +45,6 @@ class CountingMasks:
         masks = self._masks.end()
         assert masks is not None
         return masks, self.num_compiled - before
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
 
 
 def test_samples_share_grammar_state_until_fork(tokenizer: Tokenizer):

@@ -59,11 +59,6 @@ def whisper() -> WhisperForConditionalGeneration:
     return WhisperForConditionalGeneration(config).eval()
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.open(write_byte_level(tmp_path_factory.mktemp("tokens")))
-
-
 def their_prompt(
     model: WhisperForConditionalGeneration,
     language: str | None,

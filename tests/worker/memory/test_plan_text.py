@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_configs import with_layers
+from model_configs import LLAMA_8B, with_layers
 
 import launch
 from spmd_worker.base.config.parallel import ParallelConfig
@@ -19,22 +19,6 @@ from spmd_worker.worker.memory.plan import check_cache_setting
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 GIB = 2**30
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 128001,
-}
 
 
 @pytest.fixture

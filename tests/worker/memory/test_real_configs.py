@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from reference_models import number_of_parameters
 from row_panels import PanelKernels
 from stored_checkpoints import StackingKernels
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import launch
 from kv_cache.cache_engine import CacheEngine
@@ -60,6 +60,7 @@ class Real(NamedTuple):
     num_parameters: int
     token_bytes: tuple[int, ...]
     slot_bytes: int = 0
+    has_experts_apart: bool = False
 
 
 MODELS = {
@@ -70,6 +71,10 @@ MODELS = {
         *(2, 1, 120_668_707_840, (8 * 2 * 128 * 2,)), 40 * (64 * 64 * 128 * 4 + 3 * (64 * 64 + 2 * 4 * 128) * 2)
     ),
     "Gemma-4-31B": Real(2, 1, 30_697_345_340, (50 * 2 * 8 * 256 * 2 + 10 * 2 * 2 * 512 * 2,)),
+    "Qwen3-30B-A3B": Real(4, 1, 30_532_122_624, (48 * 2 * 128 * 2,), has_experts_apart=True),
+    "gpt-oss-20b": Real(2, 1, 20_914_757_184, (24 * 2 * 4 * 64 * 2,)),
+    "Gemma-3-27B": Real(4, 2, 27_009_346_304, (31 * 2 * 4 * 128 * 2, 31 * 2 * 4 * 128 * 2)),
+    "GLM-4.5": Real(8, 2, 352_797_829_024, (47 * 2 * 128 * 2, 45 * 2 * 128 * 2), has_experts_apart=True),
 }
 
 
@@ -80,7 +85,8 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 
 def resolved_run(folder: Path, name: str, parallel: ParallelConfig | None = None) -> ResolvedRun:
     """Of the model's own ranks without others."""
-    parallel = parallel or ParallelConfig(MODELS[name].tensor, MODELS[name].pipeline)
+    real = MODELS[name]
+    parallel = parallel or ParallelConfig(real.tensor, real.pipeline, enable_expert_parallel=real.has_experts_apart)
     run = RunConfig(ModelOptions(path=str(folder)), parallel, plan=True, device="cuda")
     return resolve_run(run, "cuda")
 
@@ -139,19 +145,7 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(each.nbytes for each in tensors)
 
 
-def number_of_parameters(folder: Path) -> int:
-    """transformers' own, of a model without memory; some of its buffers are tensors of the files."""
-    config = AutoConfig.from_pretrained(folder)
-    config = getattr(config, "text_config", config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    named = [each for key, each in model.named_buffers() if key.endswith(("e_score_correction_bias", "layer_scalar"))]
-    return sum(each.numel() for each in (*model.parameters(), *named))
-
-
-@pytest.mark.gate("Nemotron*", "Gemma*")
+@pytest.mark.gate("Nemotron*", "Gemma*", "gpt-oss-20b")
 @pytest.mark.guarantee("The plan's bytes are those of the run")
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_of_real_config_equals_tensors(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -160,6 +154,7 @@ def test_plan_of_real_config_equals_tensors(name: str, tmp_path: Path, capsys: p
     plan = make_plan(run)
     assert run.model_config.num_parameters == real.num_parameters
     keys = [f"parallel.{kind}_parallel_size={getattr(real, kind)}" for kind in ("tensor", "pipeline")]
+    keys.append(f"parallel.enable_expert_parallel={real.has_experts_apart}")
     assert launch.main([f"model.path={tmp_path}", "device=cuda", "plan=true", *keys]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.endswith("  measured")]

@@ -6,15 +6,14 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+from started_workers import started_workers
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.model_config import read_model_files
-from spmd_worker.ranks.environment import read_rank_environment
 from spmd_worker.ranks.topology import RankLayout
-from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import start
 from spmd_worker.worker.memory import device, host
 from spmd_worker.worker.memory.estimate import activation_bytes
@@ -30,19 +29,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture
 def new_worker() -> Iterator[Callable[..., Worker]]:
-    workers = []
-
-    def make(**cache: object) -> Worker:
-        model = ModelOptions(path=str(MODEL), dtype="float32", max_model_len=128)
-        config = RunConfig(model=model, scheduler=SCHEDULER, cache=CacheConfig(**cache), device="cpu")
-        workers.append(Worker(resolve_run(config, "cpu"), read_rank_environment()))
-        workers[-1].init_device()
-        workers[-1].load_model()
-        return workers[-1]
-
-    yield make
-    for worker in workers:
-        worker.shutdown()
+    model = ModelOptions(path=str(MODEL), dtype="float32", max_model_len=128)
+    with started_workers() as start:
+        yield lambda **cache: start(
+            RunConfig(model=model, scheduler=SCHEDULER, cache=CacheConfig(**cache), device="cpu")
+        )
 
 
 @pytest.fixture

@@ -164,8 +164,7 @@ def test_power_loss_leaves_complete_objects_and_logs(tmp_path: Path):
         # A fresh interpreter: what is preloaded is loaded when a program starts.
         command = [sys.executable, str(ranks.SUPPORT / "pool_power_loss.py"), str(folder), broken]
         path = os.pathsep.join(ranks.IMPORT_PATH)
-        done = ranks.run_command(command, 600.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
-        assert done.returncode == 0, done.output
+        done = ranks.run_command(command, 600.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path}).checked()
         return json.loads(done.stdout)
 
     found = run("")

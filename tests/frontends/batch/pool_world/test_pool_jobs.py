@@ -9,33 +9,26 @@ from typing import Any
 
 import pytest
 from cut_jobs import Ended
+from jobs_of_rows import job_config, run_here, write_rows
 from ranks import REPOSITORY, run_forked
 
-from spmd_worker.base.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.schema import JobConfig, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError, JobError, PoolError
 from spmd_worker.frontends.batch import job as job_module
-from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.pool_world import open_world as open_world_module
 from spmd_worker.frontends.batch.pool_world.pool_worker import PoolWorker
 from spmd_worker.frontends.batch.run_dir import world
 from spmd_worker.frontends.batch.run_dir.shard import run_dir_of
 from spmd_worker.frontends.batch.run_dir.world import world_dir
 from spmd_worker.frontends.tools.doctor import examine
-from spmd_worker.ranks.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 24
 
 
 def config_of(folder: Path, **job: Any) -> RunConfig:
-    settings = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), **job}
-    return RunConfig(
-        model=ModelOptions(path=str(MODEL), dtype="float32"),
-        cache=CacheConfig(num_blocks=256),
-        scheduler=SchedulerConfig(max_num_seqs=8),
-        job=JobConfig(**settings),
-        device="cpu",
-    )
+    scheduler = SchedulerConfig(max_num_seqs=8)
+    return job_config(folder, MODEL, num_blocks=256, options={"dtype": "float32"}, scheduler=scheduler, **job)
 
 
 @pytest.fixture
@@ -44,17 +37,13 @@ def folder(tmp_path: Path) -> Path:
     rows[3] |= {"custom_id": "a", "temperature": 0.9}
     rows[20] |= {"custom_id": "a"}
     rows[7] = {"prompt": 7}
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(tmp_path, rows)
     return tmp_path
-
-
-def run(config: RunConfig) -> None:
-    run_job(config, RankEnvironment())
 
 
 def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """And a third one, which comes after the end, loads no model."""
-    run(config_of(folder, output=str(folder / "one.jsonl")))
+    run_here(config_of(folder, output=str(folder / "one.jsonl")))
     config = config_of(folder, pool=str(folder / "pool"), lease_rows=16, commit_rows=2, step_log=True)
     num_left = [9]
     append = PoolWorker.append
@@ -68,9 +57,9 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(PoolWorker, "append", end)
         with pytest.raises(Ended):
-            run(config)
+            run_here(config)
     assert not (folder / "out.jsonl").exists()
-    run(replace(config, scheduler=SchedulerConfig(max_num_seqs=3)))
+    run_here(replace(config, scheduler=SchedulerConfig(max_num_seqs=3)))
     assert (folder / "out.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
     metrics = json.loads((run_dir_of(config.job) / "metrics.json").read_text())
     assert (metrics["rows"], metrics["resumed_rows"]) == (NUM_ROWS - 9, 0)
@@ -83,21 +72,21 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
     ends = [json.loads(path.read_text())["how"] for path in sorted((folder / "pool" / "workers").glob("*.end"))]
     assert sorted(ends) == ["ended", "failed"]
     monkeypatch.setattr(job_module, "start_engine", lambda *_, **__: pytest.fail("the engine was started"))
-    run(config)
+    run_here(config)
     # Regression: its run directory was taken for one of a killed job.
     assert examine(run_dir_of(config.job)) == ([f"The run ended well: its output {folder}/out.jsonl is complete."], 0)
     with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
-        run(replace(config, job=replace(config.job, max_error_rows=1)))
+        run_here(replace(config, job=replace(config.job, max_error_rows=1)))
     with pytest.raises(ConfigError, match=r"^seed is 5, and 0 in the pool"):
-        run(replace(config, seed=5))
+        run_here(replace(config, seed=5))
     # Regressions: both ended with exit code 0, the first if the index was not there within a second.
     monkeypatch.setattr(open_world_module, "_SCAN_S", 0.0)
     (folder / "more.jsonl").write_text((folder / "rows.jsonl").read_text() + '{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=r"^job\.input has \d+ bytes in .*more\.jsonl, and \d+ in the pool"):
-        run(replace(config, job=replace(config.job, input=str(folder / "more.jsonl"))))
+        run_here(replace(config, job=replace(config.job, input=str(folder / "more.jsonl"))))
     (folder / "out.jsonl").unlink()
     with pytest.raises(PoolError, match=r"has ended, but .*out\.jsonl is missing: restore the output, or remove"):
-        run(config)
+        run_here(config)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_world_goes_on_where_another_ended(folder: Path, monkeypatch: pytest.Mon
 )
 def test_contradicting_keys_are_rejected(folder: Path, pool: str, change: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        run(config_of(folder, **change, pool=str(folder / pool)))
+        run_here(config_of(folder, **change, pool=str(folder / pool)))
     assert not (folder / "pool").exists()
 
 
@@ -123,8 +112,7 @@ def test_ranks_of_a_late_world_load_no_model(folder: Path):
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "parallel.tensor_parallel_size=2"),
         *(f"job.input={folder}/rows.jsonl", f"job.output={folder}/out.jsonl", f"job.pool={folder}/pool"),
     ]
-    first = run_forked([REPOSITORY / "launch.py", *arguments], nproc=2, timeout_s=240)
-    assert first.returncode == 0, first.output
+    run_forked([REPOSITORY / "launch.py", *arguments], nproc=2, timeout_s=240).checked()
     written = (folder / "out.jsonl").stat().st_mtime_ns
     # Other weights would be another job.
     source = """
@@ -148,7 +136,7 @@ def test_other_folder_is_no_pool(folder: Path):
     (folder / "pool").mkdir()
     (folder / "pool" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"pool is not a pool: it has 'notes\.txt'"):
-        run(config_of(folder, pool=str(folder / "pool")))
+        run_here(config_of(folder, pool=str(folder / "pool")))
     assert [path.name for path in (folder / "pool").iterdir()] == ["notes.txt"]
 
 
