@@ -19,7 +19,7 @@ from ranks import REPOSITORY
 from retrained import retrain
 from safetensors.torch import load_file
 
-from spmd_worker.base.config.schema import RunConfig
+from spmd_worker.base.config.schema import ModelOptions, RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.batch import job as job_module
