@@ -11,10 +11,13 @@ import torch
 from adapter_folders import write_adapter
 from gguf import GGUFReader
 from safetensors.torch import save_file
-from stored_checkpoints import write_stored, write_stored_gguf
+from stored_checkpoints import GGUF_ARCHITECTURES, write_gguf_of, write_stored, write_stored_gguf
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import CheckpointError
+from spmd_worker.ranks.stored_weights import NOTHING_STORED, find_stored_panels
+from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.worker.memory.estimate import weights_bytes
 
 pytestmark = pytest.mark.usefixtures("own_hub_cache")
 
@@ -22,6 +25,13 @@ LIMIT_S = 120.0
 KINDS = ("gptq", "awq", "w4a16", "mxfp4", "nf4", "fp8_dense", "fp8_shared", "fp8_whole", "gguf", "gguf_experts")
 KINDS_ON_RANKS = ("awq", "mxfp4", "fp8_shared", "gguf")
 """Whole numbers and floats, of dense layers, experts and a shared one."""
+MIXES: tuple[dict[str, str], ...] = (
+    {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K"},
+    {"attn_v": "Q5_K", "blk": "IQ4_XS"},
+    {"ffn_down": "Q5_0", "attn_v": "Q8_0", "blk": "Q4_0"},
+    {"0.ffn_up": "F16", "1.attn_q": "BF16", "0.ffn_down": "Q3_K"},
+)
+"""Types of tensors in files of each architecture, the others of Q4_K: real mixes, and some plain tensors."""
 PROMPTS = [[7 * token % 61 + 3 for token in range(length)] for length in (3, 17, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "num_blocks": 64, "max_model_len": 64}
@@ -74,6 +84,33 @@ def test_weights_as_stored_answer_as_dequantised(tmp_path: Path, kind: str):
     with LLM(folder, **settings, dequantize_weights=True) as llm:
         assert num_held(llm) == 0
         assert (answers(llm), llm.weights_digest()) == found
+
+
+@pytest.mark.stress
+@pytest.mark.guarantee("Weights that stay as stored give the answers of dequantised ones")
+@pytest.mark.parametrize("types", MIXES, ids=lambda types: "-".join(types.values()))
+@pytest.mark.parametrize("name", GGUF_ARCHITECTURES)
+def test_gguf_of_each_architecture_answers_as_dequantised(tmp_path: Path, name: str, types: dict[str, str]):
+    """Of as many bytes as are planned, after each sleep too."""
+    path, found = write_gguf_of(GGUF_ARCHITECTURES[name], tmp_path / name, types), []
+    for dequantises in (False, True):
+        with LLM(path, **SETTINGS, dequantize_weights=dequantises) as llm:
+            assert (num_held(llm) > 0) is not dequantises
+            model = llm.llm_engine.executor.driver_worker.model_runner.model
+            tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+            stored = find_stored_panels(model.model_config, RankLayout(1)) if num_held(llm) else NOTHING_STORED
+            planned = weights_bytes(model.model_config, RankLayout(1), 0, "bfloat16", "cpu", stored=stored)
+            assert planned == sum(each.nbytes for each in tensors.values())
+            before = answers(llm)
+            for level in (1, 2):
+                llm.reset_prefix_cache()
+                llm.sleep(level=level)
+                llm.wake_up()
+                if level == 2:
+                    llm.collective_rpc("reload_weights")
+                assert answers(llm) == before
+            found.append((before, llm.weights_digest()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.control("Weights that stay as stored give the answers of dequantised ones")

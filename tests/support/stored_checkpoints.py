@@ -70,8 +70,34 @@ KINDS: dict[str, tuple[Mapping[str, Any], Format]] = {
 }
 _GGUF = {**_DENSE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "head_dim": 64}
 _GGUF |= {"intermediate_size": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+_TIED = {"tie_word_embeddings": True}
 _GGUF_EXPERTS = {**_GGUF, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 4}
 _GGUF_EXPERTS |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128, "norm_topk_prob": False}
+GGUF_ARCHITECTURES: dict[str, Mapping[str, Any]] = {
+    name: {**_GGUF, "architectures": [f"{model}ForCausalLM"], "model_type": kind, **own}
+    for name, model, kind, own in (
+        ("mixtral", "Mixtral", "mixtral", {"num_local_experts": 4}),
+        ("qwen2", "Qwen2", "qwen2", {}),
+        ("qwen3", "Qwen3", "qwen3", {}),
+        ("qwen3moe", "Qwen3Moe", "qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}),
+        ("gemma", "Gemma", "gemma", {**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+        ("gemma2", "Gemma2", "gemma2", {**_TIED, "sliding_window": 16}),
+        ("gemma3", "Gemma3", "gemma3_text", {**_TIED, "sliding_window": 16}),
+        ("phi3", "Phi3", "phi3", {"pad_token_id": 0, "sliding_window": None}),
+        (
+            *("granite", "Granite", "granite"),
+            {"attention_multiplier": 0.1, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+            | {"logits_scaling": 2.0},
+        ),
+        ("olmo2", "Olmo2", "olmo2", {}),
+        ("smollm3", "SmolLM3", "smollm3", {}),
+        (
+            *("starcoder2", "Starcoder2", "starcoder2"),
+            {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
+        ),
+    )
+}
+"""Configurations by `general.architecture`, which is `llama` of mixtral. Others are in `GGUF_KINDS`."""
 GGUF_KINDS: dict[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
     # In one layer as in files of Q4_K_M, in the other all other formats.
     "gguf": (_GGUF, {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "1.ffn_down": "IQ4_XS", "1.ffn_": "Q4_0"}),
@@ -82,14 +108,19 @@ GGUF_KINDS: dict[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
 
 def write_stored_gguf(folder: Path, kind: str, seed: int = 0, **types: str) -> Path:
     """The file of one of `GGUF_KINDS`; `types` by words in names."""
-    (config, usual), folder = GGUF_KINDS[kind], folder / f"{seed}{'-'.join(types.values())}"
+    config, usual = GGUF_KINDS[kind]
+    return write_gguf_of(config, folder / f"{seed}{'-'.join(types.values())}", {**types, **usual}, seed)
+
+
+def write_gguf_of(config: Mapping[str, Any], folder: Path, types: Mapping[str, str], seed: int = 0) -> Path:
+    """The file of a configuration, beside `SIZES`, in Q4_K but for `types`; the checkpoint is beside it."""
     config = {**SIZES, **config}
     weights = _weights(config, folder)
     source = weights.dummy(seed)
     tensors = {name: source.read(name, full_rectangle(shape)).contiguous() for name, shape in weights.shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
-    return write_gguf(folder, folder / "m.gguf", "Q4_K", types={"token_embd": "F32", **types, **usual})
+    return write_gguf(folder, folder / "m.gguf", "Q4_K", types={"token_embd": "F32", **types})
 
 
 def _weights(config: Mapping[str, Any], folder: Path) -> WeightStore:

@@ -133,6 +133,27 @@ def test_tokens_have_equal_bits_alone_and_together(
     assert not whole[0].isnan().any()
 
 
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf, -torch.inf])
+def test_scores_that_are_not_finite_stay_with_their_token(weight: float):
+    """It sees as many keys as others, none behind it, and they what they saw before."""
+    backend, kernels, rows = native_backend(torch.float32, 4), cpu_kernels(torch.float32)[0], list(range(len(ROWS)))
+    step = Step(backend, 4)
+    before = step.attend(kernels, rows)
+    step.weights[2] = weight
+    found = step.attend(kernels, rows)
+    others = torch.arange(len(found)) != 2
+    assert torch.equal(found[others], before[others])
+    assert not found.isnan().any()
+    chosen, metadata = ChosenKeys(backend, kernels, LATENT), step.metadata(rows, [count for _, count in ROWS])
+    positions = chosen.choose(IndexQueries(step.index_queries, step.weights), chosen.parts_of(step.cache)[1], metadata)[
+        0
+    ][2].tolist()
+    length, count = ROWS[0]
+    assert len(set(positions)) == NUM_CHOSEN
+    assert positions == sorted(positions)
+    assert positions[-1] <= length - count + 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 def test_keys_are_read_as_written(dtype: torch.dtype, cache_dtype: torch.dtype | None):
