@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Final
 
-from spmd_worker.base.config.plain_values import shown
 from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, TowerSizes, Values, check_is_towers
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.families.vision_files import side_of
 
 _HUB_SECTION: Final = "media_proc_cfg"
 _HUB_KEYS: Final = {"merge_size": "merge_kernel_size", "max_patches": "in_patch_limit"}
@@ -24,11 +24,9 @@ def opened(file: ConfigReader) -> ConfigReader:
 
 def kimi(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     """Kimi K2.5: any size up to a number of patches, and of patches a side."""
-    patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
+    patch, merge = settings.integer("patch_size", 14, 1, 512), side_of(settings.of("merge_size"), "merge_size", 2)
     check_is_towers(settings, "patch_size", patch, tower.patch)
-    given = model.object("vision_config").get("merge_kernel_size", [merge] * 2)
-    if given not in (merge, [merge] * 2):
-        raise settings.of("merge_size").error("merge_size", f"must be that of the tower, {shown(given)}")
+    check_is_towers(settings, "merge_size", merge, side_of(model.object("vision_config"), "merge_kernel_size", 2))
     if settings.file.get("fixed_output_tokens") is not None:
         raise settings.file.error("fixed_output_tokens", "is not supported, only null")
     if settings.file.section and settings.given.get("size") is None:

@@ -119,7 +119,7 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 
 def test_kimis_authors_file_says_the_same(tmp_path: Path):
     """Which has the numbers in an object, by other names."""
-    settings = {"in_patch_limit": 64, "patch_limit_on_one_side": 12, "patch_size": 14, "merge_kernel_size": 2}
+    settings = {"in_patch_limit": 64, "patch_limit_on_one_side": 12, "patch_size": 14, "merge_kernel_size": [2, 2]}
     more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "fixed_output_tokens": None, "sample_fps": 2.0}
     folder = media_folder(tmp_path, "kimi_k25", {"size": None, "max_patches": None, "media_proc_cfg": settings | more})
     assert read(folder, "kimi_k25") == EXPECTED["kimi_k25"]
@@ -260,7 +260,9 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("kimi_k25", {"size": {"max_height": 12, "max_width": 13}}, {}, r"size=.* must be a square, in patches"),
     ("kimi_k25", {"size": {"max_height": 12}}, {}, r"size.max_width=None must be a whole number"),
     ("kimi_k25", {"max_patches": 1 << 21}, {}, r"max_patches=2097152 must be a whole number from 1 to 1048576"),
-    ("kimi_k25", {"merge_size": 3}, {"vision_config": {"merge_kernel_size": [2, 2]}}, r"must be that of the tower, "),
+    ("kimi_k25", {"merge_size": 3}, {}, r"merge_size=3 must be the size that the tower has, vision_config's 2, not 3"),
+    ("kimi_k25", {"merge_size": 2}, {"vision_config": {"merge_kernel_size": [3, 3]}}, r"must be the size .* 3, not 2"),
+    ("kimi_k25", {"media_proc_cfg": {"merge_kernel_size": [2, 1]}}, {}, r"merge_kernel_size=.* must be one length for"),
     ("kimi_k25", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has, vision_config's 14"),
     ("kimi_k25", {"media_proc_cfg": {"fixed_output_tokens": 64}}, {}, r"media_proc_cfg.fixed_output_tokens=64 is not"),
     (

@@ -196,6 +196,7 @@ IN_GATE = (
     "internvl-two",
     "pixtral-two",
     "idefics3-two",
+    "granite_docling-two",
 )
 
 
@@ -511,6 +512,8 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                 ),
                 ("tensor",),
             ),
+            ("granite_docling", "pipeline"),
+            ("lfm2_vl", "pipeline"),
         ]
     ],
 )

@@ -89,6 +89,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "use_double_wide_mlp": True,
         "pad_token_id": 3,
     },
+    "granite_docling": {"num_hidden_layers": 4},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "mistral3": {"sliding_window": None},

@@ -48,7 +48,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-ALIKE = ("llava_next_mistral", "glm46v", "glm4v_moe")
+ALIKE = ("llava_next_mistral", "glm46v", "glm4v_moe", "lfm2_vl_plain")
 """Cases that differ from others in numbers and texts alone."""
 EVERY = [
     pytest.param(each, marks=pytest.mark.stress) if each in ALIKE else each for each in sorted({*CASES} - {*REAL_HEADS})
@@ -375,12 +375,13 @@ def model_of_files(config: ModelConfig, folder: Path, files: dict[str, Tensor]) 
     return model
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision", "lfm2_vl"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
     older = {each.replace("vision_tower.", "vision_tower.vision_model."): tensor for each, tensor in files.items()}
-    older["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
+    top = "model." * (name == "lfm2_vl")
+    older[f"{top}vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
     model, image = model_of_files(config_of(name), tmp_path, older), image_of(name, 0)
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
 
