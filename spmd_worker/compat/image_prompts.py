@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
@@ -16,6 +17,7 @@ from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.media.source import AUDIO, IMAGE, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.tokenizer.messages import MediumName
+from spmd_worker.tokenizer.video_parts import is_open
 
 TRUNCATED: Final = (
     "truncate_prompt_tokens cuts tokens, and may cut an image or a recording of this prompt: leave it out"
@@ -43,10 +45,11 @@ class Preparer(Protocol):
 
 
 class MediaPrompt(NamedTuple):
-    """Ids of a prompt with images, and which of them take the rows of each."""
+    """Ids of a prompt with images, which of them take the rows of each, and the images in the order of the prompt."""
 
     token_ids: tuple[int, ...]
     items: tuple[MediaItem, ...]
+    media: tuple[PreparedMedia, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class ImagePrompts:
     preparer: Preparer
     placeholders: Placeholders
     image_token_id: int
+    video_token_id: int | None = None
 
     @property
     def medium(self) -> Medium:
@@ -67,8 +71,8 @@ class ImagePrompts:
 
     def of_text(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text with placeholders; `encode` may add special tokens."""
-        token_ids = tuple(encode(self.placeholders.expand_text(text, images)))
-        return MediaPrompt(token_ids, self.placeholders.media_items(token_ids, images, self.image_token_id))
+        images = self.placeholders.in_text_order(text, images)
+        return self._prompt(tuple(encode(self.placeholders.expand_text(text, images))), images)
 
     def of_chat(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text that a chat template has rendered."""
@@ -88,8 +92,12 @@ class ImagePrompts:
 
     def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of ids, with a placeholder's id for each image, or expanded; `encode` adds no special tokens."""
-        ids = tuple(self.placeholders.expand_ids(token_ids, images, encode))
-        return MediaPrompt(ids, self.placeholders.media_items(ids, images, self.image_token_id))
+        images = self.placeholders.in_ids_order(token_ids, images, encode)
+        return self._prompt(tuple(self.placeholders.expand_ids(token_ids, images, encode)), images)
+
+    def _prompt(self, token_ids: tuple[int, ...], images: Sequence[PreparedMedia]) -> MediaPrompt:
+        items = self.placeholders.media_items(token_ids, images, self.image_token_id, self.video_token_id)
+        return MediaPrompt(token_ids, items, tuple(images))
 
 
 def check_images(
@@ -115,6 +123,8 @@ def check_images(
         raise MediaError(f"{plural}_unsupported", message)
     if is_truncated:
         raise MediaError("conflicting_keys", TRUNCATED)
+    if any(each is not None and is_open(each) for each in sources):
+        raise MediaError("video_missing", "a video part has no video: give it video or video_url")
     if any(each is None for each in sources):
         if images.medium == AUDIO:
             raise MediaError("audio_missing", "an audio part has no audio: give it input_audio, audio_url or audio")
@@ -135,7 +145,11 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
 def check_sizes(images: Sequence[PreparedMedia]) -> None:
     """Check that no image was resized, cut or padded. Raises MediaError."""
     for number, image in enumerate(images):
-        if isinstance(image, PreparedImage) and image.pixels.shapes != (image.pixels.size,):
+        if not isinstance(image, PreparedImage):
+            continue
+        # Both frames of a video have one size.
+        kept = (image.pixels.size,) * (1 if image.frame is None else len(image.pixels.shapes))
+        if image.pixels.shapes != kept:
             height, width = image.pixels.size
             shapes = ", ".join(f"{shape[1]}x{shape[0]}" for shape in image.pixels.shapes)
             raise MediaError(
@@ -177,10 +191,13 @@ def media_of(data: Any, images: ImagePrompts | None) -> list[Any]:
     kind, code = medium.name, f"{medium.plural}_unsupported"
     if not isinstance(data, Mapping):
         raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kind!r}: {kind}}}")
-    others = [str(each) for each, value in data.items() if each != kind and value is not None]
+    kinds = (kind,) if medium == AUDIO else (kind, "video")
+    others = [str(each) for each, value in data.items() if each not in kinds and value is not None]
     if others:
         verb = "is" if medium == AUDIO else "are"
-        message = f"multi_modal_data has {', '.join(others)}: only {medium.plural} {verb} supported, under {kind!r}"
+        known = " and ".join([medium.plural, *(["videos"] if len(kinds) > 1 else [])])
+        under = " and ".join(map(repr, kinds))
+        message = f"multi_modal_data has {', '.join(others)}: only {known} {verb} supported, under {under}"
         raise MediaError(code, message)
     given = data.get(kind)
     if medium == AUDIO:
@@ -188,7 +205,7 @@ def media_of(data: Any, images: ImagePrompts | None) -> list[Any]:
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if any(isinstance(each, Mapping) for each in listed):
         raise MediaError("images_unsupported", "multi_modal_data has rows of images: give the images themselves")
-    return listed
+    return [*listed, *videos_of(data.get("video"))]
 
 
 def _recordings(given: Any) -> list[Any]:

@@ -308,7 +308,7 @@ def _encode_with_images(
                 check_text(tokenizer, text)
             encoded.media = _prepared(prompt, sources, images)
             made = images.of_text(text or "", encoded.media, tokenizer.encode)
-        encoded.token_ids, encoded.media_items = made
+        encoded.token_ids, encoded.media_items, encoded.media = made
     except (ConfigError, ValueError, TypeError) as error:
         encoded.error = str(error)
     return encoded

@@ -168,11 +168,14 @@ def _write(folder: Path, kind: str) -> None:
 
 
 def template_of(kind: str) -> str:
-    """A chat template that writes a placeholder for each image part."""
+    """A chat template that writes a placeholder for each part of an image or a video."""
+    token = PLACEHOLDERS[media_kind(kind)].video_token
+    of_video = "{% elif part.type == 'video' %}<|vision_start|>" + token + "<|vision_end|>" if token else ""
     return (
         "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
         "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
         + PLACEHOLDERS[media_kind(kind)].written
+        + of_video
         + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<answer>{% endif %}"
     )

@@ -20,6 +20,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import medium_of
+from spmd_worker.tokenizer.video_parts import is_open
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -96,7 +97,7 @@ class PromptEncoder:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             if sources and images is not None:
                 media = images.prepare(sources)
-                token_ids, items = images.of_chat(text, media, encode)
+                token_ids, items, media = images.of_chat(text, media, encode)
                 encoded = Encoded(text, token_ids, media=media, media_items=items)
             else:
                 encoded = Encoded(text, tuple(encode(text)))
@@ -148,7 +149,7 @@ def _ahead(images: ImagePrompts | None, sources: Sequence[Sequence[Any]], index:
     """`images`, which begin to prepare those of the next prompts."""
     if images is not None:
         for each in sources[index : index + _MAX_AHEAD]:
-            if each and not any(source is None for source in each):
+            if each and not any(map(is_open, each)):
                 images.preparer.submit(each)
     return images
 

@@ -162,7 +162,7 @@ def _truncated(
         is_truncated = params.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
-        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
+        text, (token_ids, items, images) = encode_with_images(*given, is_truncated=is_truncated)
         encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids, media=images, media_items=items)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)

@@ -17,10 +17,12 @@ from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     MediumName,
     checked_content,
+    checked_video,
     medium_of,
     optional_flag,
     with_parsed_arguments,
 )
+from spmd_worker.tokenizer.video_parts import VideoPart, is_open
 
 _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 
@@ -192,36 +194,56 @@ def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
 
 
 def with_media(prompt: _AnyPrompt, fields: Mapping[str, Any]) -> _AnyPrompt:
-    """The prompt with the images or the recordings of a plain row. In a conversation they belong to the parts that have
-    none.
+    """The prompt with the images and videos or the recordings of a plain row. In a conversation they belong to the
+    parts that have none.
     """
-    if fields.get("images") is not None and fields.get("audios") is not None:
-        raise InvalidRequestError("the row has images and audios: give one of them", "conflicting_keys")
+    beside = [key for key in ("images", "videos") if fields.get(key) is not None]
+    if beside and fields.get("audios") is not None:
+        raise InvalidRequestError(f"the row has {beside[0]} and audios: give one of them", "conflicting_keys")
     medium: MediumName = "image" if fields.get("audios") is None else "audio"
     key = f"{medium}s"
-    value = fields.get(key)
-    given = [] if value is None else list(value) if isinstance(value, list) else [value]
-    images = tuple([media_source(f"{key}[{index}]", each, _TYPES[medium]) for index, each in enumerate(given)])
-    if not images:
+    images = [media_source(f"{key}[{index}]", each, _TYPES[medium]) for index, each in enumerate(_listed(fields, key))]
+    videos = [_video(f"videos[{index}]", each) for index, each in enumerate(_listed(fields, "videos"))]
+    if not images and not videos:
         return prompt
     if not isinstance(prompt, TextPrompt | TokensPrompt | ChatPrompt):
+        given = key if images else "videos"
         raise InvalidRequestError(
-            f"{key} go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
+            f"{given} go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
         )
     if not isinstance(prompt, ChatPrompt):
-        return replace(prompt, images=images, medium=medium)
-    num_open = prompt.images.count(None) if prompt.medium == medium else 0
-    if num_open != len(images):
-        raise InvalidRequestError(
-            f"{key} has {len(images)} {key}, and messages have {num_open} {medium} parts without one: give a part "
-            f'{{"type": "{medium}"}} for each',
-            "placeholder_mismatch",
-        )
-    left = iter(images)
-    return replace(prompt, images=tuple([next(left) if each is None else each for each in prompt.images]))
+        return replace(prompt, images=(*images, *videos), medium=medium)
+    found = prompt.images if prompt.medium == medium else ()
+    for name, part, number in ((key, medium, len(images)), ("videos", "video", len(videos))):
+        num_open = sum([is_open(each) and (each is not None) is (part == "video") for each in found])
+        if num_open != number:
+            raise InvalidRequestError(
+                f"{name} has {number} {name}, and messages have {num_open} {part} parts without one: give a part "
+                f'{{"type": "{part}"}} for each',
+                "placeholder_mismatch",
+            )
+    left, left_videos = iter(images), iter(videos)
+    filled: list[str | VideoPart | None] = []
+    for each in found:
+        of_row = next(left_videos) if isinstance(each, VideoPart) and is_open(each) else each
+        filled.append(next(left) if of_row is None else of_row)
+    return replace(prompt, images=tuple(filled))
 
 
 _TYPES: Final = {"image": "image/png", "audio": "audio/wav"}
+
+
+def _listed(fields: Mapping[str, Any], key: str) -> list[Any]:
+    value = fields.get(key)
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _video(name: str, value: Any) -> VideoPart:
+    """A list of frames, a data URL or a path, or an object with the keys of a conversation's part."""
+    found = checked_video(name, {**(value if isinstance(value, dict) else {"video": value}), "type": "video"})
+    if is_open(found):
+        raise InvalidRequestError(f"{name}={shown(value)} must be a list of frames, a data URL or a path")
+    return found
 
 
 def media_source(name: str, value: Any, media_type: str = "image/png") -> str:

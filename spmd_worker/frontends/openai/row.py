@@ -13,6 +13,7 @@ from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.compat.image_prompts import media_digest, num_media_bytes
 from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
 from spmd_worker.media.audio_prepared import PreparedAudio
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PromptRows
@@ -23,6 +24,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import MediumName
 from spmd_worker.tokenizer.token_texts import TokenText
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 PoolingKind = Literal["embedding", "score", "rerank", "classify", "pooling"]
 
@@ -37,12 +39,12 @@ ErrorShape = Literal["plain", "openai"]
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say) unless
-    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths, which
+    `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs, paths or videos, which
     are of recordings if `medium` is audio.
     """
 
     text: str
-    images: tuple[str, ...] = ()
+    images: tuple[str | VideoPart, ...] = ()
     medium: MediumName = "image"
     adds_special_tokens: bool = True
 
@@ -54,7 +56,7 @@ class TokensPrompt:
     """
 
     token_ids: tuple[int, ...]
-    images: tuple[str, ...] = ()
+    images: tuple[str | VideoPart, ...] = ()
     medium: MediumName = "image"
 
 
@@ -71,7 +73,7 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    images: tuple[str | None, ...] = ()
+    images: tuple[str | VideoPart | None, ...] = ()
     medium: MediumName = "image"
     adds_special_tokens: bool = False
     reasoning_effort: str | None = None
@@ -222,7 +224,8 @@ class RowError:
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
-    image_too_narrow, image_changed, image_too_long, too_many_images, reserved_token, placeholder_mismatch,
+    image_too_narrow, image_changed, image_too_long, too_many_images, videos_unsupported, video_missing,
+    video_unreadable, video_too_long, too_many_videos, reserved_token, placeholder_mismatch,
     audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
     audio_too_long, audio_changed, too_many_audios, experts_unsupported, encoder_unsupported, encoder_input_missing; and
     non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.
@@ -244,14 +247,16 @@ class ImagesOfRow(NamedTuple):
     @staticmethod
     def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
         # Windows are made of the same bytes.
-        sources = [each.source_digest for each in media if not isinstance(each, PreparedAudio) or not each.start_s]
+        # Videos are behind images, wherever a prompt has them.
+        ordered = sorted(media, key=lambda each: isinstance(each, PreparedImage) and each.frame is not None)
+        sources = [each.source_digest for each in ordered if not isinstance(each, PreparedAudio) or not each.start_s]
         return ImagesOfRow(num_media_bytes(media), media_digest(sources))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")
 
 
-def images_of_row(row: Row) -> tuple[str | None, ...]:
+def images_of_row(row: Row) -> tuple[str | VideoPart | None, ...]:
     """The images of a row's prompt."""
     return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
 

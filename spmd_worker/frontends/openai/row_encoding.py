@@ -118,7 +118,7 @@ def _read(
         is_truncated = row.sampling.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
-        text, (token_ids, items) = encode_with_images(*given, is_truncated=is_truncated)
+        text, (token_ids, items, images) = encode_with_images(*given, is_truncated=is_truncated)
         return Encoded(text, token_ids, media=images, media_items=items)
     return Encoded(*encode(prompt, tokenizer, check_text))
 

@@ -24,6 +24,7 @@ from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folde
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.source import AUDIO, IMAGE, Medium, read_source
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 
 class ImagesError(Exception):
@@ -74,9 +75,9 @@ def _digests(run_dir: Path, manifest: dict[str, Any]) -> Iterator[tuple[int, str
 
 
 class _Source(NamedTuple):
-    """A path or a data URL, and what it is of."""
+    """A path or a data URL, and what it is of; or a video."""
 
-    source: str | bytes
+    source: str | bytes | VideoPart
     max_bytes: int
     medium: Medium
 
@@ -86,10 +87,15 @@ def _sources(row: Row, limits: RowLimits) -> list[_Source]:
         return [_Source(row.prompt.source, limits.max_audio_bytes, AUDIO)]
     if medium_of_row(row) == "audio":
         return [_Source(each or "", limits.max_audio_bytes, AUDIO) for each in images_of_row(row)]
-    return [_Source(each or "", limits.max_image_bytes, IMAGE) for each in images_of_row(row)]
+    # Videos are behind images, wherever a prompt has them.
+    sources = sorted(images_of_row(row), key=lambda each: isinstance(each, VideoPart))
+    return [_Source(each or "", limits.max_image_bytes, IMAGE) for each in sources]
 
 
 def _digest(row: int, given: _Source, root: str | None) -> bytes:
+    if isinstance(given.source, VideoPart):
+        frames = [_digest(row, given._replace(source=each), root) for each in given.source.texts]
+        return sha256(b"".join(frames)).digest()
     try:
         return sha256(read_source(given.source, None if root is None else Path(root), *given[1:])).digest()
     except MediaError as error:

@@ -84,10 +84,14 @@ def _qwen_sizes(
     }
 
 
-def _qwen_vision(files: VisionFiles, kind: str, tower: TowerConfig, default_token: int) -> VisionConfig:
+def _qwen_vision(
+    files: VisionFiles, kind: str, tower: TowerConfig, default_token: int, *, has_videos: bool = True
+) -> VisionConfig:
+    """The id of video tokens follows that of images by default."""
     return VisionConfig(
         kind,
         image_token_id=files.whole.count("image_token_id", default_token),
+        video_token_id=files.whole.count("video_token_id", default_token + 1) if has_videos else None,
         num_added=len(tower.added_layers),
         merge_size=files.vision.count("spatial_merge_size", 2),
         has_three_positions=True,
@@ -177,7 +181,7 @@ def _glm4v(files: VisionFiles, *, default_token: int = 151343) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, **inner, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, default_token)
+    return _qwen_vision(files, "glm4v", tower, default_token, has_videos=False)
 
 
 def _glm4v_moe(files: VisionFiles) -> VisionConfig:
@@ -208,7 +212,7 @@ def _glm_ocr(files: VisionFiles) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, 59280)
+    return _qwen_vision(files, "glm4v", tower, 59280, has_videos=False)
 
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
@@ -331,6 +335,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
+VIDEO_ROWS: Final = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
+"""Rows whose models take videos."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
