@@ -68,7 +68,7 @@ def media_limits(config: RunConfig) -> MediaLimits:
     limits, background = config.limits, bytes.fromhex(config.model.image_background[1:])
     formats = tuple([each.upper() for each in limits.image_formats]) if limits.image_formats else DEFAULT_FORMATS
     of_images = ("max_image_bytes", "max_image_pixels", "max_images", "max_image_tokens")
-    names = (*of_images, "max_videos", "max_video_frames", "max_video_tokens")
+    names = (*of_images, "max_videos", "max_video_bytes", "max_video_frames", "max_video_tokens")
     sizes = {name: getattr(limits, name) for name in names}
     colour = (background[0], background[1], background[2])
     return MediaLimits(**sizes, image_formats=formats, background=colour)

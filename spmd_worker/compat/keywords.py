@@ -101,7 +101,8 @@ _OF_LLM: Final = (
         Effect.SAME,
         "`min_pixels` and `max_pixels` are `image_min_pixels` and `image_max_pixels`; size, max_patches, "
         "do_image_splitting and max_soft_tokens replace values of `preprocessor_config.json` (`image_processor`), "
-        "cap_pixels_per_frame and max_video_tokens those of `video_preprocessor_config.json` (`video_processor`)",
+        "cap_pixels_per_frame, max_video_tokens, fps and numbers of frames those of `video_preprocessor_config.json` "
+        "(`video_processor`)",
         annotation=Mapping[str, Any] | None,
     ),
     Keyword(

@@ -166,6 +166,7 @@ class LLMKeywords(_Others, total=False):
     max_image_tokens: int | None
     image_formats: list[str] | None
     max_videos: int | None
+    max_video_bytes: int | None
     max_video_frames: int | None
     max_video_tokens: int | None
     max_audios: int | None

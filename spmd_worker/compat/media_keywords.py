@@ -9,7 +9,7 @@ from spmd_worker.base.errors import ConfigError
 
 MEDIA_KEYWORDS: Final = ("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "language_model_only")
 _BACKGROUND: Final = "rgba_background_color"
-_OF_VIDEOS: Final = ("cap_pixels_per_frame", "max_video_tokens")
+_OF_VIDEOS: Final = (*("cap_pixels_per_frame", "max_video_tokens", "fps", "num_frames", "min_frames", "max_frames"),)
 _PIXELS: Final[Mapping[str, str]] = {"min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels"}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.tokenizer.video_parts import VideoPart, video_part, video_with_metadata
+from spmd_worker.tokenizer.video_parts import VIDEO_OPTIONS, VideoPart, video_part, video_with_metadata
 
 _CODE: Final = "video_unreadable"
 _VIDEO: Final = "video"
@@ -33,8 +33,9 @@ def _video(given: Any) -> VideoPart:
         return video_with_metadata(given[0], given[1])
     if isinstance(given, Mapping):
         options = {key: value for key, value in given.items() if key != _VIDEO}
-        if _VIDEO not in given or set(options) - {"fps", "sample_fps"}:
-            raise MediaError("videos_unsupported", f"a video with {', '.join(map(repr, given))}: give video, and fps")
+        if _VIDEO not in given or not set(options) <= {*VIDEO_OPTIONS}:
+            rule = f"give video, and perhaps {', '.join(VIDEO_OPTIONS)}"
+            raise MediaError("videos_unsupported", f"a video with {', '.join(map(repr, given))}: {rule}")
         return video_part(given[_VIDEO], options)
     return video_part(given, {})
 

@@ -23,6 +23,7 @@ class MediaLimits:
     max_images: int = 32
     max_image_tokens: int = 4096
     max_videos: int = 4
+    max_video_bytes: int = 100 << 20
     max_video_frames: int = 768
     max_video_tokens: int = 32_768
     image_formats: tuple[str, ...] = DEFAULT_FORMATS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.placeholders import Placeholders
 from spmd_worker.media.prepare_process import IsolatedPreparer
 from spmd_worker.media.prepared import Pixels, PreparedImage
-from spmd_worker.media.source import ImageSource, read_source
+from spmd_worker.media.source import VIDEO, ImageSource, read_source
+from spmd_worker.media.video_preparing import prepare_video
+from spmd_worker.media.video_process import IsolatedVideoDecoder
 from spmd_worker.media.video_processor import VideoProcessor
+from spmd_worker.media.video_sampling import Sampling
 from spmd_worker.media.video_source import GivenVideo, given_video
 from spmd_worker.tokenizer.video_parts import VideoPart
 
@@ -27,6 +30,23 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = ImageSource | VideoPart
 _GivenImage: TypeAlias = bytes | str | Path | Pixels
+
+
+class _Helpers(NamedTuple):
+    """Processes of one thread, which start when they are asked first."""
+
+    images: IsolatedPreparer
+    videos: IsolatedVideoDecoder | None
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process of images; None without one."""
+        return self.images.pid
+
+    def close(self) -> None:
+        self.images.close()
+        if self.videos is not None:
+            self.videos.close()
 
 
 class ImagePreparer:
@@ -49,9 +69,10 @@ class ImagePreparer:
         self.processor, self.placeholders, self.limits = processor, placeholders, limits
         self._root, self._video, self._is_closed = root, video, False
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="images")
-        self._idle: queue.SimpleQueue[IsolatedPreparer] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[_Helpers] = queue.SimpleQueue()
         for _ in range(num_processes):
-            self._idle.put(IsolatedPreparer(processor, limits, video))
+            decoder = None if video is None else IsolatedVideoDecoder(video, limits)
+            self._idle.put(_Helpers(IsolatedPreparer(processor, limits, video), decoder))
 
     def __enter__(self) -> "ImagePreparer":
         return self
@@ -93,18 +114,18 @@ class ImagePreparer:
                 "the model's kind has none here, its folder does not say how they are prepared, or limits.max_videos"
             )
             raise MediaError("videos_unsupported", f"this run takes no videos: {reason} is 0: leave videos out")
-        for name, number, most in (
-            ("images", len(sources) - num_videos, self.limits.max_images),
-            ("videos", num_videos, self.limits.max_videos),
-        ):
-            if number > most:
-                rule = f"limits.max_{name}={most}"
-                raise MediaError(f"too_many_{name}", f"the prompt has {number} {name}, more than {rule}")
+        num_images = len(sources) - num_videos
+        if num_images > self.limits.max_images:
+            rule = f"limits.max_images={self.limits.max_images}"
+            raise MediaError("too_many_images", f"the prompt has {num_images} images, more than {rule}")
+        if num_videos > self.limits.max_videos:
+            rule = f"limits.max_videos={self.limits.max_videos}"
+            raise MediaError("too_many_videos", f"the prompt has {num_videos} videos, more than {rule}")
 
-    def _given_source(self, name: str, source: Source) -> "tuple[str, _GivenImage | GivenVideo]":
+    def _given_source(self, name: str, source: Source) -> "tuple[str, _GivenImage | GivenVideo | VideoPart]":
         with _named(name):
             if isinstance(source, VideoPart):
-                return name, given_video(source, self.limits, self._given)
+                return name, source if source.is_file else given_video(source, self.limits, self._given)
             return name, self._given(source)
 
     def _given(self, source: ImageSource) -> _GivenImage:
@@ -117,16 +138,18 @@ class ImagePreparer:
         kinds = "bytes, a path, a data URL, a uint8 array [height, width, 3] or a PIL image"
         raise MediaError("image_unreadable", f"{type(source).__name__} is not an image: give {kinds}")
 
-    def _prepare_all(self, given: "list[tuple[str, _GivenImage | GivenVideo]]") -> list[PreparedImage]:
+    def _prepare_all(self, given: "list[tuple[str, _GivenImage | GivenVideo | VideoPart]]") -> list[PreparedImage]:
         helper = self._idle.get()
         try:
             made: list[PreparedImage] = []
             for name, each in given:
                 with _named(name):
                     if isinstance(each, GivenVideo):
-                        made += self._prepare_video(helper, each)
+                        made += self._prepare_video(helper.images, each)
+                    elif isinstance(each, VideoPart):
+                        made += self._prepare_file(helper, each)
                     else:
-                        made.append(helper.prepare(*self._read(each), is_alone=len(given) == 1))
+                        made.append(helper.images.prepare(*self._read(each), is_alone=len(given) == 1))
             return made
         finally:
             self._idle.put(helper)
@@ -147,10 +170,23 @@ class ImagePreparer:
         assert self._video is not None, "numbers of videos were checked"
         return given.prepared(frames, size, self._video, digest.digest())
 
-    def _read(self, given: _GivenImage) -> tuple[bytes | Pixels, bytes]:
-        """Bytes or pixels, and their digest."""
+    def _prepare_file(self, helper: "_Helpers", part: VideoPart) -> list[PreparedImage]:
+        assert self._video is not None, "numbers of videos were checked"
+        assert helper.videos is not None, "a run with videos decodes them"
+        self._check_open()
+        data = read_source(part.video, self._root, self.limits.max_video_bytes, VIDEO)
+        sampling = Sampling(part.fps, part.num_frames, part.min_frames, part.max_frames)
+        found = helper.videos.decode(data, sampling)
+        numbers = (found.indices, found.fps, found.total)
+        return prepare_video(found.frames, found.size, *numbers, self._video, sha256(data).digest())
+
+    def _check_open(self) -> None:
         if self._is_closed:
             raise MediaError("image_unreadable", "the run has ended before it was prepared")
+
+    def _read(self, given: _GivenImage) -> tuple[bytes | Pixels, bytes]:
+        """Bytes or pixels, and their digest."""
+        self._check_open()
         if isinstance(given, np.ndarray):
             return given, sha256(b"%d %d\n" % given.shape[:2] + given.tobytes()).digest()
         data = read_source(given, self._root, self.limits.max_image_bytes)

@@ -17,16 +17,18 @@ from spmd_worker.media.image_processor import CLIP_MEAN, CLIP_STD, HALVES, Image
 from spmd_worker.media.processor_settings import ProcessorSettings, Values, json_object
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
 OVERRIDES: Final = "model.video_processor"
-OVERRIDE_KEYS: Final = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens")
 _FILES: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
 _MAX_PIXELS: Final = 1 << 32
 _MAX_TOKENS: Final = 1 << 24
 _BICUBIC: Final = 3
 _CAPPED_SHARE: Final = 0.9
 _LEAST_CAPPED: Final = 1.05
+_MOST_FPS: Final = 1000.0
+_NUMBERS_OF_FRAMES: Final = (("min_frames", 4), ("max_frames", 768))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class VideoProcessor:
     kinds that have `timestamps`: these write the seconds of each pair of frames before its tokens. In the others
     positions in time grow by `time_per_second`, or by 1 a pair if it is 0. With `cap_tokens` above 0 long videos have
     smaller frames: they are tokens of a video, or of a frame in kinds with timestamps.
+
+    Of files `fps` frames a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
     """
 
     kind: str
@@ -49,6 +53,10 @@ class VideoProcessor:
     cap_tokens: int = 0
     time_per_second: float = 0.0
     timestamps: bool = False
+    fps: float = DEFAULT_FPS
+    num_frames: int = 0
+    min_frames: int = 4
+    max_frames: int = 768
 
     @property
     def unit(self) -> int:
@@ -113,6 +121,7 @@ def read_video_processor(
         cap_tokens=_cap_tokens(settings, rule.cap_tokens),
         time_per_second=_time_per_second(config) if rule.has_times else 0.0,
         timestamps=rule.timestamps,
+        **_sampling(settings),
     )
     for key, own, other in (
         ("image_mean", processor.mean, images.mean),
@@ -181,6 +190,19 @@ def _pixels(settings: ProcessorSettings, rule: _Rule, key: str, edge: str, defau
     if reader.get(key) is not None and (rule.has_old_keys or reader is settings.given):
         return settings.integer(key, default, 1, _MAX_PIXELS)
     return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _sampling(settings: ProcessorSettings) -> dict[str, Any]:
+    """A file that does not say how to sample, or says not to, has the rate of Qwen's own tools."""
+    found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in _NUMBERS_OF_FRAMES}
+    if found["min_frames"] > found["max_frames"]:
+        raise settings.of("min_frames").error("min_frames", f"is above max_frames, {found['max_frames']}{WAY_OUT}")
+    if settings.of("num_frames").get("num_frames") is not None:
+        found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
+    rate = settings.of("fps").number("fps", DEFAULT_FPS)
+    if rate > _MOST_FPS:
+        raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")
+    return {**found, "fps": rate}
 
 
 def _cap_tokens(settings: ProcessorSettings, default: int) -> int:

@@ -37,8 +37,8 @@ def given_video(part: VideoPart, limits: MediaLimits, given_image: Callable[[Any
     video = part.video
     if isinstance(video, list | tuple):
         frames: Sequence[Any] = video
-    elif isinstance(video, str | bytes) or not hasattr(video, "__array__"):
-        raise MediaError("videos_unsupported", f"files of videos are not decoded: give {_FORMS}")
+    elif not hasattr(video, "__array__"):
+        raise MediaError("video_unreadable", f"{type(video).__name__} is not a video: give a file, {_FORMS}")
     else:
         frames = _frames_of(video)
     if not 1 <= len(frames) <= limits.max_video_frames:

@@ -4,18 +4,24 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_float, plain_int, shown
 
 DEFAULT_FPS: Final = 2.0
-"""Frames a second of given frames, where nothing says how many: the rate at which Qwen's models sample."""
+"""Frames a second of given frames, and of those taken of a file, where nothing says how many: the rate at which Qwen's
+models sample.
+"""
 _FRAMES_URL: Final = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 _RATES: Final = ("fps", "sample_fps")
 _MOST_FRAMES: Final = 1 << 24
 _LEAST_FPS: Final = 0.001
 _MOST_FPS: Final = 1000.0
-VIDEO_OPTIONS: Final = _RATES
+_OF_FILES: Final = {"num_frames": "num_frames", "nframes": "num_frames"} | {
+    each: each for each in ("min_frames", "max_frames")
+}
+VIDEO_OPTIONS: Final = (*_RATES, *_OF_FILES)
 """Numbers that a part of a conversation may have beside its video."""
 
 
@@ -25,13 +31,20 @@ class VideoPart:
     None is that of a part of a conversation whose video a row has elsewhere.
 
     Given frames are those at `indices` of a video of `total` frames, `fps` of them a second; without `indices` they are
-    all.
+    all. Of a file `fps` a second are taken, `min_frames` to `max_frames`, or `num_frames`.
     """
 
     video: Any = None
     fps: float | None = None
     indices: tuple[int, ...] = ()
     total: float = 0.0
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return isinstance(self.video, str | bytes | Path)
 
     @property
     def texts(self) -> list[str | bytes]:
@@ -64,7 +77,19 @@ def video_part(video: Any, options: Mapping[str, Any]) -> VideoPart:
         video = [f"data:image/jpeg;base64,{each}" for each in video[beginning.end() :].split(",")]
     if isinstance(video, list | tuple) and not video:
         raise ValueError("has no frames: give one at least")
-    return VideoPart(video, fps)
+    given = [each for each in _OF_FILES if options.get(each) is not None]
+    numbers = {_OF_FILES[each]: _number(each, options[each]) for each in given}
+    bounds = [numbers.get(each) for each in ("num_frames", "min_frames", "max_frames")]
+    part = VideoPart(video, fps, (), 0.0, *bounds)
+    if not part.is_file and given:
+        raise ValueError(f"has {given[0]}, which is for files: given frames are all taken")
+    if part.is_file and "sample_fps" in rates:
+        raise ValueError("has sample_fps, which is for given frames: fps is what is taken of a file")
+    if len(numbers) < len(given) or ("num_frames" in numbers and (rates or len(numbers) > 1)):
+        raise ValueError(f"has {', '.join([*rates, *given])}: give num_frames, or fps and bounds")
+    if numbers.get("min_frames", 1) > numbers.get("max_frames", _MOST_FRAMES):
+        raise ValueError("has min_frames above max_frames")
+    return part
 
 
 def video_with_metadata(video: Any, metadata: Mapping[str, Any]) -> VideoPart:
@@ -90,6 +115,13 @@ def _rate(name: str, value: Any) -> float:
     number = plain_float(value)
     if number is None or not math.isfinite(number) or not _LEAST_FPS <= number <= _MOST_FPS:
         raise ValueError(f"has {name}={shown(value)}, which must be frames a second, {_LEAST_FPS:g} to {_MOST_FPS:g}")
+    return number
+
+
+def _number(name: str, value: Any) -> int:
+    number = plain_int(value)
+    if number is None or not 1 <= number < _MOST_FRAMES:
+        raise ValueError(f"has {name}={shown(value)}, which must be a number of frames")
     return number
 
 

@@ -25,7 +25,7 @@ KIND = "qwen2_5_vl"
 FRAMES = [noise(60, 90, each) for each in range(3)]
 FILES = [saved(each) for each in FRAMES]
 BASE64 = [base64.b64encode(each).decode() for each in FILES]
-LIMITS = MediaLimits(max_images=2, max_videos=2, max_video_frames=5, max_video_tokens=100)
+LIMITS = MediaLimits(max_images=2, max_videos=2, max_video_frames=5, max_video_tokens=100, max_video_bytes=2000)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "no frame of a file": (videos_of([FRAMES[0], b"no picture"]), "image_unreadable"),
     "a missing file": (parts({"type": "video", "video": ["0.png", "gone.png"]}), "image_missing"),
     "a path outside": (parts({"type": "video", "video": ["/etc/hostname"]}), "image_outside_root"),
-    "a file of a video": (parts({"type": "video", "video": "clip.mp4"}), "videos_unsupported"),
+    "a missing video": (parts({"type": "video", "video": "clip.mp4"}), "video_missing"),
+    "a video outside": (parts({"type": "video_url", "video_url": "file:///etc/hostname"}), "video_outside_root"),
+    "an address of a video": (parts({"type": "video", "url": "https://a/b.mp4"}), "videos_unsupported"),
+    "a text as a video": (videos_of(b"no video"), "video_unreadable"),
+    "a large file": (videos_of(bytes(3000)), "video_too_large"),
     "an address": (parts({"type": "video", "video": ["http://a/b.png"]}), "images_unsupported"),
     "many frames": (videos_of(np.zeros((6, 30, 30, 3), np.uint8)), "video_too_long"),
     "many tokens": (videos_of(np.zeros((4, 400, 400, 3), np.uint8)), "video_too_long"),
@@ -99,7 +103,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "shares of light": (videos_of(np.full((4, 30, 30, 3), 0.5)), "video_unreadable"),
     "wide integers": (videos_of(np.zeros((4, 30, 30, 3), np.int64)), "image_unreadable"),
     "other indices": (videos_of((np.stack(FRAMES), {"frames_indices": [0, 1]})), "video_unreadable"),
-    "no video": (videos_of(7), "videos_unsupported"),
+    "no video": (videos_of(7), "video_unreadable"),
     "narrow frames": (videos_of(np.zeros((2, 9, 2000, 3), np.uint8)), "image_too_narrow"),
 }
 
@@ -131,6 +135,11 @@ def test_model_without_videos_rejects_them(tmp_path: Path):
         ({"type": "video", "video": [1]}, "must be a data URL, a path, or a list of frames"),
         ({"type": "video_url", "video_url": {"url": None}}, "must be a data URL, a path, or a list of frames"),
         ({"type": "video_url"}, "needs video_url, and nothing else"),
+        ({"type": "video", "video": ["0.png"], "nframes": 2}, "has nframes, which is for files"),
+        ({"type": "video", "video": "a.mp4", "sample_fps": 2}, "has sample_fps, which is for given frames"),
+        ({"type": "video", "video": "a.mp4", "num_frames": 2, "fps": 1}, "give num_frames, or fps and bounds"),
+        ({"type": "video", "video": "a.mp4", "num_frames": 0}, "has num_frames=0, which must be a number of frames"),
+        ({"type": "video", "video": "a.mp4", "min_frames": 3, "max_frames": 2}, "has min_frames above max_frames"),
     ],
 )
 def test_unusable_part_is_named(part: dict[str, Any], words: str):

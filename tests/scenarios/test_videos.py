@@ -21,6 +21,7 @@ from video_models import NUM_TOKENS, VIDEO_KINDS, Media, Video, prompt_of_media,
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.frontends.tools.verify_images import compare_images
+from spmd_worker.replica.scheduler import allocator
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
@@ -140,6 +141,19 @@ def test_prompt_cut_anywhere_has_one_answer(kind: str, models: Any, monkeypatch:
         assert answers(llm, MEDIAS[:1]) == alone[:1], cut
 
 
+@pytest.mark.control("answers about videos are the same in every batch, chunk and cache")
+def test_names_without_frames_give_the_first_answer(models: Any, monkeypatch: pytest.MonkeyPatch):
+    """Blocks named by ids alone: of other frames, and of the same at other times."""
+    llm, alone = models("qwen2_5_vl")
+    llm.reset_prefix_cache()
+    monkeypatch.setattr(allocator, "given_rows", lambda request, first: [])
+    found = [answers(llm, [MEDIAS[number]])[0] for number in (0, 3, 4)]
+    assert found[:2] == [alone[0]] * 2
+    # Text behind the video, of which no block is complete, has its own positions.
+    assert found[2] != alone[4]
+    llm.reset_prefix_cache()
+
+
 @pytest.mark.stress
 @pytest.mark.guarantee("answers about videos are the same in every batch, chunk and cache")
 @pytest.mark.parametrize("kind", VIDEO_KINDS)
@@ -188,10 +202,10 @@ def conversation(*parts: dict[str, Any]) -> dict[str, Any]:
 URL = {"type": "video_url", "video_url": {"url": FRAMES_URL}}
 PATHS = {"type": "video", "video": [f"{number}.png" for number in range(4)]}
 BAD = {
-    "videos_unsupported": {"type": "video_url", "video_url": {"url": "clip.mp4"}},
+    "videos_unsupported": {"type": "video_url", "video_url": {"url": "https://a/clip.mp4"}},
     "image_missing": {"type": "video", "video": ["0.png", "gone.png"]},
     "invalid_value": {"type": "video", "video": ["0.png"], "fps": -1},
-    "unsupported_value": {"type": "video", "video": ["0.png"], "nframes": 3},
+    "unsupported_value": {"type": "video", "video": ["0.png"], "max_pixels": 3},
     "video_missing": {"type": "video"},
 }
 

@@ -53,7 +53,10 @@ _MAX_CPU_LORAS: Final = 2**16
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of images that may be decoded, all but the last by default."""
 _IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
-_VIDEO_PROCESSOR_KEYS: Final = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens")
+_VIDEO_PROCESSOR_KEYS: Final = (
+    *("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens"),
+    *("fps", "num_frames", "min_frames", "max_frames"),
+)
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
@@ -618,7 +621,8 @@ class RowLimits:
         None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
     )
     max_videos: int = option(4, "videos of a row; 0: videos are rejected", least=0)
-    max_video_frames: int = option(768, "frames of a video", least=1)
+    max_video_bytes: int = option(100 * 1024 * 1024, "bytes of a video's file", least=1)
+    max_video_frames: int = option(768, "frames of a video that are taken", least=1)
     max_video_tokens: int = option(32_768, "tokens of a video in the prompt", least=1)
     max_audios: int = option(
         32,

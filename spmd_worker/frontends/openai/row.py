@@ -225,7 +225,8 @@ class RowError:
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
     image_too_narrow, image_changed, image_too_long, too_many_images, videos_unsupported, video_missing,
-    video_unreadable, video_too_long, too_many_videos, reserved_token, placeholder_mismatch,
+    video_outside_root, video_unreadable, video_too_large, video_too_short, video_too_long, too_many_videos,
+    reserved_token, placeholder_mismatch,
     audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
     audio_too_long, audio_changed, too_many_audios, experts_unsupported, encoder_unsupported, encoder_input_missing; and
     non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.

@@ -22,7 +22,7 @@ from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.source import AUDIO, IMAGE, Medium, read_source
+from spmd_worker.media.source import AUDIO, IMAGE, VIDEO, Medium, read_source
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.video_parts import VideoPart
 
@@ -89,15 +89,21 @@ def _sources(row: Row, limits: RowLimits) -> list[_Source]:
         return [_Source(each or "", limits.max_audio_bytes, AUDIO) for each in images_of_row(row)]
     # Videos are behind images, wherever a prompt has them.
     sources = sorted(images_of_row(row), key=lambda each: isinstance(each, VideoPart))
-    return [_Source(each or "", limits.max_image_bytes, IMAGE) for each in sources]
+    return [
+        _Source(each, limits.max_video_bytes, VIDEO)
+        if isinstance(each, VideoPart) and each.is_file
+        else _Source(each or "", limits.max_image_bytes, IMAGE)
+        for each in sources
+    ]
 
 
 def _digest(row: int, given: _Source, root: str | None) -> bytes:
-    if isinstance(given.source, VideoPart):
+    if isinstance(given.source, VideoPart) and not given.source.is_file:
         frames = [_digest(row, given._replace(source=each), root) for each in given.source.texts]
         return sha256(b"".join(frames)).digest()
+    source = given.source.video if isinstance(given.source, VideoPart) else given.source
     try:
-        return sha256(read_source(given.source, None if root is None else Path(root), *given[1:])).digest()
+        return sha256(read_source(source, None if root is None else Path(root), *given[1:])).digest()
     except MediaError as error:
         raise ImagesError(f"row {row}: {error}") from None
 
