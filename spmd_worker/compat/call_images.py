@@ -16,6 +16,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.media_sizes import AbsentFeatures, AbsentPixels
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 _GIB = 1 << 30
 
@@ -50,14 +51,15 @@ def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, .
     prompt = _dropped(media)
     if prompt is None:
         return tuple(media)
-    made = prompt.again()
-    changed = [index for index, (old, new) in enumerate(zip(media, made)) if old.media_id != new.media_id]
+    # A prompt may have images and videos in another order than it was given them.
+    made = {each.media_id: each for each in prompt.again()}
+    changed = [index for index, each in enumerate(media) if each.media_id not in made]
     if changed:
         words = f"{changed[0]} changed while the call ran: its tokens are of another"
         if isinstance(media[0], PreparedImage):
             raise MediaError("image_changed", f"image {words}")
         raise MediaError("audio_changed", f"audio {words}")
-    return made
+    return tuple([made[each.media_id] for each in media])
 
 
 def prepare_ahead(media: Sequence[PreparedMedia]) -> None:
@@ -132,10 +134,19 @@ class CallPreparer:
 
     def _prompt_of(self, sources: Sequence[Any]) -> CallPrompt:
         # The images of a prompt together: how one is prepared may depend on their number.
-        key = tuple([each if isinstance(each, str | bytes) else id(each) for each in sources])
+        key = tuple(map(_key, sources))
         if key not in self._prompts:
             self._prompts[key] = CallPrompt(tuple(sources), self)
         return self._prompts[key]
+
+
+def _key(source: Any) -> Hashable:
+    """The same for a source that is read from a prompt again."""
+    if isinstance(source, VideoPart):
+        frames = source.video if isinstance(source.video, list | tuple) else [source.video]
+        bounds = (source.num_frames, source.min_frames, source.max_frames)
+        return (*map(_key, frames), source.fps, source.indices, source.total, *bounds)
+    return source if isinstance(source, str | bytes) else id(source)
 
 
 @dataclass(frozen=True, slots=True)
