@@ -204,8 +204,8 @@ def _num_rows(group: Sequence[PreparedMedia]) -> int:
 
 
 def _from(video_id: int, ids: list[int]) -> list[int]:
-    """Ids of a video from the token before its first row on: those of a text before it may join with the prompt's."""
-    return ids[max(ids.index(video_id) - 1, 0) :] if video_id in ids else ids
+    """Ids of a video from its first row on: those of the text before it may join with the prompt's."""
+    return ids[ids.index(video_id) :] if video_id in ids else ids
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:

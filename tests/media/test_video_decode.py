@@ -162,7 +162,7 @@ def test_indices_are_those_of_transformers(kind: str):
     """But for the rounding of float32, which Qwen2-VL's has."""
     chance, processor = random.Random(1), QWEN3 if kind == "qwen3_vl" else QWEN2
     theirs = video_processor_oracle(kind, {"num_frames": None, "fps": None if kind == "qwen2_vl" else 2})
-    for _ in range(400):
+    for _ in range(100):
         total, fps = chance.randrange(4, 4000), chance.choice([24.0, 25.0, 29.97, 60.0, 12.5, 1.0])
         number = 2 * chance.randrange(1, total // 2)
         for given in ({"fps": chance.choice([0.5, 1.0, 2.0, 4.5])}, {"num_frames": number}):

@@ -89,8 +89,8 @@ def distance(theirs: tuple[list[int], list[int], list[float]], ours: tuple[list[
 @pytest.mark.parametrize("kind", VIDEO_KINDS)
 def test_greedy_ids_are_those_of_transformers(kind: str, models: Any):
     _, alone = models(kind)
-    for media, ours in zip(MEDIAS, alone, strict=True):
-        assert distance(their_video_answer(kind, media), ours) < 1e-4
+    for number in (1, 2, 4):
+        assert distance(their_video_answer(kind, MEDIAS[number]), alone[number]) < 1e-4, number
 
 
 @pytest.mark.control("Answers about videos are those of transformers")
@@ -161,11 +161,13 @@ def test_cut_and_preempted_prompts_have_the_bits_of_alone(kind: str, models: Any
     monkeypatch.setenv("SPMD_WORKER_CHECK", "1")
     roomy, alone = models(kind)
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
-    expected = answers(roomy, MEDIAS, params)
-    num_blocks = max([len(each[0]) for each in alone]) // 8 + 6
+    # Two of them fit when they begin, and not when they end.
+    medias = [MEDIAS[each] for each in (0, 3, 4)]
+    expected = answers(roomy, medias, params)
+    num_blocks = 2 * (len(alone[0][0]) // 8 + 1) + 4
     small = {"num_blocks": num_blocks, "max_model_len": 8 * num_blocks, "max_num_batched_tokens": 7}
     with opened(kind, **small, max_encode_patches=40, preemption_mode="recompute") as llm:
-        assert answers(llm, MEDIAS, params) == expected
+        assert answers(llm, medias, params) == expected
         assert llm.llm_engine.counters.num_preemptions > 0
 
 
@@ -265,6 +267,15 @@ def test_expanded_ids_of_a_video_are_taken(models: Any):
         given = [{"prompt_token_ids": each, "multi_modal_data": data} for each in (ids, plain)]
         for each in llm.generate(given, GREEDY, use_tqdm=False):
             assert (list(each.prompt_token_ids or ()), list(each.outputs[0].token_ids)) == (ids, expected)
+    ids, (before, behind) = alone[0][0], (len(tokenizer.encode(each).ids) for each in ("Look:", "What is it?"))
+    start, end = (tokenizer.token_to_id(f"<|vision_{each}|>") for each in ("start", "end"))
+    kept = [*ids[:before], start, *ids[before:-behind], end, *ids[-behind:]]
+    data = prompt_of_media(MEDIAS[0])["multi_modal_data"]
+    found = llm.generate({"prompt_token_ids": kept, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+    assert list(found[0].prompt_token_ids or ()) == kept
+    short = {"prompt_token_ids": kept[:-behind], "multi_modal_data": prompt_of_media(MEDIAS[5])["multi_modal_data"]}
+    (refused,) = llm.generate(short, GREEDY, use_tqdm=False, on_error="row")
+    assert "and 2 videos, which take" in str(refused.error)
 
 
 def test_plan_says_what_a_video_takes():

@@ -19,7 +19,7 @@ from spmd_worker.media.prepared import Pixels
 VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 FPS: Final = 8.0
 """Frames a second of which pairs are one position apart in the Qwen2.5-VL of these tests."""
-NUM_TOKENS: Final = 8
+NUM_TOKENS: Final = 4
 
 
 @dataclass(frozen=True)
