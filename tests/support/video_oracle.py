@@ -1,6 +1,6 @@
 """transformers' video processors, and its texts of videos: the oracles of what prompts with videos become.
 
-They need torchvision, in whose place Pillow resizes, one axis a call: its levels differ by one.
+They need torchvision, in whose place Pillow resizes, one axis a call: its levels differ by one or two.
 """
 
 import importlib
