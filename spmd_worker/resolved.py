@@ -22,8 +22,9 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media.audio_settings import has_audio_processor
 from spmd_worker.media.image_processor import KINDS, ImageProcessor, normalised_by, read_image_processor
-from spmd_worker.media.largest_image import most_image_tokens
+from spmd_worker.media.largest_image import most_frame_tokens, most_image_tokens
 from spmd_worker.media.processor_settings import has_image_processor
+from spmd_worker.media.video_processor import VideoProcessor, read_video_processor
 from spmd_worker.model_config.adapter_folder import fetch_adapters
 from spmd_worker.model_config.byte_rows import fits_bytes
 from spmd_worker.model_config.decoder_generation import DecoderGeneration
@@ -70,7 +71,8 @@ class ResolvedRun:
     the files. `largest_image` is at least the tokens of any image as it is prepared; 0 if that is unknown. `tokenizer`
     is the folder's, in the process that has read the run; None in other processes, in a plan and without
     tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the numbers by
-    which images are prepared, in that process; None if the model takes none. `draft` is the model or head that drafts,
+    which images are prepared, and `video_processor` those of videos, in that process; None if the model takes none.
+    `draft` is the model or head that drafts,
     if one does.
     """
 
@@ -89,6 +91,7 @@ class ResolvedRun:
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
     decoder: DecoderGeneration | None = field(default=None, metadata=NOT_SENT)
     image_processor: ImageProcessor | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
+    video_processor: VideoProcessor | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
 
     @property
     def row_sums(self) -> str:
@@ -218,7 +221,9 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         files = replace(files, model_config=replace(files.model_config, vision=vision))
     resolved = resolve(config, files, device_type, location)
     if processor is not None:
-        resolved = replace(resolved, image_processor=processor, largest_image=most_image_tokens(processor))
+        videos = _video_processor(config, files.model_config.vision, processor, location.folder)
+        largest = max(most_image_tokens(processor), 0 if videos is None else most_frame_tokens(videos))
+        resolved = replace(resolved, image_processor=processor, video_processor=videos, largest_image=largest)
     speculation = config.speculative_config
     if speculation.method in MODEL_METHODS:
         resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)
@@ -269,6 +274,16 @@ def _image_processor(config: RunConfig, vision: VisionConfig | None, folder: Pat
     if vision is None or vision.kind not in KINDS or (config.plan.enabled and not has_image_processor(folder)):
         return None
     return read_image_processor(folder, vision, _image_overrides(config.model))
+
+
+def _video_processor(
+    config: RunConfig, vision: VisionConfig | None, images: ImageProcessor, folder: Path
+) -> VideoProcessor | None:
+    """The numbers by which the videos of a run are prepared; None without videos. Raises ModelConfigError."""
+    if not config.limits.max_videos or vision is None or vision.video_token_id is None:
+        return None
+    given = {name: json.loads(text) for name, text in (config.model.video_processor or {}).items()}
+    return read_video_processor(folder, images, given)
 
 
 def _image_overrides(model: ModelOptions) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.media_sizes import AbsentFeatures, AbsentPixels
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 _GIB = 1 << 30
 
@@ -50,7 +51,7 @@ def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, .
     prompt = _dropped(media)
     if prompt is None:
         return tuple(media)
-    # Of a prompt with images and audio they are in the order of the caller.
+    # A prompt may have its media in another order than it was given them.
     made = {each.media_id: each for each in prompt.again()}
     for index, old in enumerate(media):
         if old.media_id not in made:
@@ -133,15 +134,20 @@ class CallPreparer:
 
     def _prompt_of(self, sources: Sequence[Any]) -> CallPrompt:
         # The images of a prompt together: how one is prepared may depend on their number.
-        key = tuple([_key_of(each) for each in sources])
+        key = tuple(map(_key, sources))
         if key not in self._prompts:
             self._prompts[key] = CallPrompt(tuple(sources), self)
         return self._prompts[key]
 
 
-def _key_of(source: Any) -> Hashable:
+def _key(source: Any) -> Hashable:
+    """The same for a source that is read from a prompt again."""
     if isinstance(source, GivenMedium):
-        return source.medium, _key_of(source.source)
+        return source.medium, _key(source.source)
+    if isinstance(source, VideoPart):
+        frames = source.video if isinstance(source.video, list | tuple) else [source.video]
+        bounds = (source.num_frames, source.min_frames, source.max_frames)
+        return (*map(_key, frames), source.fps, source.indices, source.total, *bounds)
     return source if isinstance(source, str | bytes) else id(source)
 
 

@@ -9,13 +9,15 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.placeholders import Encode, Placeholders
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
-from spmd_worker.media.source import AUDIO, IMAGE, Medium
+from spmd_worker.media.source import AUDIO, IMAGE, VIDEO, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.tokenizer.messages import MediumName
+from spmd_worker.tokenizer.video_parts import VideoPart, is_open
 
 TRUNCATED: Final = (
     "truncate_prompt_tokens cuts tokens, and may cut an image or a recording of this prompt: leave it out"
@@ -23,6 +25,11 @@ TRUNCATED: Final = (
 NUM_DIGEST_BYTES: Final = 16
 _MISMATCH: Final = "placeholder_mismatch"
 _MEDIA: Final[Mapping[MediumName, Medium]] = {"image": IMAGE, "audio": AUDIO}
+_KEYS_OF_DATA: Final[Mapping[MediumName, Mapping[str, str]]] = {
+    "image": {"image": "images", "video": "videos"},
+    "audio": {"audio": "audio"},
+}
+"""Keys of `multi_modal_data` that have a medium, and what they have."""
 
 
 class PendingImages(Protocol):
@@ -49,18 +56,19 @@ class MediaPrompt(NamedTuple):
     token_ids: tuple[int, ...]
     items: tuple[MediaItem, ...]
     media: tuple[PreparedMedia, ...]
-    """Images and recordings in the order of the prompt, as `items`."""
+    """Images, frames of videos and recordings in the order of the prompt, as `items`."""
 
 
 class MediumTokens(NamedTuple):
-    """Placeholders of a medium, and the id of the tokens that take rows."""
+    """Placeholders of a medium, and the id of the tokens that take rows, and of those that take rows of frames."""
 
     placeholders: Placeholders
     token_id: int
+    video_token_id: int | None = None
 
 
 class GivenMedium(NamedTuple):
-    """An image or a recording of a prompt that may have both."""
+    """An image, a video or a recording of a prompt that may have several media."""
 
     medium: MediumName
     source: Any
@@ -75,12 +83,13 @@ class ImagePrompts:
     preparer: Preparer
     placeholders: Placeholders
     image_token_id: int
+    video_token_id: int | None = None
     beside: MediumTokens | None = None
 
     @property
     def kinds(self) -> tuple[MediumTokens, ...]:
         """Tokens of each medium, images first."""
-        first = MediumTokens(self.placeholders, self.image_token_id)
+        first = MediumTokens(self.placeholders, self.image_token_id, self.video_token_id)
         return (first,) if self.beside is None else (first, self.beside)
 
     @property
@@ -91,7 +100,7 @@ class ImagePrompts:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that take rows."""
-        return tuple([each.token_id for each in self.kinds])
+        return tuple([each for _, *ids in self.kinds for each in ids if each is not None])
 
     def takes(self, media: Sequence[MediumName]) -> bool:
         """Whether prompts may have all of these."""
@@ -111,9 +120,12 @@ class ImagePrompts:
 
     def of_text(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text with placeholders; `encode` may add special tokens."""
-        for placeholders, _ in self.kinds:
-            text = placeholders.expand_text(text, _of_medium(images, placeholders.medium))
-        return self._placed(tuple(encode(text)), images)
+        ordered: list[PreparedMedia] = []
+        for placeholders, *_ in self.kinds:
+            own = placeholders.in_text_order(text, _of_medium(images, placeholders.medium))
+            text = placeholders.expand_text(text, own)
+            ordered += own
+        return self._placed(tuple(encode(text)), ordered)
 
     def of_chat(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text that a chat template has rendered."""
@@ -123,7 +135,7 @@ class ImagePrompts:
             if error.code != _MISMATCH:
                 raise
             names, plurals = (" or ".join(each) for each in zip(*[(each.name, each.plural) for each in self.media]))
-            written = " and ".join([f"{each.written!r} for each {each.medium.one}" for each, _ in self.kinds])
+            written = " and ".join([f"{each.written!r} for each {each.medium.one}" for each, *_ in self.kinds])
             raise MediaError(
                 _MISMATCH,
                 f"the chat template does not write a placeholder for each {names} part: {error}; render the messages "
@@ -132,16 +144,18 @@ class ImagePrompts:
 
     def of_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of ids, with a placeholder's id for each image, or expanded; `encode` adds no special tokens."""
-        ids = list(token_ids)
-        for placeholders, _ in self.kinds:
-            ids = placeholders.expand_ids(ids, _of_medium(images, placeholders.medium), encode)
-        return self._placed(tuple(ids), images)
+        ids, ordered = list(token_ids), list[PreparedMedia]()
+        for placeholders, *_ in self.kinds:
+            own = placeholders.in_ids_order(ids, _of_medium(images, placeholders.medium), encode)
+            ids = placeholders.expand_ids(ids, own, encode)
+            ordered += own
+        return self._placed(tuple(ids), ordered)
 
     def _placed(self, token_ids: tuple[int, ...], images: Sequence[PreparedMedia]) -> MediaPrompt:
         placed: list[tuple[MediaItem, PreparedMedia]] = []
-        for placeholders, token_id in self.kinds:
+        for placeholders, token_id, video_token_id in self.kinds:
             own = _of_medium(images, placeholders.medium)
-            placed += zip(placeholders.media_items(token_ids, own, token_id), own, strict=True)
+            placed += zip(placeholders.media_items(token_ids, own, token_id, video_token_id), own, strict=True)
         placed.sort(key=lambda each: each[0].start)
         return MediaPrompt(token_ids, tuple([item for item, _ in placed]), tuple([each for _, each in placed]))
 
@@ -162,25 +176,31 @@ def check_images(
     `architecture`.
     """
     if images is None:
-        medium = media[0] if media else "image"
-        plural = _MEDIA[medium].plural
+        medium = _medium_of(media[0], sources[0]) if media else IMAGE
+        plural = medium.plural
         raise MediaError(
             f"{plural}_unsupported",
             f"this run takes no {plural}: the model{f' ({architecture})' if architecture else ''} runs with text "
-            f"alone, its folder has no preprocessor_config.json, or limits.max_{medium}s is 0: leave {plural} out",
+            f"alone, its folder has no preprocessor_config.json, or limits.max_{medium.name}s is 0: leave {plural} out",
         )
-    for medium in media:
-        if not images.takes([medium]):
-            plural = _MEDIA[medium].plural
+    for name, source in zip(media, sources, strict=True):
+        if not images.takes([name]):
+            plural = _medium_of(name, source).plural
             message = f"the model takes {images.media[0].plural} in its prompts and no {plural}: leave {plural} out"
             raise MediaError(f"{plural}_unsupported", message)
     if is_truncated:
         raise MediaError("conflicting_keys", TRUNCATED)
+    if any(each is not None and is_open(each) for each in sources):
+        raise MediaError("video_missing", "a video part has no video: give it video or video_url")
     if any(each is None for each in sources):
         if media[[*sources].index(None)] == "audio":
             raise MediaError("audio_missing", "an audio part has no audio: give it input_audio, audio_url or audio")
         raise MediaError("image_missing", "an image part has no image: give it image_url or image")
     return images
+
+
+def _medium_of(name: MediumName, source: Any) -> Medium:
+    return VIDEO if isinstance(source, VideoPart) else _MEDIA[name]
 
 
 def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -190,14 +210,18 @@ def check_conversation(images: ImagePrompts, messages: Sequence[Mapping[str, Any
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):
-                for placeholders, _ in images.kinds:
+                for placeholders, *_ in images.kinds:
                     placeholders.check_reserved(text)
 
 
 def check_sizes(images: Sequence[PreparedMedia]) -> None:
     """Check that no image was resized, cut or padded. Raises MediaError."""
     for number, image in enumerate(images):
-        if isinstance(image, PreparedImage) and image.pixels.shapes != (image.pixels.size,):
+        if not isinstance(image, PreparedImage):
+            continue
+        # Both frames of a video have one size.
+        kept = (image.pixels.size,) * (1 if image.frame is None else len(image.pixels.shapes))
+        if image.pixels.shapes != kept:
             height, width = image.pixels.size
             shapes = ", ".join(f"{shape[1]}x{shape[0]}" for shape in image.pixels.shapes)
             raise MediaError(
@@ -219,8 +243,8 @@ def media_digest(source_digests: Sequence[bytes]) -> str:
 
 
 def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[MediumName]]:
-    """Images and then recordings of vLLM's `multi_modal_data`, and the medium of each, for a model that takes these.
-    Raises MediaError for anything else in it.
+    """Images, videos and then recordings of vLLM's `multi_modal_data`, and the medium of each, for a model that takes
+    these. Raises MediaError for anything else in it.
     """
     if data is None:
         return [], []
@@ -229,14 +253,16 @@ def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[Me
     code = f"{plurals[0]}_unsupported"
     if not isinstance(data, Mapping):
         raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kinds[0]!r}: {kinds[0]}}}")
-    others = [str(each) for each, value in data.items() if each not in kinds and value is not None]
+    known = {name: plural for each in kinds for name, plural in _KEYS_OF_DATA[each].items()}
+    others = [str(each) for each, value in data.items() if each not in known and value is not None]
     if others:
-        verb, under = "is" if plurals == ["audio"] else "are", " or ".join([repr(each) for each in kinds])
+        verb = "is" if plurals == ["audio"] else "are"
         message = (
-            f"multi_modal_data has {', '.join(others)}: only {' and '.join(plurals)} {verb} supported, under {under}"
+            f"multi_modal_data has {', '.join(others)}: only {' and '.join(known.values())} {verb} supported, under "
+            f"{' or '.join(map(repr, known))}"
         )
         raise MediaError(code, message)
-    found = [(source, medium) for medium in kinds for source in _listed(data.get(medium), medium)]
+    found = [(source, medium) for medium in kinds for source in _listed(data, medium)]
     return [source for source, _ in found], [medium for _, medium in found]
 
 
@@ -248,13 +274,14 @@ def _media_of_data(data: Any, images: ImagePrompts | None) -> list[MediumName]:
     return ["audio"] if is_audio else ["image"]
 
 
-def _listed(given: Any, medium: str) -> list[Any]:
+def _listed(data: Mapping[str, Any], medium: MediumName) -> list[Any]:
+    given = data.get(medium)
     if medium == "audio":
         return _recordings(given)
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if any(isinstance(each, Mapping) for each in listed):
         raise MediaError("images_unsupported", "multi_modal_data has rows of images: give the images themselves")
-    return listed
+    return [*listed, *videos_of(data.get("video"))]
 
 
 def _recordings(given: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Opens the images and audio of a run's prompts: processor, limits, root and helper processes."""
+"""Opens the images, videos and audio of a run's prompts: processor, limits, root and helper processes."""
 
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
+from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.resolved import ResolvedRun
 
 _EXAMPLES: Final = ((480, 640), (1080, 1920))
 """Height and width."""
+_EXAMPLE_FRAMES: Final = 32
 
 
 def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
@@ -31,7 +33,7 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
         (_image_preparer(resolved, each) if each.sees else _audio_preparer(resolved), each) for each in vision.parts
     ]
     opened = [
-        (preparer, MediumTokens(PLACEHOLDERS[each.kind], each.image_token_id))
+        (preparer, MediumTokens(PLACEHOLDERS[each.kind], each.image_token_id, each.video_token_id))
         for preparer, each in found
         if preparer is not None
     ]
@@ -49,7 +51,8 @@ def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer
     if processor is None:
         return None
     root = None if config.job.media_root is None else Path(config.job.media_root)
-    given = (processor, PLACEHOLDERS[vision.kind], media_limits(config), root, config.job.media_threads)
+    placeholders, videos = PLACEHOLDERS[vision.kind], resolved.video_processor
+    given = (processor, placeholders, media_limits(config), root, config.job.media_threads, videos)
     return LazyPreparer[PreparedImage](partial(ImagePreparer, *given))
 
 
@@ -73,9 +76,21 @@ def image_costs(resolved: ResolvedRun) -> list[tuple[int, int, PreparedImage]]:
         return []
 
 
+def video_cost(resolved: ResolvedRun) -> tuple[int, int, int, int] | None:
+    """Frames, height, width and tokens of a common video; None in a run without videos."""
+    processor, (height, width) = resolved.video_processor, _EXAMPLES[0]
+    if processor is None:
+        return None
+    lines, columns = (side // processor.unit for side in processor.frame_size(_EXAMPLE_FRAMES, height, width))
+    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // NUM_FRAMES * lines * columns
+
+
 def media_limits(config: RunConfig) -> MediaLimits:
-    """Bounds on the images of a prompt."""
+    """Bounds on the images and videos of a prompt."""
     limits, background = config.limits, bytes.fromhex(config.model.image_background[1:])
     formats = tuple([each.upper() for each in limits.image_formats]) if limits.image_formats else DEFAULT_FORMATS
-    sizes = (limits.max_image_bytes, limits.max_image_pixels, limits.max_images, limits.max_image_tokens)
-    return MediaLimits(*sizes, formats, (background[0], background[1], background[2]))
+    of_images = ("max_image_bytes", "max_image_pixels", "max_images", "max_image_tokens")
+    names = (*of_images, "max_videos", "max_video_bytes", "max_video_frames", "max_video_tokens")
+    sizes = {name: getattr(limits, name) for name in names}
+    colour = (background[0], background[1], background[2])
+    return MediaLimits(**sizes, image_formats=formats, background=colour)

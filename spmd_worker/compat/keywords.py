@@ -93,14 +93,16 @@ _OF_LLM: Final = (
     Keyword(
         "limit_mm_per_prompt",
         Effect.SAME,
-        '`{"image": n, "audio": m}` are `max_images` and `max_audios`; 0: that part of the model is not loaded',
+        '`{"image": n, "video": m, "audio": k}` are `max_images`, `max_videos` and `max_audios`; 0: none are taken',
         annotation=Mapping[str, Any] | None,
     ),
     Keyword(
         "mm_processor_kwargs",
         Effect.SAME,
         "`min_pixels` and `max_pixels` are `image_min_pixels` and `image_max_pixels`; size, max_patches, "
-        "do_image_splitting and max_soft_tokens replace values of `preprocessor_config.json` (`image_processor`)",
+        "do_image_splitting and max_soft_tokens replace values of `preprocessor_config.json` (`image_processor`), "
+        "cap_pixels_per_frame, max_video_tokens, fps and numbers of frames those of `video_preprocessor_config.json` "
+        "(`video_processor`)",
         annotation=Mapping[str, Any] | None,
     ),
     Keyword(
@@ -109,7 +111,7 @@ _OF_LLM: Final = (
         '`{"image": {"rgba_background_color": [r, g, b]}}` is `image_background`',
         annotation=Mapping[str, Any] | None,
     ),
-    Keyword("language_model_only", Effect.SAME, "true: `max_images=0` and `max_audios=0`", False, annotation=bool),
+    Keyword("language_model_only", Effect.SAME, "true: no images, videos and audio", False, annotation=bool),
     Keyword(
         "speculative_config",
         Effect.SAME,
@@ -198,7 +200,7 @@ _WITHOUT_EFFECT: Final = {
     "a prompt is cut anywhere but inside of an image that must be seen whole: answers are the same": (
         "disable_chunked_mm_input=false"
     ),
-    "videos are not supported": "video_pruning_rate video_pruning_method",
+    "tokens of videos are not pruned": "video_pruning_rate video_pruning_method",
     "images are encoded in the ranks of the model": "ec_manager_config",
     "the supported families have no layers of this kind": (
         "mamba_config mamba_cache_dtype=auto mamba_ssm_cache_dtype=auto mamba_block_size mamba_cache_mode=none "

@@ -117,6 +117,7 @@ class LLMKeywords(_Others, total=False):
     image_max_pixels: int | None
     image_background: str | None
     image_processor: dict[str, str] | None
+    video_processor: dict[str, str] | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
@@ -164,6 +165,10 @@ class LLMKeywords(_Others, total=False):
     max_image_pixels: int | None
     max_image_tokens: int | None
     image_formats: list[str] | None
+    max_videos: int | None
+    max_video_bytes: int | None
+    max_video_frames: int | None
+    max_video_tokens: int | None
     max_audios: int | None
     max_audio_bytes: int | None
     max_audio_s: int | None

@@ -9,6 +9,7 @@ from spmd_worker.base.errors import ConfigError
 
 MEDIA_KEYWORDS: Final = ("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "language_model_only")
 _BACKGROUND: Final = "rgba_background_color"
+_OF_VIDEOS: Final = (*("cap_pixels_per_frame", "max_video_tokens", "fps", "num_frames", "min_frames", "max_frames"),)
 _PIXELS: Final[Mapping[str, str]] = {"min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels"}
 
 
@@ -22,7 +23,7 @@ def media_values(given: Mapping[str, Any]) -> dict[str, Any]:
         **_most_media(_mapping(given, "limit_mm_per_prompt")),
     }
     if plain_bool(given.get("language_model_only")):
-        own |= {"max_images": 0, "max_audios": 0}
+        own |= {"max_images": 0, "max_videos": 0, "max_audios": 0}
     for name, value in own.items():
         if given.get(name) not in (None, value):
             raise ConfigError(f"{name}={shown(given[name])}, and vLLM's keyword says {shown(value)}: give one of them")
@@ -43,17 +44,20 @@ def _most_media(limits: Mapping[str, Any]) -> dict[str, Any]:
         number = plain_int(value.get("count", 1) if isinstance(value, Mapping) else value)
         if number is None or number < 0:
             raise ConfigError(f"limit_mm_per_prompt={{{kind!r}: {shown(value)}}} must be a number, 0 or more")
-        if kind in ("image", "audio"):
+        if kind in ("image", "video", "audio"):
             found[f"max_{kind}s"] = number
-        elif number and kind != "video":
-            raise ConfigError(f"limit_mm_per_prompt has the kind {kind!r}: give image or audio")
+        elif number:
+            raise ConfigError(f"limit_mm_per_prompt has the kind {kind!r}: give image, video or audio")
     return found
 
 
 def _processor_values(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {_PIXELS[name]: value for name, value in values.items() if name in _PIXELS}
     others = {name: json.dumps(value) for name, value in values.items() if name not in _PIXELS and value is not None}
-    return found | ({"image_processor": others} if others else {})
+    of_videos = {name: others.pop(name) for name in _OF_VIDEOS if name in others}
+    return (
+        found | ({"image_processor": others} if others else {}) | ({"video_processor": of_videos} if of_videos else {})
+    )
 
 
 def _background(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Final
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.limits import MAX_ASPECT_RATIO
 from spmd_worker.media.sizes import NUM_FRAMES
+from spmd_worker.media.video_processor import VideoProcessor
 
 
 def most_image_tokens(processor: ImageProcessor) -> int:
@@ -23,7 +24,18 @@ def _of_squares(processor: ImageProcessor) -> int:
 def _qwen(processor: ImageProcessor) -> int:
     unit = (processor.patch_size * processor.merge_size) ** 2
     unit *= NUM_FRAMES if processor.kind == "glm4v" else 1
-    most, least = processor.max_pixels // unit, ceil(processor.min_pixels / unit)
+    return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
+
+
+def most_frame_tokens(processor: VideoProcessor) -> int:
+    """Tokens of two frames of a video of `processor`, or a little more than any have."""
+    unit = processor.unit**2 * (NUM_FRAMES if processor.timestamps else 1)
+    return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
+
+
+def _of_pixels(least_tokens: float, most: int) -> int:
+    """Tokens of a picture that is resized to squares of `least_tokens` to `most`, of any ratio."""
+    least = ceil(least_tokens)
     # A narrow picture has a line of tokens, and one that grows a line and a column more than it has pixels for. Sides
     # were rounded before.
     ratio = 2 * MAX_ASPECT_RATIO

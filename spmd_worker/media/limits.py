@@ -1,4 +1,4 @@
-"""MediaLimits: bounds on the images of a prompt, before a model sees them."""
+"""MediaLimits: bounds on the images and videos of a prompt, before a model sees them."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,14 +14,18 @@ MAX_ASPECT_RATIO: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """`max_image_pixels` is checked against the header, before pixels are decoded; `max_image_tokens` is for one image.
-    `background` is the colour behind transparent pixels.
+    """`max_image_pixels` is checked against the header, before pixels are decoded; `max_image_tokens` is for one image,
+    or two frames of a video, and `max_video_tokens` for a video. `background` is the colour behind transparent pixels.
     """
 
     max_image_bytes: int = 20 << 20
     max_image_pixels: int = 64_000_000
     max_images: int = 32
     max_image_tokens: int = 4096
+    max_videos: int = 4
+    max_video_bytes: int = 100 << 20
+    max_video_frames: int = 768
+    max_video_tokens: int = 32_768
     image_formats: tuple[str, ...] = DEFAULT_FORMATS
     background: tuple[int, int, int] = (255, 255, 255)
 

@@ -5,11 +5,13 @@ tokens as the image has rows. Expansion is of text, before there are tokens: lin
 those of the image's text (Gemma 3). Prompts of ids are expanded to the ids that their text would have.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.media.source import AUDIO, IMAGE, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
@@ -24,7 +26,8 @@ _MAX_JOINED_LINE_ENDS: Final = 64
 class Placeholders:
     """Texts of a kind of model: `written` is what a chat template writes for an image, `marker` the part of it that
     the image's text replaces, `image_token` the token that takes a row. Prompts may not contain `reserved` texts other
-    than as placeholders. Images may be recordings, if the `medium` is audio.
+    than as placeholders. Images may be recordings, if the `medium` is audio. A kind that takes videos has a
+    `video_token`; their text replaces `video_marker`, or the token alone.
     """
 
     kind: str
@@ -33,6 +36,8 @@ class Placeholders:
     image_token: str
     reserved: tuple[str, ...]
     medium: Medium = IMAGE
+    video_marker: str = ""
+    video_token: str = ""
 
     def check_reserved(self, text: str) -> None:
         """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
@@ -42,56 +47,123 @@ class Placeholders:
                 rule = f"which stands for {what} in this model: remove it, or write it differently"
                 raise MediaError("reserved_token", f"a text of the prompt contains {token!r}, {rule}")
 
+    def in_text_order(self, text: str, images: Sequence[PreparedMedia]) -> list[PreparedMedia]:
+        """Images, and videos, in the order of their placeholders. Raises MediaError."""
+        found = [each[0] in (self.video_marker, self.video_token) for each in re.finditer(self._markers, text)]
+        given = f"{found.count(False)} placeholders {self.marker!r}"
+        return self._in_order(found, images, f"{given} and {found.count(True)} {self.video_token!r}")
+
     def expand_text(self, text: str, images: Sequence[PreparedMedia]) -> str:
         """The text with each marker replaced by its image's text. Raises MediaError."""
-        pieces = text.split(self.marker)
-        if len(pieces) != len(images) + 1:
+        pieces, groups = re.split(self._markers, text), _groups(images)
+        if len(pieces) != len(groups) + 1:
             raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
-        return pieces[0] + "".join([image.text + piece for image, piece in zip(images, pieces[1:], strict=True)])
+        return pieces[0] + "".join([each[0].text + piece for each, piece in zip(groups, pieces[1:], strict=True)])
+
+    def in_ids_order(
+        self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode
+    ) -> list[PreparedMedia]:
+        """`in_text_order` of ids, whose markers may be expanded already. Raises MediaError."""
+        groups = _groups(images)
+        if not any(map(_is_video, groups)):
+            return list(images)
+        ids = (self._id_of(self.image_token, encode), self._id_of(self.video_token, encode))
+        found = [each == ids[1] for each in token_ids if each in ids]
+        num_rows = [sum([_num_rows(each) for each in groups if _is_video(each) is kind]) for kind in (False, True)]
+        is_expanded = [found.count(False), found.count(True)] == num_rows
+        given = f"{found.count(False)} ids of images ({ids[0]}) and {found.count(True)} of videos ({ids[1]})"
+        return self._in_order(found, images, given, is_expanded=is_expanded)
 
     def expand_ids(self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode) -> list[int]:
         """The ids with each marker replaced by its image's tokens, or as they are if all images are expanded already:
-        counts must be exact. Raises MediaError.
+        counts must be exact, and images in the order of their markers. Raises MediaError.
         """
         ids = list(token_ids)
         if not images:
             return ids
         image_id, marker_id = self._id_of(self.image_token, encode), self._id_of(self.marker, encode)
         line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
-        texts = [self._ids_of(image, image_id, encode) for image in images]
-        num_rows = sum(image.num_rows for image in images)
-        num_given = ids.count(image_id)
-        if num_given == num_rows and _has_in_order(ids, [_without(line_ends, each) for each in texts]):
+        groups = _groups(images)
+        around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
+        video_id = self._id_of(self.video_token, encode) if around else -1
+        texts = [self._ids_of(each, video_id if _is_video(each) else image_id, encode) for each in groups]
+        num_rows = sum([image.num_rows for image in images])
+        num_given = ids.count(image_id) + ids.count(video_id)
+        if num_given == num_rows and _has_in_order(ids, [_without(line_ends, _from(video_id, each)) for each in texts]):
             return ids
-        num_markers = ids.count(marker_id)
-        if num_markers != len(images) or (marker_id != image_id and num_given):
+        num_markers = ids.count(marker_id) + ids.count(video_id)
+        if num_markers != len(groups) or (marker_id != image_id and num_given):
             given = (
                 f"{num_markers} placeholder ids ({marker_id}) and {num_given} {self.medium.name} token ids ({image_id})"
             )
             raise self._mismatch(given, images)
         if line_ends:
             return _expanded_lines(ids, marker_id, [image.text for image in images], line_ends, encode)
-        return _expanded(ids, marker_id, texts)
+        return _expanded(ids, (marker_id, video_id), texts, around)
 
     def media_items(
-        self, token_ids: Sequence[int], images: Sequence[PreparedMedia], image_token_id: int
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[PreparedMedia],
+        image_token_id: int,
+        video_token_id: int | None = None,
     ) -> tuple[MediaItem, ...]:
-        """Images of an expanded prompt: the image tokens are theirs, in order. Raises MediaError."""
-        found = [index for index, token_id in enumerate(token_ids) if token_id == image_token_id]
-        if len(found) != sum(image.num_rows for image in images):
-            raise self._mismatch(f"{len(found)} {self.medium.name} tokens", images)
-        items, first = [], 0
+        """Images of an expanded prompt: the image tokens are theirs, in order, and video tokens those of frames. Raises
+        MediaError.
+        """
+        found = [
+            [index for index, token_id in enumerate(token_ids) if token_id == each]
+            for each in (image_token_id, video_token_id)
+        ]
+        firsts, items = [0, 0], []
         for image in images:
-            runs = _runs(found[first : first + image.num_rows])
-            items.append(MediaItem(image.media_id, runs, image.num_patches, image.token_grid))
-            first += image.num_rows
+            frame = image.frame if isinstance(image, PreparedImage) else None
+            kind = int(frame is not None)
+            first, stop = firsts[kind], firsts[kind] + image.num_rows
+            if stop > len(found[kind]):
+                break
+            runs, firsts[kind] = _runs(found[kind][first:stop]), stop
+            place = (0, 0, False) if frame is None else (frame.number + 1, frame.time, frame.goes_on)
+            items.append(MediaItem(image.media_id, runs, image.num_patches, image.token_grid, *place))
+        if len(items) < len(images) or firsts != [len(each) for each in found]:
+            videos = f" and {len(found[1])} video tokens" if found[1] else ""
+            raise self._mismatch(f"{len(found[0])} {self.medium.name} tokens{videos}", images)
         return tuple(items)
 
+    @property
+    def _markers(self) -> str:
+        """A regular expression of what media replace."""
+        return "|".join([re.escape(each) for each in (self.video_marker, self.video_token, self.marker) if each])
+
+    def _in_order(
+        self, are_videos: Sequence[bool], images: Sequence[PreparedMedia], given: str, *, is_expanded: bool = False
+    ) -> list[PreparedMedia]:
+        """Images and videos as placeholders of the prompt ask for them, or, if it is expanded, all of their tokens."""
+        groups = _groups(images)
+        if not any(are_videos) and not any(map(_is_video, groups)):
+            return list(images)
+        left = {kind: [each for each in groups if _is_video(each) is kind] for kind in (False, True)}
+        ordered: list[PreparedMedia] = []
+        index = 0
+        while index < len(are_videos):
+            if not left[are_videos[index]]:
+                raise self._mismatch(given, images)
+            group = left[are_videos[index]].pop(0)
+            ordered += group
+            index += _num_rows(group) if is_expanded else 1
+        if left[False] or left[True]:
+            raise self._mismatch(given, images)
+        return ordered
+
     def _mismatch(self, given: str, images: Sequence[PreparedMedia]) -> MediaError:
-        taken = sum(image.num_rows for image in images)
+        groups = _groups(images)
+        videos = [each for each in groups if _is_video(each)]
+        taken = sum(image.num_rows for image in images) - sum(map(_num_rows, videos))
         name = self.medium.name
-        given_media = f"{len(images)} {self.medium.many}, which take {taken} {name} tokens"
-        rule = f"it has {given_media}: give one placeholder for each {self.medium.one}"
+        given_media = f"{len(groups) - len(videos)} {self.medium.many}, which take {taken} {name} tokens"
+        if videos:
+            given_media += f", and {len(videos)} videos, which take {sum(map(_num_rows, videos))} video tokens"
+        rule = f"it has {given_media}: give one placeholder for each {self.medium.one}{' and video' * bool(videos)}"
         return MediaError("placeholder_mismatch", f"the prompt has {given}, but {rule}")
 
     def _id_of(self, token: str, encode: Encode) -> int:
@@ -101,13 +173,39 @@ class Placeholders:
             raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids[0]
 
-    def _ids_of(self, image: PreparedMedia, image_id: int, encode: Encode) -> list[int]:
-        ids = list(encode(image.text))
-        if ids.count(image_id) != image.num_rows:
-            what = f"{self.medium.name} tokens of the {image.num_rows} of a {self.medium.one}"
-            message = f"the tokenizer makes {ids.count(image_id)} {what}"
+    def _ids_of(self, images: Sequence[PreparedMedia], token_id: int, encode: Encode) -> list[int]:
+        """Ids of the text of an image or of a video."""
+        ids, num_rows = list(encode(images[0].text)), _num_rows(images)
+        if ids.count(token_id) != num_rows:
+            one = "video" if _is_video(images) else self.medium.one
+            what = f"{'video' if _is_video(images) else self.medium.name} tokens of the {num_rows} of a {one}"
+            message = f"the tokenizer makes {ids.count(token_id)} {what}"
             raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids
+
+
+def _groups(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
+    """Each image alone, and all frames of each video."""
+    groups: list[list[PreparedMedia]] = []
+    for image in images:
+        if isinstance(image, PreparedImage) and image.frame is not None and image.frame.number:
+            groups[-1].append(image)
+        else:
+            groups.append([image])
+    return groups
+
+
+def _is_video(group: Sequence[PreparedMedia]) -> bool:
+    return isinstance(group[0], PreparedImage) and group[0].frame is not None
+
+
+def _num_rows(group: Sequence[PreparedMedia]) -> int:
+    return sum([each.num_rows for each in group])
+
+
+def _from(video_id: int, ids: list[int]) -> list[int]:
+    """Ids of a video from its first row on: those of the text before it may join with the prompt's."""
+    return ids[ids.index(video_id) :] if video_id in ids else ids
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -130,13 +228,18 @@ def _has_in_order(ids: list[int], texts: Sequence[list[int]]) -> bool:
     return True
 
 
-def _expanded(ids: list[int], marker_id: int, texts: Sequence[list[int]]) -> list[int]:
-    remaining, expanded = iter(texts), []
-    for token_id in ids:
-        if token_id == marker_id:
+def _expanded(
+    ids: list[int], marker_ids: Sequence[int], texts: Sequence[list[int]], around: Sequence[int]
+) -> list[int]:
+    """`around` are the ids of the marker of a video, which its text replaces as a whole where they are all there."""
+    remaining, expanded, index = iter(texts), list[int](), 0
+    while index < len(ids):
+        if len(around) > 1 and ids[index : index + len(around)] == around:
             expanded += next(remaining)
-        else:
-            expanded.append(token_id)
+            index += len(around)
+            continue
+        expanded += next(remaining) if ids[index] in marker_ids else [ids[index]]
+        index += 1
     return expanded
 
 
@@ -254,9 +357,6 @@ _OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
 PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
     for kind, texts in {
-        "qwen3_vl": _QWEN,
-        "qwen2_vl": _QWEN,
-        "qwen2_5_vl": _QWEN,
         "exaone4_5": _EXAONE,
         "qwen2_5_omni": _QWEN2_5_OMNI,
         "glm4v": _GLM,
@@ -291,6 +391,9 @@ PLACEHOLDERS: Final = {
         "granite_docling": (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRANITE_GRID))),
     }.items()
 } | {
+    "qwen3_vl": Placeholders("qwen3_vl", *_QWEN, IMAGE, "<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>"),
+    "qwen2_vl": Placeholders("qwen2_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
+    "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
     "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),
@@ -308,6 +411,11 @@ PLACEHOLDERS: Final = {
 def run_text(kind: str, num_rows: int) -> str:
     """Image tokens alone."""
     return PLACEHOLDERS[kind].image_token * num_rows
+
+
+def video_text(kind: str, num_rows: int) -> str:
+    """Tokens of frames alone."""
+    return PLACEHOLDERS[kind].video_token * num_rows
 
 
 def gemma_text(num_rows: int) -> str:

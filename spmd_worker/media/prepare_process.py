@@ -1,5 +1,5 @@
-"""Decodes and prepares images in a process with limits (`tokenizer/bounded_process.py`): an image whose decoder never
-ends, takes all memory or crashes ends as the error of its row.
+"""Decodes and prepares images, and frames of videos, in a process with limits (`tokenizer/bounded_process.py`): an
+image whose decoder never ends, takes all memory or crashes ends as the error of its row.
 
 A request has the bytes of a file, or pixels with their `shape`, as its payload; so has the answer the prepared pixels.
 """
@@ -17,6 +17,10 @@ from spmd_worker.media.image_processor import ImageProcessor, processor_of
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.prepared import NUM_CHANNELS, Pixels, PreparedImage, pixels_from
 from spmd_worker.media.preparing import prepare
+from spmd_worker.media.resize import resize
+from spmd_worker.media.sizes import Size
+from spmd_worker.media.video_preparing import resized_size
+from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
 from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
 
 CPU_S: Final = 5
@@ -28,8 +32,9 @@ _MEMORY_PER_PIXEL: Final = 20
 class IsolatedPreparer:
     """Prepares images one after the other. Not shared with forked processes: each starts a process of its own."""
 
-    def __init__(self, processor: ImageProcessor, limits: MediaLimits) -> None:
-        start = {"processor": asdict(processor), "limits": asdict(limits)}
+    def __init__(self, processor: ImageProcessor, limits: MediaLimits, video: VideoProcessor | None = None) -> None:
+        of_video = None if video is None else asdict(video)
+        start = {"processor": asdict(processor), "limits": asdict(limits), "video": of_video}
         memory_bytes = MEMORY_BYTES + limits.max_image_bytes + _MEMORY_PER_PIXEL * limits.max_image_pixels
         self._process = BoundedProcess(__name__, start, CPU_S, memory_bytes)
 
@@ -44,14 +49,24 @@ class IsolatedPreparer:
 
     def prepare(self, source: bytes | Pixels, source_digest: bytes, *, is_alone: bool) -> PreparedImage:
         """Raises MediaError."""
+        return _prepared(self._answer(source, {"is_alone": is_alone}), source_digest)
+
+    def prepare_frame(self, source: bytes | Pixels, num_frames: int) -> tuple[Pixels, Size]:
+        """A frame of a video of so many, resized, and its own size. Raises MediaError."""
+        answer = self._answer(source, {"num_frames": num_frames})
+        (height, width), (own_height, own_width) = answer["shape"], answer["size"]
+        pixels = np.frombuffer(answer[PAYLOAD], np.uint8).reshape(height, width, NUM_CHANNELS)
+        return pixels, (own_height, own_width)
+
+    def _answer(self, source: bytes | Pixels, request: Mapping[str, Any]) -> Mapping[str, Any]:
         data, shape = (source, None) if isinstance(source, bytes) else (source.tobytes(), source.shape)
         try:
-            answer = self._process.ask(pack({"shape": shape, "is_alone": is_alone, PAYLOAD: data}))
+            answer = self._process.ask(pack({"shape": shape, **request, PAYLOAD: data}))
         except BoundedProcessError as error:
             raise MediaError("image_unreadable", f"decoding was ended: {error}") from None
         if "code" in answer:
             raise MediaError(answer["code"], answer["message"])
-        return _prepared(answer, source_digest)
+        return answer
 
 
 def _prepared(answer: Mapping[str, Any], source_digest: bytes) -> PreparedImage:
@@ -78,25 +93,39 @@ def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str
     formats, background = tuple(limits["image_formats"]), tuple(limits["background"])
     bounds = MediaLimits(**{**limits, "image_formats": formats, "background": background})
     processor = processor_of(start["processor"])
+    video = None if start["video"] is None else video_processor_of(start["video"])
     # Headers are checked against our own limit.
     Image.MAX_IMAGE_PIXELS = None
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            return _answer(request, processor, bounds)
+            pixels = _pixels(request, bounds)
+            if "num_frames" in request:
+                assert video is not None, "the model takes videos"
+                return _frame(pixels, request["num_frames"], video, bounds)
+            return _image(pixels, request["is_alone"], processor, bounds)
         except MediaError as error:
             return {"code": error.code, "message": str(error)}
 
     return answer
 
 
-def _answer(request: Mapping[str, Any], processor: ImageProcessor, limits: MediaLimits) -> Mapping[str, Any]:
+def _pixels(request: Mapping[str, Any], limits: MediaLimits) -> Pixels:
     data, shape = request.get(PAYLOAD, b""), request["shape"]
     if shape is None:
-        pixels = decode(data, limits)
-    else:
-        pixels = np.frombuffer(data, np.uint8).reshape(*shape[:2], NUM_CHANNELS)
-    image = prepare(pixels, processor, is_alone=request["is_alone"])
+        return decode(data, limits)
+    return np.frombuffer(data, np.uint8).reshape(*shape[:2], NUM_CHANNELS)
+
+
+def _frame(pixels: Pixels, num_frames: int, processor: VideoProcessor, limits: MediaLimits) -> Mapping[str, Any]:
+    size = len(pixels), pixels.shape[1]
+    shape = resized_size(num_frames, size, processor, limits)
+    resized = resize(pixels, *shape, processor.resampling)
+    return {"shape": shape, "size": size, PAYLOAD: np.ascontiguousarray(resized).tobytes()}
+
+
+def _image(pixels: Pixels, is_alone: bool, processor: ImageProcessor, limits: MediaLimits) -> Mapping[str, Any]:
+    image = prepare(pixels, processor, is_alone=is_alone)
     check_num_rows(image, limits)
     return {
         "media_id": image.media_id.hex(),

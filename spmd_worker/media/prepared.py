@@ -4,7 +4,7 @@ features that the encoder of an encoder-decoder model reads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,12 +113,22 @@ class AudioFeatures:
         return bins * frames * NUM_FEATURE_BYTES
 
 
+class FramePlace(NamedTuple):
+    """Two frames of a video: `number` of the pair, from 0 on, and its positions in time behind the first one.
+    `goes_on`: the next pair follows without a token between, and begins at the same position.
+    """
+
+    number: int
+    time: int = 0
+    goes_on: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
     """An image of a prompt. `text` stands in the prompt in place of its placeholder and has `num_rows` image tokens;
     `token_grid` is the number of their lines and columns in families whose positions follow them, (0, 0) otherwise.
     `media_id` names the pixels and how they were prepared (`media_id.py`); `source_digest` is the SHA-256 of the bytes
-    given.
+    given. `frame`: it is two frames of a video, whose first pair has the text and the digest of all.
     """
 
     media_id: bytes
@@ -128,6 +138,7 @@ class PreparedImage:
     num_patches: int
     token_grid: tuple[int, int]
     source_digest: bytes
+    frame: FramePlace | None = None
 
     @property
     def content(self) -> ImagePixels:

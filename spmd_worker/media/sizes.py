@@ -18,7 +18,7 @@ Size: TypeAlias = tuple[int, int]
 _MAX_SMOLVLM_SIDE: Final = 4096
 _SMALLER_RATIO: Final = 1.1
 NUM_FRAMES: Final = 2
-"""Frames that GLM counts an image as."""
+"""Frames that a row of a video is of, and that GLM counts an image as."""
 
 
 def qwen_size(height: int, width: int, unit: int, min_pixels: float, max_pixels: float) -> Size:
@@ -99,10 +99,32 @@ def glm_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: in
     frames.
     """
     _check_ratio(height, width)
-    if min(height, width) < unit:
-        scale = max(unit / height, unit / width)
-        height, width = int(height * scale), int(width * scale)
+    height, width = _with_unit(height, width, unit)
     return qwen_size(height, width, unit, min_pixels / NUM_FRAMES, max_pixels / NUM_FRAMES)
+
+
+def _with_unit(height: int, width: int, unit: int) -> Size:
+    """A size whose short side is `unit` at least, but for rounding."""
+    if min(height, width) >= unit:
+        return height, width
+    scale = max(unit / height, unit / width)
+    return int(height * scale), int(width * scale)
+
+
+def qwen_video_size(num_frames: int, height: int, width: int, unit: int, min_pixels: float, max_pixels: float) -> Size:
+    """Multiples of `unit` of which all frames of a video have `min_pixels` to `max_pixels` pixels."""
+    height, width = _with_unit(height, width, unit)
+    _check_ratio(height, width)
+    new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
+    num_pixels = round(num_frames / NUM_FRAMES) * NUM_FRAMES * new_height * new_width
+    if num_pixels > max_pixels:
+        scale = math.sqrt(num_frames * height * width / max_pixels)
+        new_height = max(unit, math.floor(height / scale / unit) * unit)
+        new_width = max(unit, math.floor(width / scale / unit) * unit)
+    elif num_pixels < min_pixels:
+        scale = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height, new_width = math.ceil(height * scale / unit) * unit, math.ceil(width * scale / unit) * unit
+    return new_height, new_width
 
 
 def paddleocr_size(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> Size:

@@ -38,6 +38,7 @@ class Medium(NamedTuple):
 
 
 IMAGE: Final = Medium("image", "images", "images are not downloaded", "image", "images")
+VIDEO: Final = Medium("video", "videos", "videos are not downloaded", "video", "videos")
 AUDIO: Final = Medium("audio", "audio", "audio is not downloaded", "recording", "recordings")
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _MAX_SHOWN: Final = 103

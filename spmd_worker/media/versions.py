@@ -15,7 +15,18 @@ def decoder_versions() -> dict[str, str]:
         "libwebp": features.version("webp"),
         "libtiff": features.version("libtiff"),
     }
+    found |= _of_videos()
     return {"Pillow": PIL.__version__, **{name: version for name, version in found.items() if version}}
+
+
+def _of_videos() -> dict[str, str | None]:
+    """Versions of PyAV and of its decoders, where it is installed."""
+    try:
+        import av
+    except ImportError:
+        return {}
+    libraries = {name: ".".join(map(str, av.library_versions.get(name, ()))) for name in ("libavcodec", "libswscale")}
+    return {"PyAV": av.__version__, **libraries}
 
 
 def audio_decoder_versions() -> dict[str, str]:

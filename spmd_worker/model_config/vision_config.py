@@ -136,7 +136,8 @@ _HEAD_SIZE_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """`kind` is a row of `families/vision_rows.py`, `image_token_id` the id of tokens that take rows. Behind each of
+    """`kind` is a row of `families/vision_rows.py`, `image_token_id` the id of tokens that take rows; those of
+    frames of a video have `video_token_id`, None in a model that takes none. Behind each of
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
@@ -151,6 +152,7 @@ class VisionConfig:
 
     kind: str
     image_token_id: int
+    video_token_id: int | None = None
     num_added: int = 0
     merge_size: int = 1
     has_three_positions: bool = False

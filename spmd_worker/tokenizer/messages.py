@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.tokenizer.video_parts import VIDEO_OPTIONS, VideoPart, video_part
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 _IMAGE_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -19,13 +20,18 @@ _AUDIO_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "input_audio": ("input_audio",),
 }
 """The same of audio parts."""
+_VIDEO_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"video": ("video", "url", "path"), "video_url": ("video_url",)}
 MEDIA_PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "image": {"type": "image"},
     # Templates look for the key.
     "audio": {"type": "audio", "audio": ""},
+    "video": {"type": "video"},
 }
 """Parts in the format of templates."""
 MediumName = Literal["image", "audio"]
+"""Media that are prepared alike: videos go with images."""
+_MEDIA: Final[Mapping[str, MediumName]] = {"image": "image", "video": "image", "audio": "audio"}
+"""Type of a part -> its medium."""
 _AUDIO_FORMATS: Final = ("wav", "mp3", "flac", "ogg")
 _IN_JSON: Final = (bool, int, float, list, Mapping)
 """Types of values in JSON that are neither URLs nor paths."""
@@ -48,23 +54,23 @@ def optional_flag(given: Mapping[str, Any], key: str, *, default: bool = False, 
 
 
 def checked_content(name: str, value: Any, images: list[Any]) -> str | list[dict[str, Any]]:
-    """Text unchanged, and a list of parts in the format of templates: objects of type `text`, `image` or `audio`; an
-    empty list becomes the empty text. `images` gets the image of each image part and the audio of each audio part, None
-    for a part without one. Raises InvalidRequestError, naming the part, for anything else: videos.
+    """Text unchanged, and a list of parts in the format of templates: objects of type `text`, `image`, `video` or
+    `audio`; an empty list becomes the empty text. `images` gets the image of each image part and the audio of each
+    audio part, None for a part without one, and the `VideoPart` of each video part. Raises InvalidRequestError, naming
+    the part, for anything else.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of parts, text, images, audio")
+        raise InvalidRequestError(f"{name}={shown(value)} must be a string or a list of parts: text, media")
     return [_part(f"{name}[{index}]", part, images) for index, part in enumerate(value)] or ""
 
 
 def media_of_parts(messages: Sequence[Mapping[str, Any]]) -> tuple[MediumName, ...]:
-    """The medium of each image and audio part of messages in the format of templates, in order."""
+    """The medium of each image, video and audio part of messages in the format of templates, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    names: tuple[MediumName, ...] = ("image", "audio")
-    return tuple([name for part in parts for name in names if part == MEDIA_PARTS[name]])
+    return tuple([medium for part in parts for name, medium in _MEDIA.items() if part == MEDIA_PARTS[name]])
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,12 +103,15 @@ def _part(name: str, value: Any, images: list[Any]) -> dict[str, Any]:
         if isinstance(kind, str) and kind in keys:
             images.append(_medium(name, value, keys[kind], medium))
             return dict(MEDIA_PARTS[medium])
+    if isinstance(kind, str) and kind in _VIDEO_KEYS:
+        images.append(checked_video(name, value))
+        return dict(MEDIA_PARTS["video"])
     if kind == "refusal" and isinstance(value.get("refusal"), str):
         # An answer of OpenAI's models that is sent back.
         return {"type": "text", "text": value["refusal"]}
     if kind not in _TEXT_TYPES:
         raise InvalidRequestError(
-            f"{name} has type {shown(kind)}: only text, images and audio are supported", "unsupported_value"
+            f"{name} has type {shown(kind)}: only text, images, videos and audio are supported", "unsupported_value"
         )
     if not isinstance(value.get("text"), str):
         raise InvalidRequestError(f"{name}.text={shown(value.get('text'))} must be a string")
@@ -127,6 +136,30 @@ def _medium(name: str, part: Mapping[str, Any], keys: tuple[str, ...], medium: s
     if found is None or isinstance(found, _IN_JSON) or (isinstance(found, tuple) and medium == "image"):
         raise InvalidRequestError(f"{where}={shown(found)} must be a data URL or a path")
     return found
+
+
+def checked_video(name: str, part: Mapping[str, Any]) -> VideoPart:
+    """The video of a part of `_VIDEO_KEYS`. Raises InvalidRequestError."""
+    keys = _VIDEO_KEYS[part["type"]]
+    unknown = [key for key in part if key not in ("type", *keys, *VIDEO_OPTIONS) and part[key] is not None]
+    if unknown:
+        known = ", ".join((*keys, *VIDEO_OPTIONS))
+        message = f"{name} has {shown(unknown[0])}: a video part takes {known}"
+        raise InvalidRequestError(message, "unsupported_value")
+    given = [key for key in keys if part.get(key) is not None]
+    if len(given) != 1 and (given or part["type"] != "video"):
+        raise InvalidRequestError(f"{name} needs {' or '.join(keys)}, and nothing else, for its video")
+    found = part[given[0]] if given else None
+    if given and given[0].endswith("_url") and isinstance(found, Mapping):
+        found = found.get("url")
+    listed = found if isinstance(found, list | tuple) else [found]
+    if given and any(each is None or isinstance(each, _IN_JSON) for each in listed):
+        rule = "must be a data URL, a path, or a list of frames"
+        raise InvalidRequestError(f"{name}.{given[0]}={shown(found)} {rule}")
+    try:
+        return video_part(found, part)
+    except ValueError as error:
+        raise InvalidRequestError(f"{name} {error}") from None
 
 
 def _audio_url(name: str, value: Any) -> str:

@@ -87,6 +87,7 @@ OPTIONAL = {
     "PIL": ("spmd_worker.media",),
     "soundfile": ("spmd_worker.media",),
     "soxr": ("spmd_worker.media",),
+    "av": ("spmd_worker.media",),
     "gguf": ("spmd_worker.model.weights.gguf_checkpoint",),
     "fsspec": ("spmd_worker.base.remote_files", "spmd_worker.base.remote_store"),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),

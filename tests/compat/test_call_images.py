@@ -7,8 +7,15 @@ import pytest
 from image_doors import HerePreparer, image_prompts, image_tokenizer
 from media_models import noise
 
-from spmd_worker.compat.call_images import DroppedPixels, images_of_call, prepare_ahead, with_content_again
+from spmd_worker.compat.call_images import (
+    CallPreparer,
+    DroppedPixels,
+    images_of_call,
+    prepare_ahead,
+    with_content_again,
+)
 from spmd_worker.compat.image_prompts import ImagePrompts, num_media_bytes
+from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
 
 WIDE, HIGH = noise(64, 96), noise(128, 64, seed=1)
@@ -44,6 +51,26 @@ def test_pixels_beyond_the_bound_are_made_again(images: ImagePrompts):
     for _ in range(2):
         assert with_content_again(dropped)[0].pixels.data == whole[0].pixels.data
     assert num_asked(images) == num_before + 1
+
+
+def test_dropped_pixels_come_in_the_order_of_the_prompt(images: ImagePrompts):
+    of_call = images_of_call(images, 0)
+    dropped = of_call.prepare([WIDE, HIGH])
+    of_call.prepare([WIDE])
+    made = with_content_again(dropped[::-1])
+    assert [each.media_id for each in made] == [each.media_id for each in dropped[::-1]]
+    assert all(each.pixels.has_data for each in made)
+
+
+def test_video_that_is_read_again_is_prepared_once(images: ImagePrompts):
+    """Parts of a prompt are made each time that it is read; what they are of is the same."""
+    of_call = images_of_call(images, 0).preparer
+    assert isinstance(of_call, CallPreparer)
+    frames, more = np.stack([WIDE, WIDE]), ["a.png", "b.png"]
+    for given in (frames, (frames, {"fps": 3}), more, {"video": more, "fps": 1}, [WIDE, WIDE]):
+        assert of_call._prompt_of(videos_of(given)) is of_call._prompt_of(videos_of(given))
+    others = [of_call._prompt_of(videos_of(each)) for each in (more, {"video": more, "fps": 1}, [more, more])]
+    assert len({id(each) for each in others}) == 3
 
 
 def test_image_that_changed_since_is_an_error(images: ImagePrompts):

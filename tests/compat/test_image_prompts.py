@@ -80,7 +80,7 @@ def test_sources_of_one_picture_have_one_name(folder: Path, tokenizer: Tokenizer
         (two(prompt=WRITTEN), {"images": None}, "takes no images: the model runs with text alone, "),
         (two(prompt=WRITTEN), {"check_text": None}, "truncate_prompt_tokens cuts tokens"),
         (two(prompt_embeds=[[0.0]]), {}, "is text under prompt, or prompt_token_ids"),
-        ({"prompt": "a", "multi_modal_data": {"video": [1]}}, {}, "has video: only images are supported"),
+        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, {}, "has audio: only images and videos are supported"),
         ({"prompt": "a", "multi_modal_data": {"image": {"image_embeds": 1}}}, {}, "give the images themselves"),
         ({"prompt": "a", "multi_modal_data": [1]}, {}, "multi_modal_data=[1] must be a dict"),
         ({"prompt": WRITTEN, "multi_modal_data": {"image": "a.png"}}, {}, "a.png"),

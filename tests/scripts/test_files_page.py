@@ -80,7 +80,7 @@ def all_metrics() -> dict[str, Any]:
         "encode_s": 0.5,
         "replica": {"rows": 1, "output_tokens": 1, "busy_s": 1.0},
         "media_wait_s": 0.5,
-        "counters": asdict(SchedulerCounters(num_images=1, num_drafts=1, num_drafts_by_position=[1])),
+        "counters": asdict(SchedulerCounters(num_images=1, num_videos=1, num_drafts=1, num_drafts_by_position=[1])),
         "times": dict.fromkeys(("schedule_s", "lockstep_s", "execute_s", "apply_s"), 1.0),
     }
     metrics: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def source_codes() -> set[str]:
     """Codes that the reader of files makes for images and for audio alike."""
     kinds = re.findall(r'medium\.error\("(\w+)"', (PACKAGE / "media" / "source.py").read_text(encoding="utf-8"))
     assert kinds
-    media = (source.IMAGE, source.AUDIO)
+    media = (source.IMAGE, source.VIDEO, source.AUDIO)
     codes = {f"{medium.name}_{kind}" for medium in media for kind in kinds}
     return codes | {f"{medium.plural}_unsupported" for medium in media}
 

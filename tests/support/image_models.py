@@ -189,8 +189,10 @@ def _write(folder: Path, kind: str) -> None:
 
 
 def template_of(kind: str) -> str:
-    """A chat template that writes a placeholder for each image part."""
-    return template_with("part.type == 'image'", PLACEHOLDERS[media_kind(kind)].written)
+    """A chat template that writes a placeholder for each part of an image or a video."""
+    token, written = PLACEHOLDERS[media_kind(kind)].video_token, PLACEHOLDERS[media_kind(kind)].written
+    of_video = "{% elif part.type == 'video' %}<|vision_start|>" + token + "<|vision_end|>" if token else ""
+    return template_with("part.type == 'image'", written + of_video)
 
 
 def text_of(kind: str, num_images: int) -> str:

@@ -53,6 +53,10 @@ _MAX_CPU_LORAS: Final = 2**16
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of images that may be decoded, all but the last by default."""
 _IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
+_VIDEO_PROCESSOR_KEYS: Final = (
+    *("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens"),
+    *("fps", "num_frames", "min_frames", "max_frames"),
+)
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_NESTING: Final = 256
 """Nesting that every reader of JSON accepts: their stacks are limited."""
@@ -204,6 +208,11 @@ class ModelOptions:
         None,
         f"values in place of those of `preprocessor_config.json`: {', '.join(_IMAGE_PROCESSOR_KEYS)}, each as JSON",
     )
+    video_processor: dict[str, str] | None = option(
+        None,
+        f"values in place of those of `video_preprocessor_config.json`: {', '.join(_VIDEO_PROCESSOR_KEYS)}, each as "
+        f"JSON",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.load_format, str) and self.load_format in _OTHER_LOAD_FORMATS:
@@ -247,16 +256,20 @@ def _check_images(model: ModelOptions) -> None:
     least, most = model.image_min_pixels, model.image_max_pixels
     if least is not None and most is not None and least > most:
         raise ConfigError(f"model.image_min_pixels={least} is above model.image_max_pixels={most}: lower it")
-    for name, text in (model.image_processor or {}).items():
-        if name not in _IMAGE_PROCESSOR_KEYS:
-            raise ConfigError(
-                f"model.image_processor has the unsupported key {name!r}: give {', '.join(_IMAGE_PROCESSOR_KEYS)}, or "
-                f"model.image_min_pixels and model.image_max_pixels"
-            )
+    instead = f"{', '.join(_IMAGE_PROCESSOR_KEYS)}, or model.image_min_pixels and model.image_max_pixels"
+    _check_processor("image_processor", model.image_processor, _IMAGE_PROCESSOR_KEYS, instead)
+    of_videos = _VIDEO_PROCESSOR_KEYS
+    _check_processor("video_processor", model.video_processor, of_videos, ", ".join(of_videos))
+
+
+def _check_processor(key: str, given: dict[str, str] | None, known: tuple[str, ...], instead: str) -> None:
+    for name, text in (given or {}).items():
+        if name not in known:
+            raise ConfigError(f"model.{key} has the unsupported key {name!r}: give {instead}")
         try:
             json.loads(text)
         except ValueError:
-            raise ConfigError(f"model.image_processor has {name}={text[:80]}, which is not JSON") from None
+            raise ConfigError(f"model.{key} has {name}={text[:80]}, which is not JSON") from None
 
 
 def _check_adapters(model: ModelOptions) -> None:
@@ -603,10 +616,14 @@ class RowLimits:
     max_images: int = option(32, "images of a row; 0: the part of the model for images is not loaded", least=0)
     max_image_bytes: int = option(20 * 1024 * 1024, "bytes of an image's file", least=1)
     max_image_pixels: int = option(64_000_000, "pixels of an image, before it is resized", least=1)
-    max_image_tokens: int = option(4096, "tokens of an image in the prompt", least=1)
+    max_image_tokens: int = option(4096, "tokens of an image, or of two frames of a video, in the prompt", least=1)
     image_formats: list[str] | None = option(
         None, f"formats that are decoded, of {', '.join(IMAGE_FORMATS)}; null: all but {IMAGE_FORMATS[-1]}"
     )
+    max_videos: int = option(4, "videos of a row; 0: videos are rejected", least=0)
+    max_video_bytes: int = option(100 * 1024 * 1024, "bytes of a video's file", least=1)
+    max_video_frames: int = option(768, "frames of a video that are taken", least=1)
+    max_video_tokens: int = option(32_768, "tokens of a video in the prompt", least=1)
     max_audios: int = option(
         32,
         "recordings of a row, in a model of text and audio; 0: its part for audio is not loaded",
@@ -704,7 +721,7 @@ class JobConfig:
     )
     media_root: str | None = option(
         None,
-        "folder of the images and audio that rows name by path; null: paths are rejected",
+        "folder of the images, frames and audio that rows name by path; null: paths are rejected",
         keyword="allowed_local_media_path",
         is_vllms=True,
         vllm_values={"": None},

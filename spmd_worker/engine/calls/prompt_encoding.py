@@ -20,6 +20,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import MediumName, media_of_parts
+from spmd_worker.tokenizer.video_parts import is_open
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -152,7 +153,7 @@ def _ahead(images: ImagePrompts | None, sources: Sequence[_Sources], index: int)
     """`images`, which begin to prepare those of the next prompts."""
     if images is not None:
         for each, media in sources[index : index + _MAX_AHEAD]:
-            if each and images.takes(media) and not any(source is None for source in each):
+            if each and images.takes(media) and not any(map(is_open, each)):
                 images.submit(each, media)
     return images
 

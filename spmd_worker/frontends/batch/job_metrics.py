@@ -103,15 +103,17 @@ def _draft_metrics(counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]], hears: bool) -> dict[str, Any]:
-    """Images of the rows, or recordings in a model that hears, and the rows of their tokens, or those of encoder
+    """Images and videos of the rows, or recordings in a model that hears, and rows of their tokens, or those of encoder
     inputs; nothing of a job without either.
     """
-    counts = {name: counters[f"num_{name}"] for name in ("images", "image_tokens", "rows_encoded", "rows_reused")}
-    if not any(counts.values()):
-        return {}
-    num_media, num_tokens = counts.pop("images"), counts.pop("image_tokens")
+    counts = {name: counters[f"num_{name}"] for name in ("rows_encoded", "rows_reused")}
     name = "recording" if hears else "image"
-    of_media = {f"{name}s": num_media, f"{name}_tokens": num_tokens} if num_media else {}
+    of_media: dict[str, int] = {}
+    for own, counted in ((name, "image"), ("video", "video")):
+        if counters[f"num_{counted}s"]:
+            of_media |= {f"{own}{end}": counters[f"num_{counted}{end}"] for end in ("s", "_tokens")}
+    if not any(counts.values()) and not of_media:
+        return {}
     seconds = {
         "encode_s": sum(value["encode_s"] for value in values),
         "media_wait_s": sum(value["media_wait_s"] for value in values if "replica" in value),

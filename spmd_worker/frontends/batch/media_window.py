@@ -15,6 +15,7 @@ from spmd_worker.engine.engine import Engine
 from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_of_row, media_of_row, row_error
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.tokenizer.video_parts import is_open, num_source_bytes
 
 _GIB: Final = 1 << 30
 _MAX_ROWS: Final = 64
@@ -42,7 +43,7 @@ class _Waiting:
     @property
     def num_source_bytes(self) -> int:
         audio = self.row.prompt.source if isinstance(self.row.prompt, AudioPrompt) else ""
-        return len(audio) + sum(len(each or "") for each in images_of_row(self.row))
+        return len(audio) + sum(map(num_source_bytes, images_of_row(self.row)))
 
     def finish(self) -> None:
         """Take the media when they are prepared."""
@@ -99,7 +100,7 @@ class MediaWindow:
         """Whether a row has media that the model takes."""
         if isinstance(row.prompt, AudioPrompt):
             return self._audio is not None
-        if self._images is None or not images_of_row(row) or None in images_of_row(row):
+        if self._images is None or not images_of_row(row) or any(map(is_open, images_of_row(row))):
             return False
         return self._images.takes(media_of_row(row))
 

@@ -20,6 +20,7 @@ from spmd_worker.frontends.openai.row import (
     TextPrompt,
     TokensPrompt,
 )
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 _NUM_EXACT_BYTES: Final = 2048
 _PIECE_BYTES: Final = 256
@@ -54,7 +55,7 @@ def _prompt_bytes(row: Row, prompt: Prompt) -> bytes:
         tools = () if row.request is None else row.request.tools
         return _joined(_chat_parts(prompt, tools))
     # A placeholder of the prompt stands for each of its images.
-    images = b"".join([_digest(image) for image in prompt.images])
+    images = b"".join([_digest(_media_text(image)) for image in prompt.images])
     return images + (_bytes(prompt.text[:_MAX_BYTES]) if isinstance(prompt, TextPrompt) else _ids(prompt))
 
 
@@ -109,6 +110,10 @@ def _bounded(data: bytes) -> bytes:
         checksum = crc32(data[start : start + _PIECE_BYTES], checksum)
         checksums.append(checksum)
     return data[:_NUM_EXACT_BYTES] + struct.pack(f"<{len(checksums)}I", *checksums)
+
+
+def _media_text(source: str | VideoPart) -> str:
+    return str([source.fps, *source.texts]) if isinstance(source, VideoPart) else source
 
 
 def _digest(text: str) -> bytes:

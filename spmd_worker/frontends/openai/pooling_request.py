@@ -47,7 +47,7 @@ _SCORE_KEYS: Final = ("text_1", "text_2", "use_activation", "truncate_prompt_tok
 _RERANK_KEYS: Final = ("query", "documents", "top_n", "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _CLASSIFY_KEYS: Final = (*_INPUT_KEYS, "use_activation", "truncate_prompt_tokens", *_COMMON_KEYS)
 _POOLING_KEYS: Final = (*_INPUT_KEYS, "task", "encoding_format", *_TYPED_KEYS, *_COMMON_KEYS)
-PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "custom_id", "adapter", PRIORITY_KEY, *_TYPED_KEYS)
+PLAIN_KEYS: Final = (*PLAIN_TASKS, "images", "videos", "custom_id", "adapter", PRIORITY_KEY, *_TYPED_KEYS)
 
 MAX_INPUTS: Final = 2048
 """Most texts of one row; OpenAI's limit for `input`."""

@@ -17,10 +17,12 @@ from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     MediumName,
     checked_content,
+    checked_video,
     media_of_parts,
     optional_flag,
     with_parsed_arguments,
 )
+from spmd_worker.tokenizer.video_parts import VideoPart, is_open
 
 _AnyPrompt = TypeVar("_AnyPrompt", bound=Prompt)
 
@@ -192,40 +194,52 @@ def with_effort(prompt: ChatPrompt, body: Mapping[str, Any]) -> ChatPrompt:
 
 
 def with_media(prompt: _AnyPrompt, fields: Mapping[str, Any]) -> _AnyPrompt:
-    """The prompt with the images and the recordings of a plain row. In a conversation they belong to the parts that
+    """The prompt with the images, videos and recordings of a plain row. In a conversation they belong to the parts that
     have none.
     """
-    for medium in _TYPES:
-        prompt = _with_medium(prompt, medium, fields.get(f"{medium}s"))
+    for part in ("image", "video", "audio"):
+        value, key = fields.get(f"{part}s"), f"{part}s"
+        given = [] if value is None else list(value) if isinstance(value, list) else [value]
+        named = [(f"{key}[{index}]", each) for index, each in enumerate(given)]
+        sources = [_video(*each) if part == "video" else media_source(*each, _TYPES[part]) for each in named]
+        prompt = _with_sources(prompt, part, sources)
     return prompt
 
 
-def _with_medium(prompt: _AnyPrompt, medium: MediumName, value: Any) -> _AnyPrompt:
-    key = f"{medium}s"
-    given = [] if value is None else list(value) if isinstance(value, list) else [value]
-    images = tuple([media_source(f"{key}[{index}]", each, _TYPES[medium]) for index, each in enumerate(given)])
-    if not images:
+def _with_sources(prompt: _AnyPrompt, part: str, sources: Sequence[str | VideoPart]) -> _AnyPrompt:
+    """The prompt with images, videos or recordings; in a conversation `part` is the type of their parts."""
+    key = f"{part}s"
+    if not sources:
         return prompt
     if not isinstance(prompt, TextPrompt | TokensPrompt | ChatPrompt):
         raise InvalidRequestError(
             f"{key} go with text, ids or messages, this row has prompt_embeds", "conflicting_keys"
         )
+    medium: MediumName = "audio" if part == "audio" else "image"
     if not isinstance(prompt, ChatPrompt):
-        media = (*prompt.media, *[medium] * len(images))
-        return replace(prompt, images=(*prompt.images, *images), media=media)
-    is_open = [each is None and own == medium for each, own in zip(prompt.images, prompt.media, strict=True)]
-    if sum(is_open) != len(images):
+        return replace(prompt, images=(*prompt.images, *sources), media=(*prompt.media, *[medium] * len(sources)))
+    own = ["video" if isinstance(each, VideoPart) else name for each, name in zip(prompt.images, prompt.media)]
+    are_open = [is_open(each) and name == part for each, name in zip(prompt.images, own)]
+    if sum(are_open) != len(sources):
         raise InvalidRequestError(
-            f"{key} has {len(images)} {key}, and messages have {sum(is_open)} {medium} parts without one: give a part "
-            f'{{"type": "{medium}"}} for each',
+            f"{key} has {len(sources)} {key}, and messages have {sum(are_open)} {part} parts without one: give a part "
+            f'{{"type": "{part}"}} for each',
             "placeholder_mismatch",
         )
-    left = iter(images)
-    filled = [next(left) if is_empty else each for each, is_empty in zip(prompt.images, is_open, strict=True)]
+    left = iter(sources)
+    filled = [next(left) if is_empty else each for each, is_empty in zip(prompt.images, are_open, strict=True)]
     return replace(prompt, images=tuple(filled))
 
 
-_TYPES: Final[Mapping[MediumName, str]] = {"image": "image/png", "audio": "audio/wav"}
+_TYPES: Final = {"image": "image/png", "audio": "audio/wav"}
+
+
+def _video(name: str, value: Any) -> VideoPart:
+    """A list of frames, a data URL or a path, or an object with the keys of a conversation's part."""
+    found = checked_video(name, {**(value if isinstance(value, dict) else {"video": value}), "type": "video"})
+    if is_open(found):
+        raise InvalidRequestError(f"{name}={shown(value)} must be a list of frames, a data URL or a path")
+    return found
 
 
 def media_source(name: str, value: Any, media_type: str = "image/png") -> str:

@@ -23,6 +23,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import MediumName
 from spmd_worker.tokenizer.token_texts import TokenText
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 PoolingKind = Literal["embedding", "score", "rerank", "classify", "pooling"]
 
@@ -38,11 +39,11 @@ ErrorShape = Literal["plain", "openai"]
 class TextPrompt:
     """Text to encode, with the tokenizer's default special tokens (a beginning-of-sequence token, say) unless
     `adds_special_tokens` is false. It has the model's placeholder for each of `images`, URLs or paths of images or
-    recordings; `media` is the medium of each.
+    recordings, or videos; `media` is the medium of each, "image" of a video.
     """
 
     text: str
-    images: tuple[str, ...] = ()
+    images: tuple[str | VideoPart, ...] = ()
     media: tuple[MediumName, ...] = ()
     adds_special_tokens: bool = True
 
@@ -54,7 +55,7 @@ class TokensPrompt:
     """
 
     token_ids: tuple[int, ...]
-    images: tuple[str, ...] = ()
+    images: tuple[str | VideoPart, ...] = ()
     media: tuple[MediumName, ...] = ()
 
 
@@ -72,7 +73,7 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    images: tuple[str | None, ...] = ()
+    images: tuple[str | VideoPart | None, ...] = ()
     media: tuple[MediumName, ...] = ()
     adds_special_tokens: bool = False
     reasoning_effort: str | None = None
@@ -223,7 +224,9 @@ class RowError:
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
     grammar_refused, extra_missing, wrong_runner, model_not_found, invalid_embeddings, embeddings_missing,
     embeddings_outside, images_unsupported, image_missing, image_outside_root, image_unreadable, image_too_large,
-    image_too_narrow, image_changed, image_too_long, too_many_images, reserved_token, placeholder_mismatch,
+    image_too_narrow, image_changed, image_too_long, too_many_images, videos_unsupported, video_missing,
+    video_outside_root, video_unreadable, video_too_large, video_too_short, video_too_long, too_many_videos,
+    reserved_token, placeholder_mismatch,
     audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
     audio_too_long, audio_changed, too_many_audios, experts_unsupported, encoder_unsupported, encoder_input_missing; and
     non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.
@@ -245,16 +248,17 @@ class ImagesOfRow(NamedTuple):
     @staticmethod
     def of(media: Sequence[PreparedMedia]) -> "ImagesOfRow":
         # Windows are made of the same bytes.
-        images = [each.source_digest for each in media if not isinstance(each, PreparedAudio)]
-        recordings = [each.source_digest for each in media if isinstance(each, PreparedAudio) and not each.start_s]
-        return ImagesOfRow(num_media_bytes(media), media_digest([*images, *recordings]))
+        # Videos are behind images, and recordings behind both, wherever a prompt has them.
+        ordered = sorted(media, key=lambda each: 2 if isinstance(each, PreparedAudio) else each.frame is not None)
+        sources = [each.source_digest for each in ordered if not isinstance(each, PreparedAudio) or not each.start_s]
+        return ImagesOfRow(num_media_bytes(media), media_digest(sources))
 
 
 NO_IMAGES: Final = ImagesOfRow(0, "")
 
 
-def images_of_row(row: Row) -> tuple[str | None, ...]:
-    """The images and recordings of a row's prompt."""
+def images_of_row(row: Row) -> tuple[str | VideoPart | None, ...]:
+    """The images, videos and recordings of a row's prompt."""
     return row.prompt.images if isinstance(row.prompt, ReadPrompt) else ()
 
 

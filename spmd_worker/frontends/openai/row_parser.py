@@ -50,6 +50,7 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "prompt_embeds", "messages"
 _PLAIN_KEYS: Final = (
     *_PROMPT_KEYS,
     "images",
+    "videos",
     "audios",
     "custom_id",
     "adapter",
@@ -162,7 +163,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
             raise InvalidRequestError(message, "unknown_key")
         if key == "multi_modal_data":
             raise InvalidRequestError(
-                f"{key!r} is a key of prompts in Python: a row takes images or audio", "unknown_key"
+                f"{key!r} is a key of prompts in Python: a row takes images, videos or audio", "unknown_key"
             )
     check_keys(fields, (*_PLAIN_KEYS, "audio", *PLAIN_TASKS))
     prompt = _plain_prompt(fields)

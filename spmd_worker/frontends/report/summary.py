@@ -147,12 +147,12 @@ def _wall_time(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
 
 def _media(metrics: Mapping[str, Any]) -> list[Figure]:
     wait_s, encode_s = (_number(metrics, key) for key in ("media_wait_s", "encode_s"))
-    counts = {word: _number(metrics, f"{word}s") or 0 for word in ("image", "recording")}
+    counts = {word: _number(metrics, f"{word}s") or 0 for word in ("image", "video", "recording")}
     if not any(counts.values()) and not wait_s:
         return []
     note = f"{duration((encode_s or 0) * 1e6)} in towers"
     note = "".join([f"{count(number, word)}, " for word, number in counts.items() if number]) + note
-    what = "images" if counts["image"] else "audio"
+    what = "images" if counts["image"] else "videos" if counts["video"] else "audio"
     return [Figure(duration((wait_s or 0) * 1e6), f"waiting for {what}", note)]
 
 

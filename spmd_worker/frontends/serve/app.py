@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 BODY_S: Final = 60.0
 _MAX_LARGE: Final = 4
 """Most bodies of more than `LARGE_BYTES` in memory; they are read and encoded apart from the others."""
-_MEDIA_MARKS: Final = (b'"image', b'"input_audio', b'"audio')
+_MEDIA_MARKS: Final = (b'"image', b'"video', b'"input_audio', b'"audio')
 """Marks of bodies with images or audio, whose preparing takes long: such bodies are read apart."""
 _TEXTS_A_TURN: Final = 16
 """Texts of a body that are encoded before those of the next body in the queue."""

@@ -22,8 +22,9 @@ from spmd_worker.frontends.openai.row import AudioPrompt, Row, RowError, images_
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.tools.run_dir import NO_JOB, RunDirError, check_folder
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.source import AUDIO, IMAGE, Medium, read_source
+from spmd_worker.media.source import AUDIO, IMAGE, VIDEO, Medium, read_source
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.video_parts import VideoPart
 
 
 class ImagesError(Exception):
@@ -74,9 +75,9 @@ def _digests(run_dir: Path, manifest: dict[str, Any]) -> Iterator[tuple[int, str
 
 
 class _Source(NamedTuple):
-    """A path or a data URL, and what it is of."""
+    """A path or a data URL, and what it is of; or a video."""
 
-    source: str | bytes
+    source: str | bytes | VideoPart
     max_bytes: int
     medium: Medium
 
@@ -84,15 +85,25 @@ class _Source(NamedTuple):
 def _sources(row: Row, limits: RowLimits) -> list[_Source]:
     if isinstance(row.prompt, AudioPrompt):
         return [_Source(row.prompt.source, limits.max_audio_bytes, AUDIO)]
+    of_image, of_audio = (limits.max_image_bytes, IMAGE), (limits.max_audio_bytes, AUDIO)
     given = list(zip(images_of_row(row), media_of_row(row), strict=True))
-    images = [_Source(each or "", limits.max_image_bytes, IMAGE) for each, medium in given if medium == "image"]
     # In the order of `ImagesOfRow`.
-    return images + [_Source(each or "", limits.max_audio_bytes, AUDIO) for each, medium in given if medium == "audio"]
+    given.sort(key=lambda each: 2 if each[1] == "audio" else isinstance(each[0], VideoPart))
+    return [
+        _Source(each, limits.max_video_bytes, VIDEO)
+        if isinstance(each, VideoPart) and each.is_file
+        else _Source(each or "", *(of_audio if medium == "audio" else of_image))
+        for each, medium in given
+    ]
 
 
 def _digest(row: int, given: _Source, root: str | None) -> bytes:
+    if isinstance(given.source, VideoPart) and not given.source.is_file:
+        frames = [_digest(row, given._replace(source=each), root) for each in given.source.texts]
+        return sha256(b"".join(frames)).digest()
+    source = given.source.video if isinstance(given.source, VideoPart) else given.source
     try:
-        return sha256(read_source(given.source, None if root is None else Path(root), *given[1:])).digest()
+        return sha256(read_source(source, None if root is None else Path(root), *given[1:])).digest()
     except MediaError as error:
         raise ImagesError(f"row {row}: {error}") from None
 

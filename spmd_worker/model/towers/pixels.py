@@ -51,15 +51,15 @@ def _table(vision: VisionConfig) -> Tensor:
 
 
 def patches_of(plane: Tensor, patch_size: int, num_frames: int = 1, merge_size: int = 1) -> Tensor:
-    """float32 [3, height, width] -> [N, 3 * frames * P * P], every frame the same. Patches are in order of lines, or of
-    squares of `merge_size` patches a side.
+    """float32 [3, height, width] -> [N, 3 * frames * P * P], every frame the same, or [frames, 3, height, width].
+    Patches are in order of lines, or of squares of `merge_size` patches a side.
     """
-    _, height, width = plane.shape
+    height, width = plane.shape[-2:]
     rows, columns = height // patch_size, width // patch_size
     assert (rows * patch_size, columns * patch_size) == (height, width), (plane.shape, patch_size)
     assert rows % merge_size == columns % merge_size == 0, (rows, columns, merge_size)
     squares = plane.view(
-        3, rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size
-    ).permute(1, 4, 2, 5, 0, 3, 6)
-    frames = squares.unsqueeze(5).expand(*squares.shape[:5], num_frames, patch_size, patch_size)
+        -1, 3, rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size
+    ).permute(2, 5, 3, 6, 1, 0, 4, 7)
+    frames = squares.expand(*squares.shape[:5], num_frames, patch_size, patch_size)
     return frames.reshape(rows * columns, -1)

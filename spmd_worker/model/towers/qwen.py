@@ -1,5 +1,5 @@
-"""Towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and PaddleOCR-VL: images of any size, axial angles, squares of
-patches as tokens.
+"""Towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and PaddleOCR-VL: images of any size, or two frames of a video,
+axial angles, squares of patches as tokens.
 
 N: patches; E: width of the tower; M: tokens of the image.
 """
@@ -63,9 +63,9 @@ class QwenTower(Tower):
         self.trunk = Trunk(context, self._config)
 
     def _embedded(self, image: ImagePixels) -> Tensor:
-        (plane,) = self._pixels.planes(image)
-        config = self._config
-        x: Tensor = self.patches(patches_of(plane, config.patch_size, config.num_frames, self._vision.merge_size))
+        # An image, or two frames of a video.
+        planes, config = torch.stack(self._pixels.planes(image)), self._config
+        x: Tensor = self.patches(patches_of(planes, config.patch_size, config.num_frames, self._vision.merge_size))
         return x
 
     def _places(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECOD
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
+from spmd_worker.model_config.families.vision_rows import VIDEO_ROWS
 from spmd_worker.model_config.pooling import CLASSIFIER, COLBERT_ENCODERS
 from spmd_worker.model_config.quantization import READ_METHODS
 
@@ -51,6 +52,8 @@ def _input(family: Family) -> str:
         return "audio to text" if family.encoder_part.mel_bins_key else "text to text"
     if family.audio:
         return "text, images and audio"
+    if family.vision in VIDEO_ROWS:
+        return "text, images and videos"
     media = "audio" if family.vision in AUDIO_ROWS else "images"
     return f"text and {media}" if family.vision else "text"
 

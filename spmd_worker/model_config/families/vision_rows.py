@@ -87,10 +87,14 @@ def _qwen_sizes(
     }
 
 
-def _qwen_vision(files: VisionFiles, kind: str, tower: TowerConfig, default_token: int) -> VisionConfig:
+def _qwen_vision(
+    files: VisionFiles, kind: str, tower: TowerConfig, default_token: int, *, has_videos: bool = True
+) -> VisionConfig:
+    """The id of video tokens follows that of images by default."""
     return VisionConfig(
         kind,
         image_token_id=files.whole.count("image_token_id", default_token),
+        video_token_id=files.whole.count("video_token_id", default_token + 1) if has_videos else None,
         num_added=len(tower.added_layers),
         merge_size=files.vision.count("spatial_merge_size", 2),
         has_three_positions=True,
@@ -122,7 +126,7 @@ def _qwen3_vl(
 
 def _qwen3_omni(files: VisionFiles) -> VisionConfig:
     names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
-    return _qwen3_vl(files, names=names)
+    return replace(_qwen3_vl(files, names=names), video_token_id=None)
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -154,7 +158,7 @@ def _exaone4_5(files: VisionFiles) -> VisionConfig:
     if tower.num_heads % num_kv_heads:
         raise vision.error("num_key_value_heads", f"must divide the {tower.num_heads} heads{WAY_OUT}")
     tower = replace(tower, num_kv_heads=num_kv_heads)
-    return replace(_qwen_vision(files, "exaone4_5", tower, 67), has_three_positions=False)
+    return replace(_qwen_vision(files, "exaone4_5", tower, 67, has_videos=False), has_three_positions=False)
 
 
 def _qwen2_5_tower(files: VisionFiles, beginning: str, **names: Any) -> TowerConfig:
@@ -178,7 +182,7 @@ def _qwen2_5_tower(files: VisionFiles, beginning: str, **names: Any) -> TowerCon
 
 def _qwen2_5_omni(files: VisionFiles) -> VisionConfig:
     tower = _qwen2_5_tower(files, _OMNI_BEGINNING, qkv=("attn.q", "attn.k", "attn.v"))
-    found = _qwen_vision(files, "qwen2_5_vl", tower, 151655)
+    found = _qwen_vision(files, "qwen2_5_vl", tower, 151655, has_videos=False)
     return replace(found, kind="qwen2_5_omni", image_token_id=image_token_of(files, 151655))
 
 
@@ -212,7 +216,7 @@ def _glm4v(files: VisionFiles, *, default_token: int = 151343) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, **inner, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, default_token)
+    return _qwen_vision(files, "glm4v", tower, default_token, has_videos=False)
 
 
 def _glm4v_moe(files: VisionFiles) -> VisionConfig:
@@ -243,7 +247,7 @@ def _glm_ocr(files: VisionFiles) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, 59280)
+    return _qwen_vision(files, "glm4v", tower, 59280, has_videos=False)
 
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
@@ -372,6 +376,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
+VIDEO_ROWS: Final = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
+"""Rows whose models take videos."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}

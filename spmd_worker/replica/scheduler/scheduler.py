@@ -466,9 +466,13 @@ class Scheduler:
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
         self._count_end([sequence.finish_reason for sequence in group.sequences])
-        images = () if group.request.num_encoder_positions else group.request.media
+        media = () if group.request.num_encoder_positions else group.request.media
+        frames = [item.num_rows for item in media if item.frame]
+        images = [item.num_rows for item in media if not item.frame]
         self.counters.num_images += len(images)
-        self.counters.num_image_tokens += sum([item.num_rows for item in images])
+        self.counters.num_image_tokens += sum(images)
+        self.counters.num_videos += sum([item.frame == 1 for item in media])
+        self.counters.num_video_tokens += sum(frames)
         return group
 
     def _count_end(self, reasons: list[FinishReason | None]) -> None:

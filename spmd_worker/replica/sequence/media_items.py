@@ -1,4 +1,5 @@
-"""Images of a prompt as the ranks know them: a name, a size, and the tokens that take their rows.
+"""Images of a prompt as the ranks know them: a name, a size, and the tokens that take their rows. A video is an image
+for each two of its frames.
 
 Pixels do not travel with requests: the leader's worker holds them, and a plan says in which step a tower makes an
 image's rows, on which rank of the tensor group, and which rows are dropped before (`StepPlan.encode`, `drop_rows`).
@@ -20,12 +21,23 @@ class MediaItem(CheckedRecord):
     `runs` are (start, count) of the tokens that take its rows, in order of the rows: one run in most families; others
     have plain tokens between lines or tiles. `grid` is the number of lines and columns of its tokens where positions
     follow them, (0, 0) otherwise. `num_patches` is what the tower reads of it: the cost of making its rows.
+
+    `frame` counts the images of a video, from 1 on; 0 is an image of its own. `time` is its position in time behind the
+    first one of its video. With `goes_on` the next one begins at the same position. The name covers both.
     """
 
     media_id: bytes
     runs: tuple[tuple[int, int], ...]
     num_patches: int
     grid: tuple[int, int] = (0, 0)
+    frame: int = 0
+    time: int = 0
+    goes_on: bool = False
+
+    @property
+    def num_positions(self) -> int:
+        """Positions from the first of its tokens to that of the token behind, of an image with a grid."""
+        return 0 if self.goes_on else max(*self.grid, self.time + 1)
 
     @property
     def start(self) -> int:
@@ -74,7 +86,8 @@ def check_media(media: Sequence[MediaItem], num_tokens: int) -> None:
     """Raise ValueError unless the runs of `media` are in order, apart, and inside a prompt of `num_tokens` tokens."""
     end = 0
     for item in media:
-        if len(item.media_id) != NUM_MEDIA_ID_BYTES or item.num_patches < 1 or not item.runs:
+        is_named = len(item.media_id) == NUM_MEDIA_ID_BYTES and item.num_patches >= 1 and item.frame >= 0 <= item.time
+        if not is_named or not item.runs:
             raise ValueError(f"Request.media has {item}: give a name of 16 bytes, patches and runs")
         for start, count in item.runs:
             if start < end or count < 1:

@@ -14,7 +14,7 @@ from kv_cache.layer_groups import LayerGroups
 from kv_cache.state_sizing import describe_slot
 from spmd_worker.base.config.adapter_limits import MERGED
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.image_reading import image_costs
+from spmd_worker.compat.image_reading import image_costs, video_cost
 from spmd_worker.model_config.layer_config import LayerShare
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.vision_config import FRAMES_PER_SECOND
@@ -412,9 +412,19 @@ def _media(plan: MemoryPlan) -> list[str]:
         f"{image.num_rows:,} tokens and {image.num_patches:,} patches for {width} x {height} pixels"
         for height, width, image in image_costs(plan.resolved)
     ]
+    video = video_cost(plan.resolved)
+    of_video = (
+        []
+        if video is None
+        else [
+            f"a video    {video[3]:,} tokens for {video[0]} frames of {video[2]} x {video[1]} pixels; "
+            f"limits.max_video_tokens is {limits.max_video_tokens:,}"
+        ]
+    )
     return [
         f"{'media     ' if heard else 'images    '} {kept}",
         *([f"an image   {', '.join(costs)}; limits.max_image_tokens is {limits.max_image_tokens:,}"] if costs else []),
+        *of_video,
         *heard,
     ]
 

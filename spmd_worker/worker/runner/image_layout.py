@@ -57,14 +57,15 @@ def last_visible_of(
 
 def position_delta(media: Media) -> int:
     """Difference between the position and the index of a token behind all images of a row."""
-    return sum(max(item.grid) - item.num_rows for item in media if item.grid[0])
+    return sum(item.num_positions - item.num_rows for item in media if item.grid[0])
 
 
 def rope_positions(media: Media, first: int, count: int) -> Integers:
     """int64 [3, count] of the tokens from `first` on.
 
     Text counts on. An image stands at one time, and spreads over lines and columns from there; the text behind begins
-    where the longer of its sides ends.
+    where the longer of its sides ends. Frames of a video that go on have the same lines and columns, each at its time,
+    and the text behind begins where the longest of all ends.
     """
     end, shift = first + count, 0
     positions = np.arange(first, end) + np.zeros((3, 1), dtype=np.int64)
@@ -75,10 +76,10 @@ def rope_positions(media: Media, first: int, count: int) -> Integers:
         assert len(item.runs) == 1, (item, "lines and columns are those of one run")
         tokens = np.arange(max(item.start, first), min(item.end, end)) - item.start
         if len(tokens):
-            steps = np.stack((0 * tokens, tokens // columns, tokens % columns))
+            steps = np.stack((0 * tokens + item.time, tokens // columns, tokens % columns))
             at = tokens[0] + item.start - first
             positions[:, at : at + len(tokens)] = item.start + shift + steps
-        shift += max(lines, columns) - item.num_rows
+        shift += item.num_positions - item.num_rows
         behind = max(item.end, first)
         positions[:, max(behind - first, 0) :] = np.arange(behind, end) + shift
     return positions

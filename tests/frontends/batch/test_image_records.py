@@ -68,7 +68,7 @@ def test_chained_digest_depends_on_rows_and_order():
 def resolved_run(folder: Path, vision: VisionConfig | None = None, **job: Any) -> Any:
     config = RunConfig(job=JobConfig(**job))
     processor = None if vision is None else read_image_processor(folder, vision, {})
-    return SimpleNamespace(model_folder=folder, image_processor=processor, config=config)
+    return SimpleNamespace(model_folder=folder, image_processor=processor, video_processor=None, config=config)
 
 
 @pytest.fixture

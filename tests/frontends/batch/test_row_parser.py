@@ -260,7 +260,7 @@ BAD_PLAIN_ROWS = {
     "image bytes": ({"prompt": "a", "images": [{"bytes": "abc"}]}, "invalid_value"),
     "images of embeddings": ({"prompt_embeds": "a", "images": ["a.png"]}, "conflicting_keys"),
     "images of no part": ({"messages": [{"role": "user", "content": "a"}], "images": ["a"]}, "placeholder_mismatch"),
-    "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "unsupported_value"),
+    "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "invalid_value"),
     "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
     "template kwargs": ({"prompt": "a", "chat_template_kwargs": {}}, "conflicting_keys"),
     "text to continue": ({"prompt": "a", "continue_final_message": True}, "conflicting_keys"),

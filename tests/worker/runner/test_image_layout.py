@@ -131,3 +131,19 @@ def test_text_alone_computes_nothing(monkeypatch: pytest.MonkeyPatch):
             BatchState(BLOCK_SIZE, CPU, vision=vision).build(scheduled),
         ):
             assert batch.rope_positions is batch.attention.last_visible is None
+
+
+def test_frames_of_a_video_begin_at_one_position():
+    """Two pairs of 2 x 2 tokens, three positions of time apart, and text behind the last time; then an image."""
+    first = MediaItem(NAME, ((1, 4),), 1, (2, 2), frame=1, goes_on=True)
+    media = (first, MediaItem(NAME, ((5, 4),), 1, (2, 2), frame=2, time=3), MediaItem(NAME, ((10, 2),), 1, (1, 2)))
+    found = rope_positions(media, 0, 13)
+    assert found.tolist() == [
+        [0, 1, 1, 1, 1, 4, 4, 4, 4, 5, 6, 6, 8],
+        [0, 1, 1, 2, 2, 1, 1, 2, 2, 5, 6, 6, 8],
+        [0, 1, 2, 1, 2, 1, 2, 1, 2, 5, 6, 7, 8],
+    ]
+    assert position_delta(media) == 8 - 12
+    for cut in range(1, 13):
+        parts = (rope_positions(media, 0, cut), rope_positions(media, cut, 13 - cut))
+        assert np.array_equal(np.concatenate(parts, axis=1), found)

@@ -9,8 +9,8 @@ from spmd_worker.media.media_root import resolved_media_root
 from spmd_worker.media.versions import decoder_versions
 from spmd_worker.resolved import ResolvedRun
 
-_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-_KEYS: Final = ("image_background", "image_min_pixels", "image_max_pixels", "image_processor")
+_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_KEYS: Final = ("image_background", "image_min_pixels", "image_max_pixels", "image_processor", "video_processor")
 
 
 def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def image_answers(resolved: ResolvedRun) -> dict[str, Any]:
         "job.media_root": resolved_media_root(root),
         "files of the image processor": digest.hexdigest(),
         "image processor": _plain(asdict(processor)),
+        **({} if resolved.video_processor is None else {"video processor": _plain(asdict(resolved.video_processor))}),
         **{f"version of {name}": version for name, version in decoder_versions().items()},
     }
 

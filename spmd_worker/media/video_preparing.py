@@ -1,0 +1,94 @@
+"""Preparing of a video: pairs of resized frames as the images that its tower reads, and the text in the prompt."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_worker.media import placeholders
+from spmd_worker.media.errors import MediaError
+from spmd_worker.media.limits import MediaLimits
+from spmd_worker.media.media_id import frames_id_of
+from spmd_worker.media.prepared import FramePlace, ImagePixels, Pixels, PreparedImage
+from spmd_worker.media.sizes import NUM_FRAMES, Size
+from spmd_worker.media.video_processor import VideoProcessor
+
+_MOST_TIME = 1 << 20
+
+
+def prepare_video(
+    frames: Sequence[Pixels],
+    size: Size,
+    indices: Sequence[int],
+    fps: float,
+    total: float,
+    processor: VideoProcessor,
+    source_digest: bytes = b"",
+) -> list[PreparedImage]:
+    """The pairs of `frames`, all of the size that `processor` resizes them to, before which it was `size`. They are
+    those at `indices` of a video of `total` frames, `fps` of them a second. The first has the text of the video, and
+    the digest of its source. Raises MediaError.
+    """
+    assert len(frames) == len(indices), (len(frames), len(indices))
+    # The last frame is repeated.
+    padding = -len(frames) % NUM_FRAMES
+    frames, indices = [*frames, *[frames[-1]] * padding], [*indices, *[indices[-1]] * padding]
+    num_pairs, sampled_fps = len(frames) // NUM_FRAMES, (len(indices) - padding) / total * fps
+    grid = len(frames[0]) // processor.patch_size, frames[0].shape[1] // processor.patch_size
+    token_grid = grid[0] // processor.merge_size, grid[1] // processor.merge_size
+    num_rows = token_grid[0] * token_grid[1]
+    text = _text(processor, num_rows, [_seconds(indices, pair, fps) for pair in range(num_pairs)])
+    times = [processor.time(pair, sampled_fps) for pair in range(num_pairs)]
+    if times[-1] > _MOST_TIME:
+        rule = f"its pairs of frames are {times[1]} positions apart: give it with more frames a second"
+        raise MediaError("video_too_long", f"a video of {sampled_fps:g} frames a second: {rule}")
+    made = []
+    for pair, time in enumerate(times):
+        pixels = ImagePixels(
+            tuple([np.ascontiguousarray(each) for each in frames[NUM_FRAMES * pair : NUM_FRAMES * (pair + 1)]]),
+            grid,
+            size,
+        )
+        place = FramePlace(pair, time, goes_on=not processor.timestamps and pair + 1 < num_pairs)
+        made.append(
+            PreparedImage(
+                media_id=frames_id_of(pixels, processor, place),
+                pixels=pixels,
+                text="" if pair else text,
+                num_rows=num_rows,
+                num_patches=grid[0] * grid[1],
+                token_grid=token_grid,
+                source_digest=b"" if pair else source_digest,
+                frame=place,
+            )
+        )
+    return made
+
+
+def resized_size(num_frames: int, size: Size, processor: VideoProcessor, limits: MediaLimits) -> Size:
+    """The size to which frames of a `size` are resized. Raises MediaError for too many tokens of a pair or in total."""
+    height, width = processor.frame_size(num_frames, *size)
+    num_rows = (height // processor.unit) * (width // processor.unit)
+    num_pairs = -(-num_frames // NUM_FRAMES)
+    for words, number, key, most in (
+        ("two frames", num_rows, "max_image_tokens", limits.max_image_tokens),
+        ("the video", num_rows * num_pairs, "max_video_tokens", limits.max_video_tokens),
+    ):
+        if number > most:
+            given = f"{num_frames} frames of {size[1]} x {size[0]} pixels"
+            rule = f"limits.{key}={most}: raise it, or give fewer or smaller frames, or lower sizes"
+            message = f"{words} of {given} take {number} tokens, more than {rule} (model.video_processor)"
+            raise MediaError("video_too_long", message)
+    return height, width
+
+
+def _seconds(indices: Sequence[int], pair: int, fps: float) -> float:
+    """The middle of a pair of frames."""
+    first, last = NUM_FRAMES * pair, NUM_FRAMES * (pair + 1) - 1
+    return (indices[first] / fps + indices[last] / fps) / 2
+
+
+def _text(processor: VideoProcessor, num_rows: int, seconds: Sequence[float]) -> str:
+    tokens = placeholders.video_text(processor.kind, num_rows)
+    if not processor.timestamps:
+        return tokens * len(seconds)
+    return "".join([f"<{each:.1f} seconds><|vision_start|>{tokens}<|vision_end|>" for each in seconds])

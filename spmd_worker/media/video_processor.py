@@ -1,0 +1,220 @@
+"""VideoProcessor: the numbers by which a checkpoint's videos are prepared, and how they are read.
+
+A missing key has the value that its class of transformers has. Frames become pixels as images do: numbers that a tower
+has once for both are compared with those of images.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media import sizes
+from spmd_worker.media.image_processor import CLIP_MEAN, CLIP_STD, HALVES, ImageProcessor
+from spmd_worker.media.processor_settings import ProcessorSettings, Values, json_object
+from spmd_worker.media.sizes import NUM_FRAMES
+from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
+
+WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
+OVERRIDES: Final = "model.video_processor"
+_FILES: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
+_MAX_PIXELS: Final = 1 << 32
+_MAX_TOKENS: Final = 1 << 24
+_BICUBIC: Final = 3
+_CAPPED_SHARE: Final = 0.9
+_LEAST_CAPPED: Final = 1.05
+_MOST_FPS: Final = 1000.0
+_NUMBERS_OF_FRAMES: Final = (("min_frames", 4), ("max_frames", 768))
+
+
+@dataclass(frozen=True, slots=True)
+class VideoProcessor:
+    """`kind` is that of `VisionConfig`. `min_pixels` and `max_pixels` are of a frame, or of all frames of a video in
+    kinds that have `timestamps`: these write the seconds of each pair of frames before its tokens. In the others
+    positions in time grow by `time_per_second`, or by 1 a pair if it is 0. With `cap_tokens` above 0 long videos have
+    smaller frames: they are tokens of a video, or of a frame in kinds with timestamps.
+
+    Of files `fps` frames a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
+    """
+
+    kind: str
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float = 1 / 255
+    resampling: str = "bicubic"
+    cap_tokens: int = 0
+    time_per_second: float = 0.0
+    timestamps: bool = False
+    fps: float = DEFAULT_FPS
+    num_frames: int = 0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    @property
+    def unit(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    def frame_size(self, num_frames: int, height: int, width: int) -> sizes.Size:
+        """Height and width of the frames of a video, as they are resized. Raises MediaError."""
+        if self.timestamps:
+            # A frame alone is its own second.
+            num_frames = max(num_frames, NUM_FRAMES)
+            most = self.max_pixels
+            if self.cap_tokens:
+                share = min(self.cap_tokens * self.unit**2, most // num_frames)
+                most = max(share, int(self.min_pixels * _LEAST_CAPPED)) * num_frames
+            return sizes.qwen_video_size(num_frames, height, width, self.unit, self.min_pixels, most)
+        most = self.max_pixels
+        if self.cap_tokens:
+            total = int(self.cap_tokens * self.unit**2 * _CAPPED_SHARE)
+            most = max(min(most, total * NUM_FRAMES // num_frames), int(self.min_pixels * _LEAST_CAPPED))
+        return sizes.qwen_size(height, width, self.unit, self.min_pixels, most)
+
+    def time(self, pair: int, fps: float) -> int:
+        """Position in time of a pair of frames, from the first one's on; `fps` are frames a second."""
+        if self.timestamps:
+            return 0
+        # Rounded to float32 as in transformers.
+        step = np.float32(self.time_per_second) * np.float32(NUM_FRAMES / fps) if self.time_per_second else 1
+        return int(np.float32(pair) * np.float32(step))
+
+
+def video_processor_of(values: Mapping[str, Any]) -> VideoProcessor:
+    """The processor whose `asdict` travelled as JSON."""
+    return VideoProcessor(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
+
+
+def read_video_processor(
+    folder: Path, images: ImageProcessor, overrides: Mapping[str, Any] | None = None
+) -> VideoProcessor | None:
+    """The processor of a model whose images `images` prepares; None for a kind that takes no videos, and without a file
+    that says how they are prepared. `overrides` replace the file's values. Raises ModelConfigError.
+    """
+    rule, found = _RULES.get(images.kind), _video_values(folder)
+    if rule is None or found is None:
+        return None
+    values, path = found
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    if "size" in given:
+        values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
+    config = ConfigReader(json_object(folder / "config.json") or {}, folder / "config.json", way_out=WAY_OUT)
+    settings = ProcessorSettings(
+        ConfigReader(values, path, way_out=WAY_OUT), ConfigReader(given, Path(OVERRIDES), way_out=WAY_OUT)
+    )
+    settings.check_steps(is_optional="")
+    processor = VideoProcessor(
+        images.kind,
+        **_sizes(settings, rule, images),
+        mean=settings.levels("image_mean", rule.mean),
+        std=settings.levels("image_std", rule.std),
+        scale=settings.file.number("rescale_factor", 1 / 255),
+        resampling=settings.resampling(_BICUBIC),
+        cap_tokens=_cap_tokens(settings, rule.cap_tokens),
+        time_per_second=_time_per_second(config) if rule.has_times else 0.0,
+        timestamps=rule.timestamps,
+        **_sampling(settings),
+    )
+    for key, own, other in (
+        ("image_mean", processor.mean, images.mean),
+        ("image_std", processor.std, images.std),
+        ("rescale_factor", processor.scale, images.scale),
+    ):
+        if own != other:
+            raise settings.file.error(key, f"must be that of images, {other}: the tower has one for both{WAY_OUT}")
+    return processor
+
+
+def _video_values(folder: Path) -> tuple[Values, Path] | None:
+    """Settings of videos, and their file: newer checkpoints have them in `processor_config.json`, older ones have those
+    of images alone.
+    """
+    path = folder / "processor_config.json"
+    found = (json_object(path) or {}).get("video_processor")
+    if isinstance(found, dict):
+        return found, path
+    for path in (folder / name for name in _FILES):
+        found = json_object(path)
+        if found is not None:
+            return found, path
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Defaults of a class. `has_old_keys`: it takes `min_pixels` and `max_pixels` too."""
+
+    patch_size: int
+    min_pixels: int
+    max_pixels: int
+    cap_tokens: int
+    mean: tuple[float, float, float] = CLIP_MEAN
+    std: tuple[float, float, float] = CLIP_STD
+    has_old_keys: bool = True
+    has_times: bool = False
+    timestamps: bool = False
+
+
+_QWEN2: Final = (14, 128 * 28 * 28, 768 * 28 * 28, 128_000)
+_RULES: Final = {
+    "qwen2_vl": _Rule(*_QWEN2),
+    "qwen2_5_vl": _Rule(*_QWEN2, has_times=True),
+    "qwen3_vl": _Rule(*(16, 128 * 32 * 32, 768 * 32 * 32, 768, HALVES, HALVES), has_old_keys=False, timestamps=True),
+}
+
+
+def _sizes(settings: ProcessorSettings, rule: _Rule, images: ImageProcessor) -> dict[str, int]:
+    patch = settings.integer("patch_size", rule.patch_size, 1, 512)
+    merge = settings.integer("merge_size", 2, 1, 16)
+    for key, own, other in (("patch_size", patch, images.patch_size), ("merge_size", merge, images.merge_size)):
+        if own != other:
+            raise settings.of(key).error(key, f"must be that of images, {other}: the tower has one for both{WAY_OUT}")
+    settings.file.choice("temporal_patch_size", (NUM_FRAMES,), NUM_FRAMES)
+    least = _pixels(settings, rule, "min_pixels", "shortest_edge", rule.min_pixels)
+    most = _pixels(settings, rule, "max_pixels", "longest_edge", rule.max_pixels)
+    if least > most:
+        raise settings.of("size").error("size", f"asks for at least {least} pixels of a video and at most {most}")
+    return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
+
+
+def _pixels(settings: ProcessorSettings, rule: _Rule, key: str, edge: str, default: int) -> int:
+    reader = settings.of(key)
+    if reader.get(key) is not None and (rule.has_old_keys or reader is settings.given):
+        return settings.integer(key, default, 1, _MAX_PIXELS)
+    return settings.side("size", edge, default, _MAX_PIXELS)
+
+
+def _sampling(settings: ProcessorSettings) -> dict[str, Any]:
+    """A file that does not say how to sample, or says not to, has the rate of Qwen's own tools."""
+    found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in _NUMBERS_OF_FRAMES}
+    if found["min_frames"] > found["max_frames"]:
+        raise settings.of("min_frames").error("min_frames", f"is above max_frames, {found['max_frames']}{WAY_OUT}")
+    if settings.of("num_frames").get("num_frames") is not None:
+        found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
+    rate = settings.of("fps").number("fps", DEFAULT_FPS)
+    if rate > _MOST_FPS:
+        raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")
+    return {**found, "fps": rate}
+
+
+def _cap_tokens(settings: ProcessorSettings, default: int) -> int:
+    key = "cap_pixels_per_frame"
+    if not settings.of(key).flag(key, False):
+        return 0
+    return settings.integer("max_video_tokens", default, 1, _MAX_TOKENS)
+
+
+def _time_per_second(config: ConfigReader) -> float:
+    key, vision = "tokens_per_second", config.object("vision_config")
+    number = float(vision.number(key, 4))
+    if not 0 < number <= 1000:
+        raise ModelConfigError(f"{vision.where(key)}={number:g} must be from 0 to 1000{WAY_OUT}")
+    return number

@@ -1,0 +1,89 @@
+"""Files that say how videos are prepared: which of them counts, what is missing, and what cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from media_models import media_processor
+
+from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media.video_processor import VideoProcessor, read_video_processor
+
+SIZE = {"shortest_edge": 4096, "longest_edge": 50176}
+
+
+def read(folder: Path, kind: str = "qwen2_5_vl", given: Any = None, **files: Any) -> VideoProcessor | None:
+    """The processor of a folder of `kind`, whose images' file says nothing of videos, with further `files`."""
+    images = media_processor(folder, kind)
+    for name, values in files.items():
+        (folder / kind / f"{name}.json").write_text(json.dumps(values))
+    return read_video_processor(folder / kind, images, given)
+
+
+def test_own_file_counts_before_that_of_images(tmp_path: Path):
+    of_images = read(tmp_path / "a")
+    assert of_images is not None
+    assert (of_images.min_pixels, of_images.max_pixels) == (3136, 100352)
+    own = read(tmp_path / "b", video_preprocessor_config={"size": SIZE})
+    assert own is not None
+    assert (own.min_pixels, own.max_pixels, own.fps, own.min_frames, own.max_frames) == (4096, 50176, 2.0, 4, 768)
+    values = {"size": SIZE, "fps": 1, "max_frames": 16, "cap_pixels_per_frame": True, "max_video_tokens": 99}
+    joined = read(tmp_path / "c", processor_config={"video_processor": values}, video_preprocessor_config={})
+    assert joined is not None
+    assert (joined.max_pixels, joined.fps, joined.max_frames, joined.cap_tokens) == (50176, 1.0, 16, 99)
+    # Of a class without the older keys.
+    newer = read(tmp_path / "d", "qwen3_vl", video_preprocessor_config={"max_pixels": 1, "image_mean": [0.5] * 3})
+    assert newer is not None
+    assert (newer.min_pixels, newer.max_pixels) == (128 * 32 * 32, 768 * 32 * 32)
+
+
+def test_given_values_replace_those_of_the_file(tmp_path: Path):
+    given = {"size": SIZE, "num_frames": 8, "min_frames": 2}
+    found = read(tmp_path, given=given, video_preprocessor_config={"min_pixels": 1, "max_pixels": 9})
+    assert found is not None
+    assert (found.min_pixels, found.max_pixels, found.num_frames, found.min_frames) == (4096, 50176, 8, 2)
+
+
+def test_other_kinds_take_no_videos(tmp_path: Path):
+    assert read(tmp_path, "gemma3", video_preprocessor_config={}) is None
+    folder = tmp_path / "none"
+    images = media_processor(folder, "qwen2_vl")
+    (folder / "qwen2_vl" / "preprocessor_config.json").unlink()
+    assert read_video_processor(folder / "qwen2_vl", images) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "asks for at least 9 pixels of a video and at most 4"),
+        ({"size": {"shortest_edge": 10**12}}, "size.shortest_edge"),
+        ({"size": [1]}, "size"),
+        ({"patch_size": 16}, "must be that of images, 14"),
+        ({"merge_size": 1}, "must be that of images, 2"),
+        ({"temporal_patch_size": 3}, "is not supported, only 2"),
+        ({"image_mean": [0.5] * 3}, "must be that of images"),
+        ({"rescale_factor": 1}, "must be that of images"),
+        ({"rescale_factor": "x"}, "rescale_factor"),
+        ({"do_resize": False}, "is not supported, only true"),
+        ({"fps": 1e9}, "must be at most 1000"),
+        ({"fps": -1}, "fps"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"min_frames": 9, "max_frames": 3}, "is above max_frames, 3"),
+        ({"max_frames": True}, "max_frames"),
+        ({"cap_pixels_per_frame": 1}, "must be true or false"),
+        ({"resample": 77}, "resample"),
+    ],
+)
+def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[str, Any], words: str):
+    with pytest.raises(ModelConfigError) as found:
+        read(tmp_path, video_preprocessor_config=values)
+    assert words in str(found.value)
+    assert "video_preprocessor_config.json" in str(found.value)
+
+
+@pytest.mark.parametrize("rate", [0, -1, "x", 1e9, True])
+def test_unusable_rate_of_positions_is_named(tmp_path: Path, rate: Any):
+    images = media_processor(tmp_path, "qwen2_5_vl", vision_config={"tokens_per_second": rate})
+    with pytest.raises(ModelConfigError, match="tokens_per_second"):
+        read_video_processor(tmp_path / "qwen2_5_vl", images)
