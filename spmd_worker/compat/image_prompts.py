@@ -229,7 +229,8 @@ def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[Me
     code = f"{plurals[0]}_unsupported"
     if not isinstance(data, Mapping):
         raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kinds[0]!r}: {kinds[0]}}}")
-    others = [str(each) for each, value in data.items() if each not in kinds and value is not None]
+    empty = [each for each, value in data.items() if value is None or (isinstance(value, list | tuple) and not value)]
+    others = [str(each) for each in data if each not in kinds and each not in empty]
     if others:
         verb, under = "is" if plurals == ["audio"] else "are", " or ".join([repr(each) for each in kinds])
         message = (
