@@ -254,7 +254,8 @@ def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[Me
     if not isinstance(data, Mapping):
         raise MediaError(code, f"multi_modal_data={shown(data)} must be a dict: {{{kinds[0]!r}: {kinds[0]}}}")
     known = {name: plural for each in kinds for name, plural in _KEYS_OF_DATA[each].items()}
-    others = [str(each) for each, value in data.items() if each not in known and value is not None]
+    empty = [each for each, value in data.items() if value is None or (isinstance(value, list | tuple) and not value)]
+    others = [str(each) for each in data if each not in known and each not in empty]
     if others:
         verb = "is" if plurals == ["audio"] else "are"
         message = (

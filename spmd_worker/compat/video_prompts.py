@@ -14,7 +14,7 @@ def videos_of(given: Any) -> list[VideoPart]:
     """One video or a list of them. A video is an array of frames, a list of frames, (frames, metadata), or a dict with
     `video` and the keys of a conversation's part; a list of paths is one video's frames. Raises MediaError.
     """
-    if given is None:
+    if given is None or (isinstance(given, list | tuple) and not given):
         return []
     try:
         if getattr(given, "ndim", 0) == 5:

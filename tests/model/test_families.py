@@ -559,9 +559,9 @@ def test_stored_head_overrides_default_tie(of_text: bool | None, tmp_path: Path)
             if architecture != "MllamaForConditionalGeneration":
                 files_of_names(folder, text_part_config(architecture, True, of_text), head)
                 assert read_model_files(folder).model_config.has_tied_embeddings, (architecture, head)
-    # Gemma 4's cases are in test_recent_families.py.
-    of_gemma4 = {f"{name}ForConditionalGeneration" for name in ("Gemma4", "Gemma4Unified")}
-    assert set(ties_by_default) == {*TIED_BY_DEFAULT, *KIMI, *OTHER_NAMES, *of_gemma4}
+    # Cases of Gemma 4 are in test_recent_families.py, that of LFM2-VL in test_conv_families.py.
+    elsewhere = {f"{name}ForConditionalGeneration" for name in ("Gemma4", "Gemma4Unified", "Lfm2Vl")}
+    assert set(ties_by_default) == {*TIED_BY_DEFAULT, *KIMI, *OTHER_NAMES, *elsewhere}
 
 
 def test_both_parts_of_paddleocr_tie_by_default(tmp_path: Path):

@@ -290,7 +290,8 @@ def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
         outputs = made.chat(conversation({"type": "audio", "audio": (A_READ, RATE)}, PICTURE), params, use_tqdm=False)
         data = {"image": P, "audio": WAVE}
         outputs += made.generate({"prompt": written_out, "multi_modal_data": data}, params, use_tqdm=False)
-    assert [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs] == [right] * 2
+        outputs += made.generate({"prompt": written_out, "multi_modal_data": {**data, "video": []}}, params)
+    assert [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs] == [right] * 3
     with ServedHere(model=folder) as server:
         status, served, _ = server.client.ask(CHAT, body(SOUND, PICTURE))
         assert (status, answer_of(served)) == (200, right)
