@@ -148,6 +148,19 @@ def test_message_text_parts_are_those_templates_know():
     assert message["content"] == ""
 
 
+def test_media_of_rows_fill_parts_of_their_type():
+    kinds = ("video", "audio", "image", "video")
+    content = [{"type": kind} for kind in kinds]
+    given = {"images": "a.png", "videos": ["a.mp4", ["b.png"]], "audios": ["a.wav"]}
+    prompt = parse({"messages": [{"role": "user", "content": content}], **given}).prompt
+    assert prompt.media == ("image", "audio", "image", "image")
+    first, second = prompt.images[0], prompt.images[3]
+    assert (first.video, *prompt.images[1:3], second.video) == ("a.mp4", "a.wav", "a.png", ["b.png"])
+    text = parse({"prompt": "a", **given}).prompt
+    assert text.media == ("image", "image", "image", "audio")
+    assert (text.images[0], text.images[2].video, text.images[3]) == ("a.png", ["b.png"], "a.wav")
+
+
 def test_completion_body_is_mapped():
     row = parse(
         completion(max_tokens=5, stop=["a", "b"], logprobs=2, n=2, seed=9, user="u", top_k=4, stream=False, echo=False)
