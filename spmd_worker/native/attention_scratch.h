@@ -148,8 +148,10 @@ struct PlainSoftmax {
     const __m512 factor = _mm512_set1_ps(scale), reference = _mm512_set1_ps(most == -kInfinity ? 0.0f : most);
     Floats sum = Floats{};
     for (int key = 0; key < kTile; key += 2 * kLanes) {
-      const __m512 first = power(_mm512_fmsub_ps(_mm512_loadu_ps(scores + key), factor, reference));
-      const __m512 second = power(_mm512_fmsub_ps(_mm512_loadu_ps(scores + key + kLanes), factor, reference));
+      // Not fused: the largest score has exactly 1, as the maximum was rounded too.
+      const __m512 first = power(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(scores + key), factor), reference));
+      const __m512 second =
+          power(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(scores + key + kLanes), factor), reference));
       sum += (Floats)first, sum += (Floats)second;
       _mm512_storeu_si512(to + key / 2, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
@@ -157,7 +159,7 @@ struct PlainSoftmax {
   }
 
  private:
-  // 2 to the power x, which is not far above 0; 0 below -126.
+  // 2 to the power x, which is not above 0; 0 below -126. NaN stays NaN.
   static SPMD_INLINE_MEMBER __m512 power(__m512 x) {
     // Added to it a number is whole, in the lowest bits.
     const __m512 magic = _mm512_set1_ps(12582912.0f), whole = _mm512_add_ps(x, magic);

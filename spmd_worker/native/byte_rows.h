@@ -13,7 +13,6 @@
 
 namespace {
 
-
 constexpr float kMaxByte = 127.0f;
 constexpr float kMinMagnitude = 1e-30f;
 

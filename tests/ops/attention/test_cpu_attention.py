@@ -421,6 +421,26 @@ def test_large_scores_neither_overflow_nor_lose_the_largest(instruction_set, dty
     assert error(result, formula(one)) < (1e-4 if dtype == FLOAT32 else 1e-2)
 
 
+@pytest.mark.gate("*-native", "bfloat16-*")
+@each_library
+@each_dtype
+def test_row_of_one_key_is_its_value(instruction_set, dtype):
+    """To the bit, whatever its score. In bfloat16 the largest score was rounded and the others were not, so that from
+    about 100,000 on its own probability was not 1.
+    """
+    sizes = Sizes(dtype=dtype, num_kv_heads=1, group_size=3, head_size=32, window=1)
+    one = sequence(130, sizes)
+    factors = torch.exp2(0.45 * torch.arange(130)).view(-1, 1, 1)
+    one.merged[:, : -sizes.num_kv_heads] = (factors * one.merged[:, : -sizes.num_kv_heads].float()).to(dtype)
+    backend, (query, key, value) = backend_for(instruction_set, sizes), one.parts
+    scores = (query * key.repeat_interleave(sizes.group_size, dim=1)).double().sum(-1)
+    assert scores.max() > 2.0**100
+    assert scores.min() < -(2.0**100)
+    expected = value.repeat_interleave(sizes.group_size, dim=1)
+    assert torch.equal(run(backend, one, WHOLE), expected)
+    assert torch.equal(run(backend, one, 9), expected)
+
+
 def test_block_layout_of_bfloat16_and_float32():
     """The packing that DESIGN.md gives; what swaps and copies blocks does not know it."""
     for dtype, pair in ((BFLOAT16, 2), (FLOAT32, 1)):
