@@ -145,9 +145,10 @@ def _key(source: Any) -> Hashable:
     if isinstance(source, GivenMedium):
         return source.medium, _key(source.source)
     if isinstance(source, VideoPart):
-        frames = source.video if isinstance(source.video, list | tuple) else [source.video]
+        # A file is not the list of it alone, which is a frame.
+        frames = tuple(map(_key, source.video)) if isinstance(source.video, list | tuple) else _key(source.video)
         bounds = (source.num_frames, source.min_frames, source.max_frames)
-        return (*map(_key, frames), source.fps, source.indices, source.total, *bounds)
+        return (frames, source.fps, source.indices, source.total, *bounds)
     return source if isinstance(source, str | bytes) else id(source)
 
 

@@ -30,7 +30,7 @@ def videos_of(given: Any) -> list[VideoPart]:
 
 def _video(given: Any) -> VideoPart:
     if _is_metadata_pair(given):
-        return video_with_metadata(given[0], given[1])
+        return video_with_metadata(given[0], given[1] or {})
     if isinstance(given, Mapping):
         options = {key: value for key, value in given.items() if key != _VIDEO}
         if _VIDEO not in given or not set(options) <= {*VIDEO_OPTIONS}:
@@ -41,7 +41,7 @@ def _video(given: Any) -> VideoPart:
 
 
 def _is_metadata_pair(given: Any) -> bool:
-    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping | None)
 
 
 def _is_video(given: Any) -> bool:

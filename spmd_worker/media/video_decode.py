@@ -60,7 +60,9 @@ def decode_video(data: bytes, sampling: Sampling, processor: VideoProcessor, lim
         raise
     # Decoders raise errors of any class.
     except Exception as error:
-        raise _unreadable(" ".join(str(error).split())[:_MAX_EXPLAINED] or type(error).__name__) from None
+        # FFmpeg's numbers of errors, and its names of files in memory, tell nothing.
+        words = str(getattr(error, "strerror", None) or error)
+        raise _unreadable(" ".join(words.split())[:_MAX_EXPLAINED] or type(error).__name__) from None
 
 
 def _refuse(*_: Any) -> Any:

@@ -69,7 +69,9 @@ def _frames_of(video: Any) -> Sequence[Pixels]:
     if array.shape[3] != NUM_CHANNELS:
         array = array.transpose(0, 2, 3, 1)
     if array.dtype.kind == "f":
-        whole = array.clip(0, 255).astype(np.uint8)
+        # NaN becomes any number, which differs from it.
+        with np.errstate(invalid="ignore"):
+            whole = array.clip(0, 255).astype(np.uint8)
         if not np.array_equal(whole, array):
             raise MediaError("video_unreadable", "floats must be whole numbers from 0 to 255: give them as uint8")
         array = whole

@@ -149,8 +149,15 @@ def checked_video(name: str, part: Mapping[str, Any]) -> VideoPart:
     given = [key for key in keys if part.get(key) is not None]
     if len(given) != 1 and (given or part["type"] != "video"):
         raise InvalidRequestError(f"{name} needs {' or '.join(keys)}, and nothing else, for its video")
+    options = [key for key in VIDEO_OPTIONS if part.get(key) is not None]
+    if options and not given:
+        raise InvalidRequestError(f"{name} has {options[0]} and no video: give both in one object")
     found = part[given[0]] if given else None
     if given and given[0].endswith("_url") and isinstance(found, Mapping):
+        unknown = [key for key in found if key != "url" and found[key] is not None]
+        if unknown:
+            message = f"{name}.{given[0]} has {shown(unknown[0])}: it takes url alone, numbers of frames go beside it"
+            raise InvalidRequestError(message, "unsupported_value")
         found = found.get("url")
     listed = found if isinstance(found, list | tuple) else [found]
     if given and any(each is None or isinstance(each, _IN_JSON) for each in listed):

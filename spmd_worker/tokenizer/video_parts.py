@@ -96,17 +96,24 @@ def video_with_metadata(video: Any, metadata: Mapping[str, Any]) -> VideoPart:
     """Frames with the metadata that vLLM and qwen-vl-utils give beside them: `fps` of the source, and `frames_indices`
     of `total_num_frames`. Raises ValueError.
     """
-    part = video_part(video, {"fps": metadata.get("fps")})
-    if metadata.get("do_sample_frames"):
+    # transformers' VideoMetadata is a mapping whose `get` raises AttributeError.
+    values = dict(metadata)
+    part = video_part(video, {"fps": values.get("fps")})
+    if part.is_file:
+        raise ValueError("is a file with metadata, which go with frames: give a dict with video and fps")
+    if values.get("do_sample_frames"):
         raise ValueError("has do_sample_frames: given frames are all taken, leave it out")
-    indices = metadata.get("frames_indices")
+    indices = values.get("frames_indices")
     if indices is None:
         return part
-    listed = [plain_int(each) for each in indices]
+    try:
+        listed = [plain_int(each) for each in indices]
+    except TypeError:
+        listed = []
     if not listed or any(each is None or not 0 <= each < _MOST_FRAMES for each in listed):
         raise ValueError(f"has frames_indices={shown(indices)}, which must be whole numbers of frames")
     numbers = tuple([each for each in listed if each is not None])
-    given = metadata.get("total_num_frames")
+    given = values.get("total_num_frames")
     total = _count("total_num_frames", max(numbers) + 1 if given is None else given)
     return VideoPart(part.video, part.fps, numbers, total)
 

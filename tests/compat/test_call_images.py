@@ -71,6 +71,8 @@ def test_video_that_is_read_again_is_prepared_once(images: ImagePrompts):
         assert of_call._prompt_of(videos_of(given)) is of_call._prompt_of(videos_of(given))
     others = [of_call._prompt_of(videos_of(each)) for each in (more, {"video": more, "fps": 1}, [more, more])]
     assert len({id(each) for each in others}) == 3
+    # A GIF is a video, and may be a frame of one.
+    assert of_call._prompt_of(videos_of("a.gif")) is not of_call._prompt_of(videos_of(["a.gif"]))
 
 
 def test_image_that_changed_since_is_an_error(images: ImagePrompts):

@@ -69,7 +69,7 @@ class Container:
         assert (stream.thread_type, stream.codec_context.thread_count) == ("NONE", 1)
         for number in range(self.file["frames"]):
             if number == self.file.get("bad"):
-                raise OSError("[Errno 1094995529] Invalid data")
+                raise OSError(1094995529, "Invalid data", "<none>")
             height, width = self.file["size"] if number != self.file.get("changes") else (20, 30)
             picture = noise(height, width, number)
             yield SimpleNamespace(height=height, width=width, to_ndarray=lambda format, picture=picture: picture)
@@ -111,7 +111,7 @@ def test_number_of_frames_is_what_is_decoded():
 BAD: dict[str, tuple[bytes, dict[str, Any], str, str]] = {
     "another format": (b"#EXTM3U\n/etc/passwd", {}, "video_unreadable", "give one of MP4, MOV, WebM"),
     "a cut file": (file_of(declared=60), {}, "video_unreadable", "declares 60 frames and has 30: it is cut short"),
-    "damage": (file_of(bad=7), {}, "video_unreadable", "Invalid data"),
+    "damage": (file_of(bad=7), {}, "video_unreadable", "decoded: Invalid data"),
     "another size": (file_of(changes=6), {}, "video_unreadable", "change to 30 x 20 pixels"),
     "sound alone": (file_of(is_audio=True), {}, "video_unreadable", "it has no pictures"),
     "no frames": (file_of(frames=0, packets=0), {}, "video_unreadable", "it has 0 frames"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from media_models import media_processor, noise, saved
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
 from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
@@ -64,6 +65,8 @@ FORMS: dict[str, Any] = {
     "list of an array": videos_of([np.stack(FRAMES)]),
     "tensor": videos_of(torch.from_numpy(np.stack(FRAMES)).permute(0, 3, 1, 2).float()),
     "pair": videos_of((np.stack(FRAMES), {"fps": 24.0, "frames_indices": [0, 12, 24], "total_num_frames": 36})),
+    "pair without metadata": videos_of((np.stack(FRAMES), None)),
+    "metadata of transformers": videos_of((np.stack(FRAMES), VideoMetadata(total_num_frames=3, fps=2.0))),
     "dict": videos_of({"video": ["0.png", "1.png", "2.png"], "sample_fps": 2}),
 }
 
@@ -101,6 +104,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "three images": ([*FORMS["array"], *FRAMES], "too_many_images"),
     "an array of grey": (videos_of(np.zeros((4, 30, 30, 1), np.uint8)), "video_unreadable"),
     "shares of light": (videos_of(np.full((4, 30, 30, 3), 0.5)), "video_unreadable"),
+    "no numbers": (videos_of(np.full((2, 30, 30, 3), np.nan)), "video_unreadable"),
     "wide integers": (videos_of(np.zeros((4, 30, 30, 3), np.int64)), "image_unreadable"),
     "other indices": (videos_of((np.stack(FRAMES), {"frames_indices": [0, 1]})), "video_unreadable"),
     "no video": (videos_of(7), "video_unreadable"),
@@ -135,6 +139,8 @@ def test_model_without_videos_rejects_them(tmp_path: Path):
         ({"type": "video", "video": [1]}, "must be a data URL, a path, or a list of frames"),
         ({"type": "video_url", "video_url": {"url": None}}, "must be a data URL, a path, or a list of frames"),
         ({"type": "video_url"}, "needs video_url, and nothing else"),
+        ({"type": "video_url", "video_url": {"url": "a.mp4", "fps": 1}}, "video_url has 'fps': it takes url alone"),
+        ({"type": "video", "fps": 1}, "has fps and no video: give both in one object"),
         ({"type": "video", "video": ["0.png"], "nframes": 2}, "has nframes, which is for files"),
         ({"type": "video", "video": "a.mp4", "sample_fps": 2}, "has sample_fps, which is for given frames"),
         ({"type": "video", "video": "a.mp4", "num_frames": 2, "fps": 1}, "give num_frames, or fps and bounds"),
@@ -165,6 +171,8 @@ def test_parts_of_videos_go_with_images():
         ((FRAMES, {"do_sample_frames": True}), "given frames are all taken"),
         ((FRAMES, {"frames_indices": [0.5]}), "frames_indices"),
         ((FRAMES, {"frames_indices": [1], "total_num_frames": 0}), "total_num_frames=0"),
+        ((FRAMES, {"frames_indices": 1}), "frames_indices=1"),
+        (("a.mp4", {"fps": 30.0}), "is a file with metadata"),
         ([[]], "has no frames"),
     ],
 )
