@@ -76,7 +76,7 @@ def resized_size(num_frames: int, size: Size, processor: VideoProcessor, limits:
         if number > most:
             given = f"{num_frames} frames of {size[1]} x {size[0]} pixels"
             rule = f"limits.{key}={most}: raise it, or give fewer or smaller frames, or lower sizes"
-            message = f"{words} of {given} take {number} tokens, more than {rule} (model.video_processor)"
+            message = f"{words} of {given} would be {number} tokens, more than {rule} (model.video_processor)"
             raise MediaError("video_too_long", message)
     return height, width
 

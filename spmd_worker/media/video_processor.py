@@ -196,7 +196,11 @@ def _sampling(settings: ProcessorSettings) -> dict[str, Any]:
     """A file that does not say how to sample, or says not to, has the rate of Qwen's own tools."""
     found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in _NUMBERS_OF_FRAMES}
     if found["min_frames"] > found["max_frames"]:
-        raise settings.of("min_frames").error("min_frames", f"is above max_frames, {found['max_frames']}{WAY_OUT}")
+        # One of them may be the default.
+        names = ("max_frames", "min_frames")
+        key, other = names if settings.of(names[0]).get(names[0]) is not None else names[::-1]
+        rule = f"{other}={found[other]}: min_frames must be at most max_frames"
+        raise settings.of(key).error(key, f"does not go with {rule}{WAY_OUT}")
     if settings.of("num_frames").get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
     rate = settings.of("fps").number("fps", DEFAULT_FPS)
