@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_cache.connectors.factory import find_factory
@@ -136,8 +137,10 @@ class WorkerWrapper:
         before the error is raised, because peers may be waiting.
         """
         assert self.worker is not None, "init_worker comes first"
-        function = getattr(self.worker, method, None)
-        if function is None or method.startswith("_"):
+        # Not by its value: a property of a worker that sleeps may have none.
+        is_property = isinstance(getattr_static(self.worker, method, None), property)
+        function = None if is_property or method.startswith("_") else getattr(self.worker, method, None)
+        if not callable(function):
             raise AttributeError(f"rank {self.global_rank}: a worker has no method {method!r}")
         try:
             with self.worker.on_device():

@@ -62,6 +62,9 @@ def test_wrapper_passes_public_attributes_of_its_worker(executor: Any):
         _ = wrapper.frobnicate
     with pytest.raises(AttributeError, match=r"^WorkerWrapper .*'_running'"):
         _ = wrapper._running
+    # Regression: a property was read as a method, which ended calls of a sleeping engine with an assertion.
+    with pytest.raises(AttributeError, match=r"a worker has no method 'kv_cache'$"):
+        wrapper.execute_method("kv_cache")
 
 
 def test_available_memory_counts_complete_blocks(executor: Executor):
