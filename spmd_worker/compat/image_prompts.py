@@ -258,13 +258,19 @@ def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[Me
     others = [str(each) for each in data if each not in known and each not in empty]
     if others:
         verb = "is" if plurals == ["audio"] else "are"
+        taken = {name: plural for name, plural in known.items() if name != "video" or _takes_videos(images)}
         message = (
-            f"multi_modal_data has {', '.join(others)}: only {' and '.join(known.values())} {verb} supported, under "
-            f"{' or '.join(map(repr, known))}"
+            f"multi_modal_data has {', '.join(others)}: only {' and '.join(taken.values())} {verb} supported, under "
+            f"{' or '.join(map(repr, taken))}"
         )
         raise MediaError(code, message)
     found = [(source, medium) for medium in kinds for source in _listed(data, medium)]
     return [source for source, _ in found], [medium for _, medium in found]
+
+
+def _takes_videos(images: ImagePrompts | None) -> bool:
+    """Whether a model takes videos, as far as is known."""
+    return images is None or images.video_token_id is not None
 
 
 def _media_of_data(data: Any, images: ImagePrompts | None) -> list[MediumName]:

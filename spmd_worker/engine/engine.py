@@ -149,7 +149,9 @@ class Engine:
     def need_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError for a model folder without one."""
         if self.tokenizer is None:
-            raise ConfigError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
+            raise ConfigError(
+                "the model folder has no tokenizer.json, which text and media need: give prompt_token_ids alone"
+            )
         return self.tokenizer
 
     def watch_steps(self, write: Callable[[StepStats], None]) -> None:

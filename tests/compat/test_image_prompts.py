@@ -1,6 +1,7 @@
 """Prompts with images of `LLM.generate` and `LLM.chat`, up to their tokens."""
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from media_models import noise, saved
 
 from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, prepared_messages, render
-from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation
+from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, media_of
 from spmd_worker.compat.prompts import Encoded, apply_pooling, encode_prompt
 from spmd_worker.media.errors import MediaError
 from spmd_worker.model_config.pooling import last_token_pooling
@@ -80,7 +81,7 @@ def test_sources_of_one_picture_have_one_name(folder: Path, tokenizer: Tokenizer
         (two(prompt=WRITTEN), {"images": None}, "takes no images: the model runs with text alone, "),
         (two(prompt=WRITTEN), {"check_text": None}, "truncate_prompt_tokens cuts tokens"),
         (two(prompt_embeds=[[0.0]]), {}, "is text under prompt, or prompt_token_ids"),
-        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, {}, "has audio: only images and videos are supported"),
+        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, {}, "has audio: only images"),
         ({"prompt": "a", "multi_modal_data": {"image": {"image_embeds": 1}}}, {}, "give the images themselves"),
         ({"prompt": "a", "multi_modal_data": [1]}, {}, "multi_modal_data=[1] must be a dict"),
         ({"prompt": WRITTEN, "multi_modal_data": {"image": "a.png"}}, {}, "a.png"),
@@ -93,6 +94,14 @@ def test_unanswerable_image_prompt_says_why(
     found = encoded(images, tokenizer, prompt, **given)
     assert words in (found.error or "")
     assert found.media_items == ()
+
+
+@pytest.mark.parametrize(("video_token_id", "words"), [(9, "images and videos are"), (None, "images are")])
+@pytest.mark.stress
+def test_only_models_with_videos_offer_them(images: ImagePrompts, video_token_id: int | None, words: str):
+    given = replace(images, video_token_id=video_token_id)
+    with pytest.raises(MediaError, match=f"has x: only {words} supported, under 'image'"):
+        media_of({"x": 1}, given)
 
 
 @pytest.mark.parametrize(("shape", "is_kept"), [((64, 96), True), ((64, 90), False)])
