@@ -31,8 +31,9 @@ class RowExpansion : public Expansion {
       if (output_ == 0) begin_line(end);
       const uint8_t* const from = panel_ + kLine + line * kLineInputs * head_.input_bytes();
       uint16_t* const to = to_ + (input_ - first_) * kPanel;
-      // Lines of several groups one after another: to begin again takes longer, and AMX does not run beside them.
-      const int64_t last = has_one_group_ ? std::min(int64_t(kPanel), output_ + count) : kPanel;
+      // Lines of several tables one after another: to begin again takes longer, and AMX does not run beside them.
+      const bool is_whole = !has_one_group_ && head_.kind != kAffine8;
+      const int64_t last = is_whole ? kPanel : std::min(int64_t(kPanel), output_ + count);
       count -= last - output_;
       if (head_.kind == kFp8)
         expand_fp8(from, (end - input_) / kBlockInputs, last, to);
@@ -65,7 +66,7 @@ class RowExpansion : public Expansion {
     has_all_ = end - input_ == kLineInputs;
     has_one_group_ = head_.group_inputs % kLineInputs == 0 || head_.group_inputs == num_inputs_;
     const int64_t num_groups = has_one_group_ ? 1 : (end - input_) / kBlockInputs;
-    fetch_scales(group_at(input_), num_groups);
+    fetch_scales(group_at(input_), has_one_group_ ? 1 : kLineInputs / kBlockInputs);
     for (int64_t block = 0; block < num_groups; ++block) {
       const GroupScales found = load_scales(group_at(input_ + block * kBlockInputs), head_.kind, 0);
       store(scales_[block], found.scales), store(offsets_[block], found.offsets);

@@ -129,7 +129,11 @@ SPMD_INLINE Floats floats_of_halves(const uint8_t* from) {
 
 // kLanes whole numbers of 8 bits and a sign.
 SPMD_INLINE Floats floats_of_bytes(const uint8_t* from) {
+#if defined(SPMD_AVX512)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#else
   return __builtin_convertvector(sign_extended(load<Bytes>(from)), Floats);
+#endif
 }
 
 // Of kLanes outputs of a group: value = (level - zero) * scale + offset. `later` are scales of its later 16 inputs.
