@@ -72,8 +72,7 @@ class ResolvedRun:
     is the folder's, in the process that has read the run; None in other processes, in a plan and without
     tokenizer.json; `decoder` is of encoder-decoder models, in that process too. `image_processor` has the numbers by
     which images are prepared, and `video_processor` those of videos, in that process; None if the model takes none.
-    `draft` is the model or head that drafts,
-    if one does.
+    `draft` is the model or head that drafts, if one does.
     """
 
     config: RunConfig

@@ -76,21 +76,12 @@ class GivenMedium(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
-    """Prompts with images, or with audio, for one model; with both if it has tokens for audio `beside` those for
-    images. `media` is the medium of each source, the model's only one without. All methods raise MediaError.
+    """Prompts with images, or with audio, for one model, or with both: `kinds` are the tokens of each medium, images
+    first. `media` is the medium of each source, the model's only one without. All methods raise MediaError.
     """
 
     preparer: Preparer
-    placeholders: Placeholders
-    image_token_id: int
-    video_token_id: int | None = None
-    beside: MediumTokens | None = None
-
-    @property
-    def kinds(self) -> tuple[MediumTokens, ...]:
-        """Tokens of each medium, images first."""
-        first = MediumTokens(self.placeholders, self.image_token_id, self.video_token_id)
-        return (first,) if self.beside is None else (first, self.beside)
+    kinds: tuple[MediumTokens, ...]
 
     @property
     def media(self) -> tuple[Medium, ...]:
@@ -114,7 +105,7 @@ class ImagePrompts:
         return self.preparer.submit(self._given(sources, media))
 
     def _given(self, sources: Sequence[Any], media: Sequence[MediumName]) -> Sequence[Any]:
-        if self.beside is None:
+        if len(self.kinds) == 1:
             return sources
         return [GivenMedium(*each) for each in zip(media, sources, strict=True)]
 
@@ -270,7 +261,7 @@ def media_of(data: Any, images: ImagePrompts | None) -> tuple[list[Any], list[Me
 
 def _takes_videos(images: ImagePrompts | None) -> bool:
     """Whether a model takes videos, as far as is known."""
-    return images is None or images.video_token_id is not None
+    return images is None or images.kinds[0].video_token_id is not None
 
 
 def _media_of_data(data: Any, images: ImagePrompts | None) -> list[MediumName]:

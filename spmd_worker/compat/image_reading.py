@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.compat.audio_reading import LazyPreparer, PromptAudio, new_audio_preparer, run_audio_settings
-from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens
+from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens, Preparer
 from spmd_worker.compat.mixed_preparer import MixedPreparer
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
 from spmd_worker.media.placeholders import PLACEHOLDERS
@@ -29,21 +29,16 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
     vision = resolved.model_config.vision
     if vision is None:
         return None
-    found = [
-        (_image_preparer(resolved, each) if each.sees else _audio_preparer(resolved), each) for each in vision.parts
-    ]
-    opened = [
-        (preparer, MediumTokens(PLACEHOLDERS[each.kind], each.image_token_id, each.video_token_id))
-        for preparer, each in found
-        if preparer is not None
-    ]
-    if not opened:
+    preparers: list[Preparer] = []
+    kinds: list[MediumTokens] = []
+    for part in vision.parts:
+        preparer = _image_preparer(resolved, part) if part.sees else _audio_preparer(resolved)
+        if preparer is not None:
+            preparers.append(preparer)
+            kinds.append(MediumTokens(PLACEHOLDERS[part.kind], part.image_token_id, part.video_token_id))
+    if not kinds:
         return None
-    (first, tokens), *others = opened
-    if not others:
-        return ImagePrompts(first, *tokens)
-    ((second, beside),) = others
-    return ImagePrompts(MixedPreparer(first, second), *tokens, beside)
+    return ImagePrompts(MixedPreparer(*preparers) if len(preparers) > 1 else preparers[0], tuple(kinds))
 
 
 def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer[PreparedImage] | None:

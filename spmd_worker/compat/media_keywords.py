@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_bool, plain_int, shown
+from spmd_worker.base.config.schema import IMAGE_PROCESSOR_KEYS, VIDEO_PROCESSOR_KEYS
 from spmd_worker.base.errors import ConfigError
 
 MEDIA_KEYWORDS: Final = ("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "language_model_only")
 _BACKGROUND: Final = "rgba_background_color"
-_OF_VIDEOS: Final = (*("cap_pixels_per_frame", "max_video_tokens", "fps", "num_frames", "min_frames", "max_frames"),)
 _PIXELS: Final[Mapping[str, str]] = {"min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels"}
 
 
@@ -54,10 +54,11 @@ def _most_media(limits: Mapping[str, Any]) -> dict[str, Any]:
 def _processor_values(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {_PIXELS[name]: value for name, value in values.items() if name in _PIXELS}
     others = {name: json.dumps(value) for name, value in values.items() if name not in _PIXELS and value is not None}
-    of_videos = {name: others.pop(name) for name in _OF_VIDEOS if name in others}
-    return (
-        found | ({"image_processor": others} if others else {}) | ({"video_processor": of_videos} if of_videos else {})
-    )
+    # Keys of both are those of images.
+    of_videos = [name for name in others if name in VIDEO_PROCESSOR_KEYS and name not in IMAGE_PROCESSOR_KEYS]
+    if of_videos:
+        found["video_processor"] = {name: others.pop(name) for name in of_videos}
+    return found | ({"image_processor": others} if others else {})
 
 
 def _background(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from spmd_worker.model_config.vision_config import VisionConfig
 
 OVERRIDES: Final = "mm_processor_kwargs"
 _MAX_PIXELS: Final = 1 << 28
-_BICUBIC: Final = 3
+BICUBIC: Final = 3
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALVES: Final = (0.5, 0.5, 0.5)
@@ -358,7 +358,7 @@ class _Rule:
 
     read: Callable[[ProcessorSettings, ConfigReader, TowerSizes], Values]
     levels: tuple[tuple[float, float, float], tuple[float, float, float]] = (CLIP_MEAN, CLIP_STD)
-    resample: int = _BICUBIC
+    resample: int = BICUBIC
     overrides: tuple[str, ...] = ()
     normalises: bool = True
 

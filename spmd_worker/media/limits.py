@@ -1,7 +1,8 @@
 """MediaLimits: bounds on the images and videos of a prompt, before a model sees them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from spmd_worker.base.errors import ConfigError
 
@@ -36,3 +37,9 @@ class MediaLimits:
             raise ConfigError(f"limits.image_formats={list(self.image_formats)} must list some of {known}")
         if len(self.background) != 3 or not all(0 <= level <= 255 for level in self.background):
             raise ConfigError(f"model.image_background={list(self.background)} must be three numbers from 0 to 255")
+
+
+def limits_of(values: Mapping[str, Any]) -> MediaLimits:
+    """The limits whose `asdict` travelled as JSON."""
+    listed = {key: tuple(values[key]) for key in ("image_formats", "background")}
+    return MediaLimits(**{**values, **listed})

@@ -14,7 +14,7 @@ import numpy as np
 from spmd_worker.media.decode import decode
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor, processor_of
-from spmd_worker.media.limits import MediaLimits
+from spmd_worker.media.limits import MediaLimits, limits_of
 from spmd_worker.media.prepared import NUM_CHANNELS, Pixels, PreparedImage, pixels_from
 from spmd_worker.media.preparing import prepare
 from spmd_worker.media.resize import resize
@@ -89,10 +89,7 @@ def _prepared(answer: Mapping[str, Any], source_digest: bytes) -> PreparedImage:
 def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     from PIL import Image
 
-    limits = start["limits"]
-    formats, background = tuple(limits["image_formats"]), tuple(limits["background"])
-    bounds = MediaLimits(**{**limits, "image_formats": formats, "background": background})
-    processor = processor_of(start["processor"])
+    bounds, processor = limits_of(start["limits"]), processor_of(start["processor"])
     video = None if start["video"] is None else video_processor_of(start["video"])
     # Headers are checked against our own limit.
     Image.MAX_IMAGE_PIXELS = None

@@ -5,7 +5,7 @@ one thread and counted as they come. What a header says of their number is a fir
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from spmd_worker.base.config.extras import package_fault
@@ -135,7 +135,7 @@ def _taken(
     """Resized frames at `indices` as far as there are any, their size before, and the number of decoded frames."""
     frames: list[Pixels] = []
     size, number = (0, 0), 0
-    for frame in _pictures(container):
+    for frame in container.decode(_stream_of(container)):
         if number == 0:
             size = frame.height, frame.width
             check_size(*size, limits)
@@ -151,7 +151,3 @@ def _taken(
         if len(frames) == len(indices):
             break
     return frames, size, number
-
-
-def _pictures(container: "InputContainer") -> Iterator[Any]:
-    return iter(container.decode(_stream_of(container)))

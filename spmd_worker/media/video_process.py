@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.limits import MediaLimits
+from spmd_worker.media.limits import MediaLimits, limits_of
 from spmd_worker.media.prepared import NUM_CHANNELS
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.media.video_decode import DecodedVideo, decode_video
 from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
-from spmd_worker.media.video_sampling import Sampling, sampling_of
+from spmd_worker.media.video_sampling import Sampling
 from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
 
 CPU_S: Final = 100
@@ -55,14 +55,11 @@ class IsolatedVideoDecoder:
 
 
 def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    limits, processor = start["limits"], video_processor_of(start["video"])
-    formats, background = tuple(limits["image_formats"]), tuple(limits["background"])
-    bounds = MediaLimits(**{**limits, "image_formats": formats, "background": background})
+    bounds, processor = limits_of(start["limits"]), video_processor_of(start["video"])
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            sampling = sampling_of(request["sampling"])
-            found = decode_video(request.get(PAYLOAD, b""), sampling, processor, bounds)
+            found = decode_video(request.get(PAYLOAD, b""), Sampling(**request["sampling"]), processor, bounds)
         except MediaError as error:
             return {"code": error.code, "message": str(error)}
         return {

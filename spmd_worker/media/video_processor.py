@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media import sizes
-from spmd_worker.media.image_processor import CLIP_MEAN, CLIP_STD, HALVES, ImageProcessor
+from spmd_worker.media.image_processor import BICUBIC, CLIP_MEAN, CLIP_STD, HALVES, ImageProcessor
 from spmd_worker.media.processor_settings import ProcessorSettings, Values, json_object
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader
@@ -24,7 +24,6 @@ OVERRIDES: Final = "model.video_processor"
 _FILES: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
 _MAX_PIXELS: Final = 1 << 32
 _MAX_TOKENS: Final = 1 << 24
-_BICUBIC: Final = 3
 _CAPPED_SHARE: Final = 0.9
 _LEAST_CAPPED: Final = 1.05
 _MOST_FPS: Final = 1000.0
@@ -117,7 +116,7 @@ def read_video_processor(
         mean=settings.levels("image_mean", rule.mean),
         std=settings.levels("image_std", rule.std),
         scale=settings.file.number("rescale_factor", 1 / 255),
-        resampling=settings.resampling(_BICUBIC),
+        resampling=settings.resampling(BICUBIC),
         cap_tokens=_cap_tokens(settings, rule.cap_tokens),
         time_per_second=_time_per_second(config) if rule.has_times else 0.0,
         timestamps=rule.timestamps,

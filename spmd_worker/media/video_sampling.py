@@ -1,9 +1,7 @@
 """Frames that are taken of a file of video: the rules of transformers' processors."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,11 +18,6 @@ class Sampling:
     num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
-
-
-def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """The numbers whose `asdict` travelled as JSON."""
-    return Sampling(**values)
 
 
 def sampled_indices(total: int, fps: float, sampling: Sampling, processor: VideoProcessor) -> list[int]:

@@ -48,13 +48,7 @@ struct AttentionByUnit {
     if (some.is_empty()) return;
     score_rows(scratch.queries + index * head_size / Type::kPair, tile, next, scratch.scores);
     alignas(64) float decays[kAmxTileRows];
-    if (!has_biases && cap == 0.0f)
-      run_softmaxes(index, num_rows, visible, decays);
-    else
-      for (int r = 0; r < num_rows; ++r)
-        if (!visible[r].is_empty())
-          decays[r] =
-              probabilities_of_row<Type>(r, index + r, tile_number, scale, cap, has_biases, visible[r], scratch);
+    run_softmaxes(index, num_rows, tile_number, visible, decays);
     float* outputs = scratch.outputs + index * value_size;
     if (is_finite_outside(all, some, tile)) {
       add_values(some, tile, next);
@@ -69,22 +63,27 @@ struct AttentionByUnit {
     }
   }
 
-  // `probabilities_of_row` of rows without biases and caps, whose maxima are compared at once.
-  void run_softmaxes(int64_t index, int num_rows, const Range* visible, float* decays) const {
+  // `probabilities_of_row` of rows whose maxima are compared at once.
+  void run_softmaxes(int64_t index, int num_rows, int64_t tile_number, const Range* visible, float* decays) const {
     alignas(64) float most[kAmxTileRows] = {}, so_far[kAmxTileRows] = {};
     Softmax* const softmax = scratch.softmax + index;
+    const bool is_finished = has_biases || cap > 0.0f;
+    const float left = is_finished ? 1.0f : scale;
     for (int r = 0; r < num_rows; ++r) {
       if (visible[r].is_empty()) continue;
-      most[r] = PlainSoftmax::begin(scratch.scores + r * kTile, scale, visible[r]);
+      float* const scores = scratch.scores + r * kTile;
+      if (is_finished)
+        finish_scores(scores, scale, cap, has_biases ? &scratch.biases[index + r] : nullptr, tile_number);
+      most[r] = Bfloat16Softmax::begin(scores, left, visible[r]);
       so_far[r] = softmax[r].argmax;
     }
     Floats factors;
-    store(most, PlainSoftmax::next(load<Floats>(so_far), load<Floats>(most), factors));
+    store(most, Bfloat16Softmax::next(load<Floats>(so_far), load<Floats>(most), factors));
     store(decays, factors);
     for (int r = 0; r < num_rows; ++r)
       if (!visible[r].is_empty())
-        PlainSoftmax::write(
-            scratch.scores + r * kTile, scale, most[r], decays[r], softmax[r],
+        Bfloat16Softmax::write(
+            scratch.scores + r * kTile, left, most[r], decays[r], softmax[r],
             scratch.probabilities + r * kTile / Type::kPair);
   }
 

@@ -76,21 +76,27 @@ struct RowBias {
   }
 };
 
+// Scores of a vector of keys from `key` on as a softmax takes them: scaled, bounded, and with what is added to them.
+template <bool kHasBiases>
+SPMD_INLINE Floats finished(
+    const float* scores, int key, float scale, float cap, [[maybe_unused]] const float* biases,
+    [[maybe_unused]] float bias_factor) {
+  Floats found = load<Floats>(scores + key) * broadcast(scale);
+  if (cap > 0.0f) found = bounded(found, cap);
+  if constexpr (kHasBiases) found = fused(load<Floats>(biases + key), broadcast(bias_factor), found);
+  return found;
+}
+
 // Scores of one row -> probabilities relative to the maximum score so far; returns the factor of earlier sums. `biases` of
 // the 64 keys, times `bias_factor`, if the row has any.
 template <class Type, bool kHasBiases>
 float probabilities_of(
     const float* scores, float scale, float cap, Range visible, Softmax& softmax, typename Type::Left* to,
-    [[maybe_unused]] const float* biases, [[maybe_unused]] float bias_factor) {
+    const float* biases, float bias_factor) {
   constexpr int kCount = kTile / kLanes;
   Floats scaled[kCount];
-  const Floats factor = broadcast(scale);
-  for (int v = 0; v < kCount; ++v) scaled[v] = load<Floats>(scores + v * kLanes) * factor;
-  if (cap > 0.0f)
-    for (int v = 0; v < kCount; ++v) scaled[v] = bounded(scaled[v], cap);
-  if constexpr (kHasBiases)
-    for (int v = 0; v < kCount; ++v)
-      scaled[v] = fused(load<Floats>(biases + v * kLanes), broadcast(bias_factor), scaled[v]);
+  for (int v = 0; v < kCount; ++v)
+    scaled[v] = finished<kHasBiases>(scores, v * kLanes, scale, cap, biases, bias_factor);
   if (visible.first > 0 || visible.end < kTile) {
     const Ints numbers = lane_numbers();
     for (int v = 0; v < kCount; ++v) {
@@ -120,8 +126,8 @@ float probabilities_of(
 
 #if defined(SPMD_BF16_DOTS_IN_ATTENTION)
 
-// `probabilities_of` without caps and biases, in fewer instructions. 2^x is to 3e-6 of it: results are rounded to bfloat16.
-struct PlainSoftmax {
+// `probabilities_of` in fewer instructions, where results are rounded to bfloat16: 2^x is to 3e-6 of it.
+struct Bfloat16Softmax {
   // The largest of a row's scores times the scale. Scores of keys that it does not see become -inf.
   static SPMD_INLINE_MEMBER float begin(float* scores, float scale, Range visible) {
     if (visible.first > 0 || visible.end < kTile)
@@ -205,6 +211,22 @@ __attribute__((noinline)) float biased_probabilities_of(
   return probabilities_of<Type, true>(scores, scale, cap, visible, softmax, to, biases, bias.factor);
 }
 
+#if defined(SPMD_BF16_DOTS_IN_ATTENTION)
+
+// Scores of a row that has a cap or biases (null: none), in place.
+template <class Element>
+__attribute__((noinline)) void finish_scores(
+    float* scores, float scale, float cap, const RowBias<Element>* bias, int64_t tile_number) {
+  alignas(64) float copy[kTile];
+  const float* const biases = bias == nullptr ? nullptr : bias->of_tile(tile_number, copy);
+  for (int key = 0; key < kTile; key += kLanes)
+    store(
+        scores + key, bias == nullptr ? finished<false>(scores, key, scale, cap, nullptr, 0.0f)
+                                      : finished<true>(scores, key, scale, cap, biases, bias->factor));
+}
+
+#endif
+
 // `probabilities_of` row `r` of those whose scores are in the scratch memory, row `index` of its bundle.
 template <class Type>
 SPMD_INLINE float probabilities_of_row(
@@ -214,14 +236,17 @@ SPMD_INLINE float probabilities_of_row(
   typename Type::Left* const to = scratch.probabilities + r * kTile / Type::kPair;
   Softmax& softmax = scratch.softmax[index];
 #if defined(SPMD_BF16_DOTS_IN_ATTENTION)
-  if constexpr (std::is_same_v<Type, Bfloat16>)
-    if (!has_biases && cap == 0.0f) {
-      Floats decays;
-      const float most = PlainSoftmax::begin(scores, scale, visible);
-      const float so_far = PlainSoftmax::next(broadcast(softmax.argmax), broadcast(most), decays)[0];
-      PlainSoftmax::write(scores, scale, so_far, decays[0], softmax, to);
-      return decays[0];
+  if constexpr (std::is_same_v<Type, Bfloat16>) {
+    if (has_biases || cap > 0.0f) {
+      finish_scores(scores, scale, cap, has_biases ? &scratch.biases[index] : nullptr, tile_number);
+      scale = 1.0f;
     }
+    Floats decays;
+    const float most = Bfloat16Softmax::begin(scores, scale, visible);
+    const float so_far = Bfloat16Softmax::next(broadcast(softmax.argmax), broadcast(most), decays)[0];
+    Bfloat16Softmax::write(scores, scale, so_far, decays[0], softmax, to);
+    return decays[0];
+  }
 #endif
   if (!has_biases) return probabilities_of<Type, false>(scores, scale, cap, visible, softmax, to, nullptr, 0.0f);
   return biased_probabilities_of<Type>(

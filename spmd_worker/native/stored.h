@@ -131,8 +131,10 @@ SPMD_INLINE Floats floats_of_halves(const uint8_t* from) {
 SPMD_INLINE Floats floats_of_bytes(const uint8_t* from) {
 #if defined(SPMD_AVX512)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(SPMD_AVX2)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(from))));
 #else
-  return __builtin_convertvector(sign_extended(load<Bytes>(from)), Floats);
+  return __builtin_convertvector((Ints)(zero_extended(load<Bytes>(from)) << 24) >> 24, Floats);
 #endif
 }
 

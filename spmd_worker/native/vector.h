@@ -221,17 +221,6 @@ SPMD_INLINE Words zero_extended(Bytes bytes) {
 #endif
 }
 
-// With a sign.
-SPMD_INLINE Ints sign_extended(Bytes bytes) {
-#if defined(SPMD_AVX512)
-  return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes);
-#elif defined(SPMD_AVX2)
-  return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-#else
-  return (Ints)(zero_extended(bytes) << 24) >> 24;
-#endif
-}
-
 // Of numbers below 2^16.
 SPMD_INLINE Halves low_halves(Words words) {
 #if defined(SPMD_AVX512)

@@ -78,7 +78,7 @@ def video_part(video: Any, options: Mapping[str, Any]) -> VideoPart:
     if isinstance(video, list | tuple) and not video:
         raise ValueError("has no frames: give one at least")
     given = [each for each in _OF_FILES if options.get(each) is not None]
-    numbers = {_OF_FILES[each]: _number(each, options[each]) for each in given}
+    numbers = {_OF_FILES[each]: int(_checked(each, options[each], plain_int(options[each]))) for each in given}
     bounds = [numbers.get(each) for each in ("num_frames", "min_frames", "max_frames")]
     part = VideoPart(video, fps, (), 0.0, *bounds)
     if not part.is_file and given:
@@ -114,7 +114,8 @@ def video_with_metadata(video: Any, metadata: Mapping[str, Any]) -> VideoPart:
         raise ValueError(f"has frames_indices={shown(indices)}, which must be whole numbers of frames")
     numbers = tuple([each for each in listed if each is not None])
     given = values.get("total_num_frames")
-    total = _count("total_num_frames", max(numbers) + 1 if given is None else given)
+    given = max(numbers) + 1 if given is None else given
+    total = _checked("total_num_frames", given, plain_float(given))
     return VideoPart(part.video, part.fps, numbers, total)
 
 
@@ -125,15 +126,7 @@ def _rate(name: str, value: Any) -> float:
     return number
 
 
-def _number(name: str, value: Any) -> int:
-    number = plain_int(value)
-    if number is None or not 1 <= number < _MOST_FRAMES:
-        raise ValueError(f"has {name}={shown(value)}, which must be a number of frames")
-    return number
-
-
-def _count(name: str, value: Any) -> float:
-    number = plain_float(value)
+def _checked(name: str, value: Any, number: float | None) -> float:
     if number is None or not 1 <= number < _MOST_FRAMES:
         raise ValueError(f"has {name}={shown(value)}, which must be a number of frames")
     return number

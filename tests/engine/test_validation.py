@@ -11,7 +11,7 @@ from ranks import REPOSITORY
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.compat.audio_reading import LazyPreparer
-from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens
 from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
@@ -43,7 +43,7 @@ def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):
 
 
 def test_only_tokens_of_images_are_beyond_the_vocabulary():
-    images = ImagePrompts(LazyPreparer(ImagePreparer), PLACEHOLDERS["llava"], image_token_id=12)
+    images = ImagePrompts(LazyPreparer(ImagePreparer), (MediumTokens(PLACEHOLDERS["llava"], 12),))
     limits = replace(LIMITS, max_model_len=9, images=images, media=MediaRowLimits(num_rows=8))
     items = (MediaItem(bytes(16), ((1, 2),), 4),)
     limits.check((1, 12, 12, 2), SamplingParams(), media_items=items)

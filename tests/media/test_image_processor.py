@@ -118,7 +118,7 @@ def test_nested_settings_come_before_the_older_file(tmp_path: Path):
 
 
 def test_kimis_authors_file_says_the_same(tmp_path: Path):
-    """Which has the numbers in an object, by other names."""
+    """Its numbers are in an object, by other names."""
     settings = {"in_patch_limit": 64, "patch_limit_on_one_side": 12, "patch_size": 14, "merge_kernel_size": [2, 2]}
     more = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "fixed_output_tokens": None, "sample_fps": 2.0}
     folder = media_folder(tmp_path, "kimi_k25", {"size": None, "max_patches": None, "media_proc_cfg": settings | more})

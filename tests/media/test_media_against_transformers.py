@@ -13,17 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from media_models import (
-    EXAONE_SPECIAL,
-    GEMMA4_SPECIAL,
-    KIMI_SPECIAL,
-    LFM2_SPECIAL,
-    MODELS,
-    PAGE_SPECIAL,
-    byte_tokenizer,
-    media_processor,
-    noise,
-)
+from media_models import MODELS, media_processor, noise, tokenizer_of_all_media
 from media_oracle import llama4_module, one_axis_a_call, oracle_inputs, oracle_texts, replaced, torchvision_module
 from tokenizers import Tokenizer
 from transformers.image_utils import SizeDict
@@ -345,7 +335,7 @@ def prompt_of(kind: str, num_images: int, between: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL)
+    return tokenizer_of_all_media()
 
 
 @pytest.mark.guarantee("Ids of prompts with images are those of transformers")

@@ -1,24 +1,12 @@
 """Placeholders of images in texts and ids, and the tokens that take their rows."""
 
-import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from media_models import (
-    EXAONE_SPECIAL,
-    GEMMA4_SPECIAL,
-    GRANITE_SPECIAL,
-    KIMI_SPECIAL,
-    LFM2_SPECIAL,
-    MODELS,
-    PAGE_SPECIAL,
-    byte_tokenizer,
-    media_processor,
-    noise,
-)
+from media_models import MODELS, media_processor, noise, tokenizer_of_all_media
 from tokenizers import Tokenizer
 
 from spmd_worker.media.errors import MediaError
@@ -32,7 +20,7 @@ KINDS = tuple(MODELS)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return byte_tokenizer_once()
+    return tokenizer_of_all_media()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +89,7 @@ def test_counts_of_rows_alone_would_accept_a_moved_image(tmp_path: Path, encode:
 @given(st.lists(st.sampled_from(["\n", "\n\n", "a", " ", "<start_of_image>"]), max_size=24))
 def test_line_ends_join_as_in_the_text(pieces: list[str]):
     """Any run of line ends on either side of an image, or between two."""
-    text, tokenizer = "".join(pieces), byte_tokenizer_once()
+    text, tokenizer = "".join(pieces), tokenizer_of_all_media()
     placeholders = PLACEHOLDERS["gemma3"]
     pixels = ImagePixels((np.zeros((28, 28, 3), np.uint8),), (2, 2), (28, 28))
     image = PreparedImage(bytes(16), pixels, gemma_text(4), 4, 4, (0, 0), b"")
@@ -113,13 +101,6 @@ def test_line_ends_join_as_in_the_text(pieces: list[str]):
     whole = encode(placeholders.expand_text(text, images))
     assert placeholders.expand_ids(encode(text), images, encode) == whole
     assert placeholders.expand_ids(whole, images, encode) == whole
-
-
-@functools.cache
-def byte_tokenizer_once() -> Tokenizer:
-    return byte_tokenizer(
-        *GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL
-    )
 
 
 def test_image_of_one_row_is_expanded_or_left(tmp_path: Path, encode: Encode):

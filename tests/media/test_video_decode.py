@@ -42,7 +42,7 @@ def file_of(**numbers: Any) -> bytes:
 
 
 class Container:
-    """Of a file of the double."""
+    """A container of the double."""
 
     def __init__(self, stream: Any, **options: Any) -> None:
         self.file = json.loads(stream.read()[len(HEADER) :])

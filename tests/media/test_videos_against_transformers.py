@@ -113,7 +113,7 @@ def test_sizes_are_those_of_transformers(kind: str, is_capped: bool, processors:
 
 @pytest.mark.parametrize("fps", [0.3, 1.0, 2.0, 3.7, 24.0])
 def test_times_follow_the_rate_of_frames(fps: float, processors: Callable[..., VideoProcessor]):
-    """As `get_rope_index` of transformers has them, in float32."""
+    """They are those of transformers' `get_rope_index`, in float32."""
     processor = processors("qwen2_5_vl")
     frames = [noise(30, 30, each) for each in range(11)]
     found = [each.frame.time for each in prepared(processor, frames, fps) if each.frame is not None]

@@ -66,7 +66,7 @@ def test_shard_logits_equal_transformers(kind: str):
 
 
 def minimal(kind: str, **text: Any) -> ModelConfig:
-    """What a file says that leaves out all but these keys of the text; heads of the class of Qwen3-Omni are odd."""
+    """The reading of a file with these keys of the text alone; heads of the class of Qwen3-Omni are odd."""
     text = text if kind == "qwen2_5_omni" else {"num_attention_heads": 32, **text}
     config = {"architectures": [f"{NAMES[kind]}ForConditionalGeneration"], "thinker_config": {"text_config": text}}
     return model_config_of(config, Path("config.json"))
@@ -94,7 +94,7 @@ def test_defaults_of_omitted_keys_equal_transformers(kind: str):
 
 
 def readings(kind: str) -> list[Any]:
-    """What minimal files say, or why they are rejected."""
+    """Configs of minimal files, or the reasons why they are rejected."""
     found: list[Any] = []
     biased, sparse = {"attention_bias": True, "mlp_bias": True}, {"decoder_sparse_step": 2, "num_hidden_layers": 3}
     for text in ({}, {"use_sliding_window": True, "max_window_layers": 0}, biased, sparse):
@@ -146,7 +146,7 @@ def heard_rows(model: DecoderForCausalLM) -> Tensor:
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_those_of_peft(kind: str, tmp_path: Path):
-    """Of the text; those of a tower that runs are rejected, and left out of the text alone."""
+    """Adapters of a tower that runs are rejected, and left out of the text alone."""
     base = type(omni_reference(kind)).from_pretrained(thinker_folder(kind), dtype=torch.float32).eval()
     settings = (("target_modules", ("q_proj", "k_proj", "v_proj", "o_proj")), ("exclude_modules", r".*audio_tower.*"))
     write_adapter(base, tmp_path / "text", settings)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+from exact_answers import ids_and_logprobs
 from hearing_models import KINDS, RATE, WRITTEN, hearing_folder, original_folder, recording, their_answer
 from jobs_of_rows import answers_of_job, openai_row
 from serving import ServedHere
@@ -56,15 +57,7 @@ def prompts(kind: str) -> list[Any]:
 
 
 def answers(llm: LLM, given: list[Any]) -> list[Any]:
-    """Ids of each prompt, and of its answer, with log-probabilities."""
-    return [
-        [
-            list(output.prompt_token_ids or ()),
-            list(output.outputs[0].token_ids),
-            [[[token, each.logprob] for token, each in position.items()] for position in output.outputs[0].logprobs],
-        ]
-        for output in llm.generate(given, GREEDY, use_tqdm=False)
-    ]
+    return ids_and_logprobs(llm.generate(given, GREEDY, use_tqdm=False))
 
 
 def opened(kind: str, **options: Any) -> LLM:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from exact_answers import ids_and_logprobs
 from hearing_models import RATE, recording
 from jobs_of_rows import answers_of_job, openai_row
 from media_models import noise, saved
@@ -59,15 +60,7 @@ def prompts(kind: str) -> list[Any]:
 
 
 def answers(llm: LLM, given: list[Any]) -> list[Any]:
-    """Ids of each prompt, and of its answer, with log-probabilities."""
-    return [
-        [
-            list(output.prompt_token_ids or ()),
-            list(output.outputs[0].token_ids),
-            [[[token, each.logprob] for token, each in position.items()] for position in output.outputs[0].logprobs],
-        ]
-        for output in llm.generate(given, GREEDY, use_tqdm=False)
-    ]
+    return ids_and_logprobs(llm.generate(given, GREEDY, use_tqdm=False))
 
 
 def opened(kind: str, **options: Any) -> LLM:

@@ -14,6 +14,18 @@ def ids_and_entries(outputs: Iterable[RequestOutput]) -> list[Any]:
     ]
 
 
+def ids_and_logprobs(outputs: Iterable[RequestOutput]) -> list[Any]:
+    """Ids of each prompt, and of its only sample, with all listed log-probabilities."""
+    return [
+        [
+            list(output.prompt_token_ids or ()),
+            list(output.outputs[0].token_ids),
+            [[[token, each.logprob] for token, each in entry.items()] for entry in output.outputs[0].logprobs or ()],
+        ]
+        for output in outputs
+    ]
+
+
 def complete_answers(outputs: Iterable[RequestOutput]) -> list[Any]:
     """Token ids and log-probabilities of each sample of each row, why it ended, and its text."""
     return [

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from media_models import byte_tokenizer, media_folder
 
-from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens
 from spmd_worker.media.decode import checked_array, decode
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import read_image_processor
@@ -99,4 +99,4 @@ def image_prompts(folder: Path, tokenizer: Tokenizer, kind: str = "qwen3_vl", **
     placeholders = PLACEHOLDERS[kind]
     token_id = tokenizer.token_id(placeholders.image_token)
     assert token_id is not None
-    return ImagePrompts(HerePreparer(folder, kind, **preparer), placeholders, token_id)
+    return ImagePrompts(HerePreparer(folder, kind, **preparer), (MediumTokens(placeholders, token_id),))

@@ -6,6 +6,7 @@ Numbers are such that pictures of a few hundred pixels reach every branch of the
 import io
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,6 +220,14 @@ def byte_tokenizer(*more: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*SPECIAL, *more])
     return tokenizer
+
+
+@cache
+def tokenizer_of_all_media() -> Tokenizer:
+    """`byte_tokenizer` with the tokens of every kind."""
+    return byte_tokenizer(
+        *GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL
+    )
 
 
 def noise(height: int, width: int, seed: int = 0) -> Pixels:

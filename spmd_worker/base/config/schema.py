@@ -52,8 +52,8 @@ _MAX_CPU_LORAS: Final = 2**16
 """Every layer has a table of as many."""
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of images that may be decoded, all but the last by default."""
-_IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
-_VIDEO_PROCESSOR_KEYS: Final = (
+IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
+VIDEO_PROCESSOR_KEYS: Final = (
     *("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens"),
     *("fps", "num_frames", "min_frames", "max_frames"),
 )
@@ -206,11 +206,11 @@ class ModelOptions:
     image_background: str = option("#ffffff", "colour under transparent images")
     image_processor: dict[str, str] | None = option(
         None,
-        f"values in place of those of `preprocessor_config.json`: {', '.join(_IMAGE_PROCESSOR_KEYS)}, each as JSON",
+        f"values in place of those of `preprocessor_config.json`: {', '.join(IMAGE_PROCESSOR_KEYS)}, each as JSON",
     )
     video_processor: dict[str, str] | None = option(
         None,
-        f"values in place of those of `video_preprocessor_config.json`: {', '.join(_VIDEO_PROCESSOR_KEYS)}, each as "
+        f"values in place of those of `video_preprocessor_config.json`: {', '.join(VIDEO_PROCESSOR_KEYS)}, each as "
         f"JSON",
     )
 
@@ -256,9 +256,9 @@ def _check_images(model: ModelOptions) -> None:
     least, most = model.image_min_pixels, model.image_max_pixels
     if least is not None and most is not None and least > most:
         raise ConfigError(f"model.image_min_pixels={least} is above model.image_max_pixels={most}: lower it")
-    instead = f"{', '.join(_IMAGE_PROCESSOR_KEYS)}, or model.image_min_pixels and model.image_max_pixels"
-    _check_processor("image_processor", model.image_processor, _IMAGE_PROCESSOR_KEYS, instead)
-    of_videos = _VIDEO_PROCESSOR_KEYS
+    instead = f"{', '.join(IMAGE_PROCESSOR_KEYS)}, or model.image_min_pixels and model.image_max_pixels"
+    _check_processor("image_processor", model.image_processor, IMAGE_PROCESSOR_KEYS, instead)
+    of_videos = VIDEO_PROCESSOR_KEYS
     _check_processor("video_processor", model.video_processor, of_videos, ", ".join(of_videos))
 
 

@@ -87,14 +87,10 @@ def _qwen_sizes(
     }
 
 
-def _qwen_vision(
-    files: VisionFiles, kind: str, tower: TowerConfig, default_token: int, *, has_videos: bool = True
-) -> VisionConfig:
-    """The id of video tokens follows that of images by default."""
+def _qwen_vision(files: VisionFiles, kind: str, tower: TowerConfig, default_token: int) -> VisionConfig:
     return VisionConfig(
         kind,
         image_token_id=files.whole.count("image_token_id", default_token),
-        video_token_id=files.whole.count("video_token_id", default_token + 1) if has_videos else None,
         num_added=len(tower.added_layers),
         merge_size=files.vision.count("spatial_merge_size", 2),
         has_three_positions=True,
@@ -126,7 +122,7 @@ def _qwen3_vl(
 
 def _qwen3_omni(files: VisionFiles) -> VisionConfig:
     names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
-    return replace(_qwen3_vl(files, names=names), video_token_id=None)
+    return _qwen3_vl(files, names=names)
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -158,7 +154,7 @@ def _exaone4_5(files: VisionFiles) -> VisionConfig:
     if tower.num_heads % num_kv_heads:
         raise vision.error("num_key_value_heads", f"must divide the {tower.num_heads} heads{WAY_OUT}")
     tower = replace(tower, num_kv_heads=num_kv_heads)
-    return replace(_qwen_vision(files, "exaone4_5", tower, 67, has_videos=False), has_three_positions=False)
+    return replace(_qwen_vision(files, "exaone4_5", tower, 67), has_three_positions=False)
 
 
 def _qwen2_5_tower(files: VisionFiles, beginning: str, **names: Any) -> TowerConfig:
@@ -182,7 +178,7 @@ def _qwen2_5_tower(files: VisionFiles, beginning: str, **names: Any) -> TowerCon
 
 def _qwen2_5_omni(files: VisionFiles) -> VisionConfig:
     tower = _qwen2_5_tower(files, _OMNI_BEGINNING, qkv=("attn.q", "attn.k", "attn.v"))
-    found = _qwen_vision(files, "qwen2_5_vl", tower, 151655, has_videos=False)
+    found = _qwen_vision(files, "qwen2_5_vl", tower, 151655)
     return replace(found, kind="qwen2_5_omni", image_token_id=image_token_of(files, 151655))
 
 
@@ -216,7 +212,7 @@ def _glm4v(files: VisionFiles, *, default_token: int = 151343) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, **inner, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, default_token, has_videos=False)
+    return _qwen_vision(files, "glm4v", tower, default_token)
 
 
 def _glm4v_moe(files: VisionFiles) -> VisionConfig:
@@ -247,7 +243,7 @@ def _glm_ocr(files: VisionFiles) -> VisionConfig:
         projector_eps=1e-5,
         **{**sizes, "eps": vision.number("rms_norm_eps", 1e-5)},
     )
-    return _qwen_vision(files, "glm4v", tower, 59280, has_videos=False)
+    return _qwen_vision(files, "glm4v", tower, 59280)
 
 
 # ---- Pixtral, Mistral 3 --------------------------------------------------------------------------------------------
@@ -376,8 +372,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
-VIDEO_ROWS: Final = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
-"""Rows whose models take videos."""
+VIDEO_ROWS: Final = {**dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656), "qwen3_5": 248057}
+"""Rows whose models take videos: the id that their class has for tokens of frames."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
@@ -422,7 +418,10 @@ def read_vision(
         # An empty object has the class's defaults.
         if row in _WITHOUT_DEFAULT and whole.get("vision_config") is None:
             raise UnknownTowerError(f"{whole.where('vision_config')} describes no tower")
-        return VISION_ROWS[row](files)
+        found = VISION_ROWS[row](files)
+        if row not in VIDEO_ROWS:
+            return found
+        return replace(found, video_token_id=whole.count("video_token_id", VIDEO_ROWS[row]))
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
         return None
