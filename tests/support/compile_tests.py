@@ -1,5 +1,5 @@
-"""Compiles the test modules and what they import as pytest does, and has Hypothesis look for the characters of UTF-8, once
-for all processes that collect them.
+"""Compiles the test modules and what they import as pytest does, once for all processes that collect them; and has
+Hypothesis look for the characters of UTF-8.
 
     python tests/support/compile_tests.py
 
