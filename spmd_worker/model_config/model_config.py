@@ -209,6 +209,17 @@ class ModelConfig:
         return self.embedding_size if self.projects_sum else self.hidden_size
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token between layers: of all residual streams."""
+        streams = self.layers[0].streams
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether layers compute with ids of tokens, which embeddings in their place do not have."""
+        return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -336,7 +347,10 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm of the stream."""
+        """Parameters of one norm of the stream, or of the last mean of several streams."""
+        streams = self.layers[0].streams
+        if streams is not None:
+            return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
     @property

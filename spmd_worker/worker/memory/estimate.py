@@ -478,7 +478,13 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
     else:
         return None
     saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
-    return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    ngrams = layer.ngrams
+    if ngrams is None or layer.streams is None:
+        return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    # Every rank has all channels of this one.
+    second = ngrams.num_channels(layer.streams.num_streams * hidden_size)
+    of_ngrams = (ngrams.num_inputs_kept, second), (most_drafts, second) if most_drafts else (0, 0)
+    return StateLayer(shape, (num_taps - 1, num_channels), saved, *of_ngrams)
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
@@ -488,7 +494,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if layer.latent is not None:
         indexer = layer.latent.own_indexer
         return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
-    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
+    index_size = 0 if layer.indexer is None else layer.indexer.head_size
+    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 
 
 def block_copy_tokens(
