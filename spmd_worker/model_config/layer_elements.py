@@ -22,7 +22,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
-    inputs += _streams_others(layer, hidden_size, share)
+    inputs += _streams_elements(layer, hidden_size, share)
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
@@ -48,29 +48,19 @@ class LinearSizes:
 def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     """Linear layers of a layer's mixers and of its attention to an encoder's rows, on a rank with this share of it."""
     own = tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
-    return own + _cross_linears(layer, hidden_size, share) + _streams_linears(layer, hidden_size)
+    return own + _cross_linears(layer, hidden_size, share)
 
 
-def _streams_linears(layer: LayerConfig, hidden_size: int) -> tuple[LinearSizes, ...]:
-    """Those around mixers and feed-forward, and of n-grams; every rank has them."""
-    streams, ngrams = layer.streams, layer.ngrams
-    if streams is None:
-        return ()
-    sizes = 2 * streams.linears(hidden_size)
-    sizes += () if ngrams is None else ngrams.linears(hidden_size, streams.num_streams)
-    return tuple([LinearSizes(inputs, (outputs,)) for inputs, outputs in sizes])
-
-
-def _streams_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of norms of streams, of taps, and of this rank's rows of n-grams."""
+def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
     streams, ngrams = layer.streams, layer.ngrams
     if streams is None:
         return 0
-    size = streams.num_streams * hidden_size
+    around = 2 * streams.elements(hidden_size)
     if ngrams is None:
-        return 2 * size
+        return around
     table = ngrams.rank_rows(share.num_ranks) * ngrams.row_size
-    return 2 * size + ngrams.other_elements(size) + table
+    return around + ngrams.elements(hidden_size, streams.num_streams) + table
 
 
 def _cross_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -100,14 +90,7 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
         LinearSizes(share.num_heads * value_size, (hidden_size,)),
         *gates,
         *_distance_linears(layer, hidden_size, share),
-        *_run_indexer_linears(layer, hidden_size),
     )
-
-
-def _run_indexer_linears(layer: LayerConfig, hidden_size: int) -> tuple[LinearSizes, ...]:
-    """The projection to queries and a key of an indexer of runs; every rank has it."""
-    indexer = layer.indexer
-    return () if indexer is None else (LinearSizes(hidden_size, ((indexer.num_heads + 1) * indexer.head_size,)),)
 
 
 def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -134,7 +117,10 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
-    return others + (0 if layer.indexer is None else 2 * layer.indexer.head_size)
+    if layer.indexer is not None:
+        # Queries, a key, and their norms; every rank has them.
+        others += layer.indexer.head_size * ((layer.indexer.num_heads + 1) * hidden_size + 2)
+    return others
 
 
 def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

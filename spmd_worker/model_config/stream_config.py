@@ -27,16 +27,9 @@ class StreamsConfig:
     num_streams: int
     rank: int
 
-    def linears(self, hidden_size: int, *, injects: bool = True) -> tuple[tuple[int, int], ...]:
-        """(Inputs, outputs) of the linear layers around one part, or before the head."""
-        size = self.num_streams * hidden_size
-        gates = ((size, self.num_streams),) if injects else ()
-        return ((size, self.rank), (self.rank, size), *gates)
-
     def elements(self, hidden_size: int, *, injects: bool = True) -> int:
-        """Elements of these layers and of the norm before them."""
-        linears = self.linears(hidden_size, injects=injects)
-        return self.num_streams * hidden_size + sum(inputs * outputs for inputs, outputs in linears)
+        """Elements of norm and gates around one part, or before the head, where none `injects`."""
+        return self.num_streams * hidden_size * (1 + 2 * self.rank + injects * self.num_streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +79,13 @@ class NgramConfig:
         """Numbers that the convolution has of a token: those of all streams, and its id."""
         return streams_size + ID_DIGITS
 
-    def linears(self, hidden_size: int, num_streams: int) -> tuple[tuple[int, int], ...]:
-        """(Inputs, outputs) of the projections to keys and to a value."""
-        return ((self.embed_size, num_streams * hidden_size), (self.embed_size, hidden_size))
-
-    def other_elements(self, streams_size: int) -> int:
-        """Elements of three norms and of taps."""
-        return (3 + self.num_taps) * streams_size
+    def elements(self, hidden_size: int, num_streams: int) -> int:
+        """Elements of two projections, three norms and taps."""
+        return hidden_size * ((num_streams + 1) * self.embed_size + num_streams * (3 + self.num_taps))
 
 
 def multipliers(vocab_size: int, size: int, number: int, seed: int) -> tuple[int, ...]:
-    """Odd multipliers of the ids of an n-gram of `size`, of the layer with n-grams of this number: products fit int64."""
+    """Odd multipliers of ids, of the layer with n-grams of this number, up to `size`: products fit int64."""
     half = max(1, ((1 << 63) - 1) // vocab_size // 2)
     first = seed + _LAYER_STEP * number
     return tuple([2 * (_split_mix(first + _GAMMA * (index + 1)) % half) + 1 for index in range(size)])
@@ -120,4 +109,8 @@ def _primes(start: int) -> Iterator[int]:
 
 
 def _is_prime(value: int) -> bool:
-    return value == 2 or (value % 2 > 0 and all(value % divisor for divisor in range(3, isqrt(value) + 1, 2)))
+    if value % 2 == 0:
+        return value == 2
+    # No function is called for a divisor: files may have many tables.
+    divisors = range(3, isqrt(value) + 1, 2)
+    return 0 not in [value % divisor for divisor in divisors]

@@ -142,8 +142,8 @@ class CpuBackend(AttentionBackend):
         pair, size = (2 if self._dtype == torch.bfloat16 else 1), self._block_size
         heads = layer_cache.view(len(layer_cache), num_kv_heads, 2, -1)
         head_size = heads.shape[3] // size
-        keys = heads[:, :, 0].unflatten(2, (head_size // pair, size, pair))[blocks, :, :, offsets].flatten(2)
-        of_pairs = heads[:, :, 1].unflatten(2, (size // pair, head_size, pair))
+        keys = heads[:, :, 0].view(-1, num_kv_heads, head_size // pair, size, pair)[blocks, :, :, offsets].flatten(2)
+        of_pairs = heads[:, :, 1].view(-1, num_kv_heads, size // pair, head_size, pair)
         values = of_pairs[blocks, :, offsets // pair, :, offsets % pair]
         return from_cache(keys, dtype), from_cache(values, dtype)
 
