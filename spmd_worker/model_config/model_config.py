@@ -542,7 +542,8 @@ def _media_rows(family: Family, *, with_images: bool, with_audio: bool) -> list[
 def _vision(rows: Sequence[str], config: Mapping[str, Any], path: Path, found: ModelConfig) -> VisionConfig | None:
     """The media of these rows, images first; None without any."""
     read = [read_vision(row, config, path, found.hidden_size, found.norm.eps) for row in rows]
-    parts = [each for each in read if each is not None]
+    lengths = [layer.indexer.run_length for layer in found.layers if layer.indexer is not None]
+    parts = [replace(each, run_length=max(lengths, default=1)) for each in read if each is not None]
     return replace(parts[0], beside=parts[1]) if len(parts) > 1 else parts[0] if parts else None
 
 

@@ -106,7 +106,9 @@ class HybridRun:
             for index, (row, start, stop) in enumerate(zip(self.rows, starts, starts[1:]))
         ]
         self.states = [new_states(model, len(self.rows) + 1) for model in self.models]
-        self.caches = [[_cache(model, layer, starts[-1]) for layer in model.model.layers] for model in self.models]
+        self.caches = [
+            [layer_blocks(model, layer, starts[-1]) for layer in model.model.layers] for model in self.models
+        ]
 
     def _request(self, index: int, row: Sequence[int]) -> Request:
         adapter = self.digests[index] if self.digests else 0
@@ -183,7 +185,7 @@ def greedy_ids(models: Sequence[DecoderForCausalLM], prompt: Sequence[int], coun
     return row[len(prompt) :]
 
 
-def _cache(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tensor | None:
+def layer_blocks(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tensor | None:
     """Blocks of a layer; None if it keeps no keys and values."""
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:

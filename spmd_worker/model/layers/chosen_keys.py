@@ -24,6 +24,7 @@ from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ def _attend_apart(
         token_offsets=(offsets % BLOCK).repeat(num_rows),
     )
     backend.write(keys, values, cache, written)
-    last = torch.tensor(counts, device=device) - 1
+    last = to_device(torch.tensor(counts), device) - 1
     step = AttentionMetadata(
         query_starts=tuple(range(num_rows + 1)),
         context_lengths=counts,

@@ -79,7 +79,7 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         self._ngrams = ngrams
         self.ngram_embedding = NgramTable(context, ngrams)
-        sizes = torch.tensor(ngrams.head_rows, device=context.device)
+        sizes = torch.tensor(ngrams.head_rows).to(context.device)
         self._sizes = sizes.view(ngrams.size - 1, -1)
         self._firsts = (sizes.cumsum(0) - sizes).view_as(self._sizes)
 
@@ -99,7 +99,7 @@ class NgramEmbedding(nn.Module):
 
 
 class Ngrams(nn.Module):
-    """What n-grams add to the streams of a layer. Every rank computes all of it."""
+    """Values of n-grams for the streams of a layer, and their convolution. Every rank computes all of it."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
@@ -149,7 +149,8 @@ class Ngrams(nn.Module):
 
     def _gated(self, streams: Tensor, embedded: Tensor) -> Tensor:
         """Values times the gates of each stream, [T, S * H]."""
-        keys, value = self.norm_key(self.key_proj(embedded)), self.value_proj(embedded)
+        keys: Tensor = self.norm_key(self.key_proj(embedded))
+        value: Tensor = self.value_proj(embedded)
         products = (keys * self.norm_query(streams)).view(len(streams), self._num_streams, -1)
         scores = products.float().sum(-1).to(value.dtype) / math.sqrt(self._hidden_size)
         gates = sigmoid((scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).float()).to(value.dtype)
