@@ -152,7 +152,7 @@ class Ngrams(nn.Module):
         keys: Tensor = self.norm_key(self.key_proj(embedded))
         value: Tensor = self.value_proj(embedded)
         products = (keys * self.norm_query(streams)).view(len(streams), self._num_streams, -1)
-        scores = products.float().sum(-1).to(value.dtype) / math.sqrt(self._hidden_size)
+        scores = _sums(products.float()).to(value.dtype) / math.sqrt(self._hidden_size)
         gates = sigmoid((scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).float()).to(value.dtype)
         return (gates.unsqueeze(2) * value.unsqueeze(1)).flatten(1)
 
@@ -162,6 +162,15 @@ class Ngrams(nn.Module):
         taps = self.conv1d.weight.new_zeros(ngrams.num_channels(size), ngrams.num_inputs_kept + 1)
         taps[:size, :: ngrams.size] = self.conv1d.weight[:, 0]
         return taps
+
+
+def _sums(numbers: Tensor) -> Tensor:
+    """[..., n] -> [...], added by halves: on a GPU torch's own order depends on the number of rows."""
+    while (size := numbers.shape[-1]) > 1:
+        half = -(-size // 2)
+        first, second = numbers[..., :half], numbers[..., half:]
+        numbers = torch.cat((first[..., : size - half] + second, first[..., size - half :]), dim=-1)
+    return numbers[..., 0]
 
 
 def _earlier_ids(ids: Tensor, kept: Tensor, segments: StateSegments, count: int) -> Tensor:

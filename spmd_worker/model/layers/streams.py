@@ -12,7 +12,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, replicated_linear
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.stream_config import StreamsConfig
-from spmd_worker.ops.kernels.reference_recurrent import sigmoid
+from spmd_worker.ops.kernels.reference_recurrent import sigmoid, silu
 
 
 class StreamNorm(CheckpointLayer):
@@ -48,7 +48,7 @@ class StreamMixer(nn.Module):
         injects: bool = True,
     ) -> None:
         super().__init__()
-        self._num_streams, self._rank, self._kernels = streams.num_streams, streams.rank, context.kernels
+        self._num_streams, self._rank = streams.num_streams, streams.rank
         size = streams.num_streams * hidden_size
         self.hc_norm = StreamNorm(context, streams.num_streams, hidden_size, norm)
         names = {"input_mix_weight_down": streams.rank} | (
@@ -66,8 +66,8 @@ class StreamMixer(nn.Module):
         """[T, S * H] -> the mean [T, H], and gates [T, S] of the output, [T, 0] if the mixer does not inject."""
         normed, count = self.hc_norm(streams), self._num_streams
         down = self.down(normed) / count
-        small, injected = down[:, : self._rank].contiguous(), down[:, self._rank :]
-        up = self.input_mix_weight_up(self._kernels.activate(small, "silu"))
+        small, injected = down[:, : self._rank], down[:, self._rank :]
+        up: Tensor = self.input_mix_weight_up(silu(small.float()).to(down.dtype))
         products = (sigmoid(up.float()).to(up.dtype) * normed).view(len(streams), count, -1)
         total = products[:, 0].float()
         for stream in range(1, count):
