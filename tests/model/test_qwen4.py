@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from allocated import peak_bytes
 from family_checks import (
     adapter_logits,
     check_adapters,
@@ -30,7 +31,7 @@ from family_checks import (
     without_each,
 )
 from family_mutants import entries
-from hybrid_runs import run_rows
+from hybrid_runs import HybridRun, run_rows
 from model_configs import with_layers, with_norms
 from our_model import is_noticed, load_model
 from plain_models import in_tiers, new_model
@@ -43,6 +44,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.model.layers import ngrams as ngrams_module
 from spmd_worker.model.layers import streams as streams_module
+from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model.layers.chosen_keys import ChosenKeys
 from spmd_worker.model.layers.ngrams import NgramEmbedding
 from spmd_worker.model.layers.run_indexer import RunIndexer
@@ -53,7 +55,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.model_config.stream_config import NgramConfig, multipliers, primes_from
 from spmd_worker.ranks.topology import RankLayout
-from spmd_worker.worker.memory.estimate import rank_layers, state_layer, weights_bytes
+from spmd_worker.worker.memory.estimate import activation_bytes, rank_layers, state_layer, weights_bytes
 
 TOLERANCE = 1e-4
 ROWS = [random_prompt(length, seed=7, vocab_size=96) for length in (70, 5, 33)]
@@ -128,6 +130,20 @@ def test_planned_bytes_equal_parameters():
         assert planned.second_tail == (9, len(ngrams.conv1d.weight) + 3)
         assert planned.second_saved == (2, len(ngrams.conv1d.weight) + 3)
     assert config.num_parameters == sum(each.numel() for each in qwen4_reference("qwen4").parameters())
+
+
+@pytest.mark.guarantee("The plan's bytes are those of the run")
+def test_choice_of_runs_stays_below_the_plan():
+    """The last tokens of a long row, beside a row that sees all of its keys."""
+    folder, num_keys = qwen4_folder("qwen4"), 16_384
+    config = replace(read_model_files(folder).model_config, max_position_embeddings=num_keys)
+    run = HybridRun([load_model(folder, config)], [[3] * num_keys, [5] * 16])
+    run.sequences[0].num_computed_tokens = num_keys - 64
+    most = peak_bytes(lambda: run.step(None))
+    planned = activation_bytes(config, RankLayout(1), 0, "float32", 80, 80)
+    assert 0.7 < most / planned < 1
+    # Negative control: most of it is the choice's.
+    assert planned - choice_bytes(config, 4) < most / 2
 
 
 @pytest.mark.stress
