@@ -40,6 +40,8 @@ from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, R
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
 from spmd_worker.model.layers.rotary import RotaryEmbedding
+from spmd_worker.model.layers.run_indexer import step_runs
+from spmd_worker.model.layers.streams import StreamMixer
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
 from spmd_worker.model.pooler import Pooler
@@ -98,8 +100,14 @@ class DecoderStack(nn.Module):
             has_norm = model_config.has_embedding_norm
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
-        has_norm = stage.is_last and model_config.has_last_norm
-        self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
+        has_norm, streams = stage.is_last and model_config.has_last_norm, model_config.layers[0].streams
+        self.norm: Norm | StreamMixer | None = None
+        if has_norm and streams is not None:
+            self.norm = StreamMixer(context.unquantised, streams, hidden_size, model_config.norm, injects=False)
+        elif has_norm:
+            self.norm = new_norm(context, hidden_size, model_config.norm)
+        self._num_streams = 0 if streams is None else streams.num_streams
+        self._indexer = next((each.indexer for each in model_config.layers if each.indexer is not None), None)
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
         if size and stage.is_first:
@@ -173,7 +181,8 @@ class DecoderStack(nn.Module):
 
         `states` are those of each layer, if any layer has them.
 
-        `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache. `media`
+        `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache; three more
+        rows are those of the first tokens of runs, in a model that chooses keys by runs. `media`
         are rows of images, on the first stage: tokens' own ids there, perhaps beyond the vocabulary, do not count, and
         `media.added` is added to the stream behind the first layers. The same bits in any chunks.
 
@@ -188,11 +197,13 @@ class DecoderStack(nn.Module):
         if metadata.cross is not None:
             tokens = (token_ids, positions, rope_regimes)
             return self._forward_with_encoder(*tokens, cache, metadata.cross, incoming, media, is_fused=is_fused)
-        of_tokens = (positions, rope_regimes, self.dtype, rope_positions)
+        own_positions = None if rope_positions is None else rope_positions[:3]
+        of_tokens = (positions, rope_regimes, self.dtype, own_positions)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
         residual = incoming
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
+            residual = residual.repeat(1, self._num_streams) if self._num_streams else residual
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None
         if self.layer_inputs is not None:
@@ -212,6 +223,11 @@ class DecoderStack(nn.Module):
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
+        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams else {}
+        if self._indexer is not None:
+            firsts = None if rope_positions is None else rope_positions[3:]
+            of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
+            of_streams["runs"] = step_runs(*of_runs)
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -220,7 +236,7 @@ class DecoderStack(nn.Module):
             self._copy_stream(streams, index, part, residual)
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases, **of_streams}
             if states:
                 options["states"] = states[index]
             if routes is not None:

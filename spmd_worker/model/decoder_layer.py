@@ -18,6 +18,7 @@ from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.streams import StreamMixer
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
@@ -226,7 +227,7 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
     return norm.weight
 
 
-def normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
+def normed(norm: Norm | StreamMixer | None, part: Tensor | None, residual: Tensor) -> Tensor:
     """The residual stream, normed if there is a norm, after a deferred part was added to it."""
     if part is not None:
         assert isinstance(norm, RMSNorm), "layers defer only to plain norms"

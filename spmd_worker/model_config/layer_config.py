@@ -9,6 +9,8 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
+from spmd_worker.model_config.stream_config import NgramConfig, StreamsConfig
+
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
 LATENT_NORM_EPS: Final = 1e-6
@@ -284,12 +286,16 @@ class Mamba1Config:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Choice of the keys that a token sees in a layer of latent attention (https://arxiv.org/abs/2512.02556): the
-    `num_chosen` ones of the highest scores, ties by position, all if there are no more.
+    """Choice of the keys that a token sees (https://arxiv.org/abs/2512.02556): the `num_chosen` ones of the highest
+    scores, ties by position, all if there are no more.
 
-    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent.
-    The first numbers of both are rotated like the layer's queries, as many; neighbours are paired if `is_interleaved`.
-    A layer whose choice `is_shared` takes that of the layer before it, and has no projections and no such key.
+    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent,
+    or its keys and values. The first numbers of both are rotated like the layer's queries, as many; neighbours are
+    paired if `is_interleaved`. A layer whose choice `is_shared` takes that of the layer before it, and has no
+    projections and no such key.
+
+    With `run_length` above 1 keys are chosen by runs of so many tokens, and a run has one key, the normed mean of its
+    tokens'. Tokens behind the last complete run are seen besides.
     """
 
     num_heads: int
@@ -297,6 +303,17 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
+    run_length: int = 1
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that are chosen."""
+        return self.num_chosen // self.run_length
+
+    @property
+    def most_seen(self) -> int:
+        """Keys that a token sees at most."""
+        return self.num_chosen + self.run_length - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +460,9 @@ class LayerConfig:
     are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention, and
     so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
     token of distance (`alibi_slopes`).
+
+    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `streams` the layer has several
+    residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
     """
 
     num_heads: int
@@ -495,6 +515,9 @@ class LayerConfig:
     relative_bias: RelativeBias | None = None
     distances: DistanceConfig | None = None
     alibi: float = 0.0
+    indexer: IndexerConfig | None = None
+    streams: StreamsConfig | None = None
+    ngrams: NgramConfig | None = None
 
     @property
     def value_head_size(self) -> int:
@@ -533,10 +556,14 @@ class LayerConfig:
         return self.has_attention or self.mixer == "latent"
 
     @property
+    def chooser(self) -> IndexerConfig | None:
+        """The indexer by whose choice a token sees keys."""
+        return self.indexer if self.latent is None else self.latent.indexer
+
+    @property
     def takes_choice(self) -> bool:
         """Whether a token sees the keys that another layer has chosen for it."""
-        latent = self.latent
-        return latent is not None and latent.indexer is not None and latent.indexer.is_shared
+        return self.chooser is not None and self.chooser.is_shared
 
     @property
     def is_plain_attention(self) -> bool:
@@ -553,6 +580,7 @@ class LayerConfig:
             and self.distances is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
+            and self.indexer is None
             and not self.value_size
             and {self.key_multiplier, self.value_multiplier, *self.attention_multipliers, *self.mlp_multipliers}
             == {1.0}
@@ -567,4 +595,4 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
-        return is_plain and not (self.is_parallel or self.has_cross_attention)
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams)

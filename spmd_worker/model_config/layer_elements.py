@@ -22,6 +22,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
+    inputs += _streams_elements(layer, hidden_size, share)
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
@@ -48,6 +49,18 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
     """Linear layers of a layer's mixers and of its attention to an encoder's rows, on a rank with this share of it."""
     own = tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
     return own + _cross_linears(layer, hidden_size, share)
+
+
+def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
+    streams, ngrams = layer.streams, layer.ngrams
+    if streams is None:
+        return 0
+    around = 2 * streams.elements(hidden_size)
+    if ngrams is None:
+        return around
+    table = ngrams.rank_rows(share.num_ranks) * ngrams.row_size
+    return around + ngrams.elements(hidden_size, streams.num_streams) + table
 
 
 def _cross_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -104,6 +117,9 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
+    if layer.indexer is not None:
+        # Queries, a key, and their norms; every rank has them.
+        others += layer.indexer.head_size * ((layer.indexer.num_heads + 1) * hidden_size + 2)
     return others
 
 

@@ -209,6 +209,17 @@ class ModelConfig:
         return self.embedding_size if self.projects_sum else self.hidden_size
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token between layers: of all residual streams."""
+        streams = self.layers[0].streams
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether layers compute with ids of tokens, which embeddings in their place do not have."""
+        return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -336,7 +347,10 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm of the stream."""
+        """Parameters of one norm of the stream, or of the last mean of several streams."""
+        streams = self.layers[0].streams
+        if streams is not None:
+            return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
     @property
@@ -528,7 +542,8 @@ def _media_rows(family: Family, *, with_images: bool, with_audio: bool) -> list[
 def _vision(rows: Sequence[str], config: Mapping[str, Any], path: Path, found: ModelConfig) -> VisionConfig | None:
     """The media of these rows, images first; None without any."""
     read = [read_vision(row, config, path, found.hidden_size, found.norm.eps) for row in rows]
-    parts = [each for each in read if each is not None]
+    lengths = [layer.indexer.run_length for layer in found.layers if layer.indexer is not None]
+    parts = [replace(each, run_length=max(lengths, default=1)) for each in read if each is not None]
     return replace(parts[0], beside=parts[1]) if len(parts) > 1 else parts[0] if parts else None
 
 

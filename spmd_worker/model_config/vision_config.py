@@ -141,7 +141,8 @@ class VisionConfig:
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
-    of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
+    of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. With `run_length`
+    above 1 positions of the first tokens of runs are needed too (`IndexerConfig`). `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
     in bfloat16 with `has_bfloat16_pixels`; with `scales_levels` mean and deviation are scaled instead, to
     levels of 0 to 255, which gives other last bits.
@@ -159,6 +160,7 @@ class VisionConfig:
     sees_whole_image: bool = False
     sees_in_windows: bool = False
     input_token_id: int = 0
+    run_length: int = 1
     tower: TowerConfig | None = None
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)

@@ -17,6 +17,7 @@ import kimi_checkpoints
 import latent_checkpoints
 import mamba_checkpoints
 import pytest
+import qwen4_checkpoints
 import recent_checkpoints
 import torch
 from hybrid_runs import run_rows
@@ -50,6 +51,7 @@ CASES = {
     **cases_of(delta_checkpoints, "delta", delta_checkpoints.DELTA_CASES),
     **cases_of(kimi_checkpoints, "kimi", kimi_checkpoints.KIMI_CASES),
     **cases_of(latent_checkpoints, "latent", latent_checkpoints.CASES),
+    **cases_of(qwen4_checkpoints, "qwen4", ("qwen4", "qwen4_sigmoid")),
     **cases_of(mamba_checkpoints, "mamba", mamba_checkpoints.MAMBA_CASES),
     **cases_of(recent_checkpoints, "recent", recent_checkpoints.CASES),
 }

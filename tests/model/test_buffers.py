@@ -26,6 +26,7 @@ from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
 from omni_models import omni_reference
+from qwen4_checkpoints import QWEN4_CASES, qwen4_reference
 from recent_checkpoints import CASES as RECENT
 from recent_checkpoints import recent_config
 
@@ -57,6 +58,9 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    if with_experts:
+        for name, (_, architecture, _) in QWEN4_CASES.items():
+            yield architecture, qwen4_reference(name).config
     of_omni = "qwen3_omni" if with_experts else "qwen2_5_omni"
     yield type(omni_reference(of_omni)).__name__, omni_reference(of_omni).config
     if with_experts:

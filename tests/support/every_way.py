@@ -13,6 +13,7 @@ from family_checkpoints import family_folder
 from kimi_checkpoints import kimi_folder
 from latent_checkpoints import latent_folder
 from mamba_checkpoints import mamba_folder
+from qwen4_checkpoints import qwen4_folder
 from recent_checkpoints import recent_folder
 from state_models import state_folder
 from state_rows import SETTINGS, state_rows
@@ -36,6 +37,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),
     "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
+    "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
     "experts": ((*_EXPERTS, "step3p7"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }

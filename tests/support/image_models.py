@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _MEDIA_KINDS: Final = {
     "qwen3_5": "qwen3_vl",
+    "qwen4": "qwen3_vl",
     "idefics3": "smolvlm",
     "gemma4_clipped": "gemma4",
     "llava_next_mistral": "llava_next",
@@ -92,6 +93,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "granite_docling": {"num_hidden_layers": 4},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "qwen4": {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": [3], "eos_token_id": 5},
     "mistral3": {"sliding_window": None},
     "pixtral": {"sliding_window": None},
     "llama4": {"intermediate_size_mlp": 40},

@@ -47,6 +47,20 @@ _DELTA: Final = {
     "linear_num_value_heads": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_STREAMS: Final = {
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 64,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 60,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 _MAMBA: Final = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 8,
@@ -135,6 +149,7 @@ EXPERTS: Final[dict[str, Case]] = {
 STATES: Final[dict[str, Case]] = {
     "qwen3_next": ("Qwen3Next", {**_DELTA, **_EXPERTS, **_SHARED}),
     "qwen3_5": ("Qwen3_5Text", {**_DELTA}),
+    "qwen4": ("Qwen4ExpText", {**_DELTA, **_EXPERTS, **_SHARED, **_STREAMS}),
     "olmo_hybrid": ("OlmoHybrid", {**_WIDE, **_DELTA, "num_key_value_heads": 8}),
     "falcon_h1": (
         "FalconH1",

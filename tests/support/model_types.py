@@ -135,6 +135,8 @@ MODEL_TYPES: Final = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen4ExpForCausalLM": "qwen4_exp_text",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "KimiLinearForCausalLM": "kimi_linear",
     "DeepseekV2ForCausalLM": "deepseek_v2",

@@ -16,7 +16,7 @@ from video_oracle import oracle_video, oracle_video_text
 
 from spmd_worker.media.prepared import Pixels
 
-VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen4")
 FPS: Final = 8.0
 """Frames a second of which pairs are one position apart in the Qwen2.5-VL of these tests."""
 NUM_TOKENS: Final = 4
@@ -37,7 +37,7 @@ def video(num_frames: int, height: int, width: int, seed: int, fps: float = FPS)
 
 
 def media_row(kind: str) -> str:
-    return "qwen3_vl" if kind == "qwen3_5" else kind
+    return "qwen3_vl" if kind in ("qwen3_5", "qwen4") else kind
 
 
 Media = Sequence[Video | Pixels]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
-from spmd_worker.model.layers.chosen_keys import ChosenKeys
+from spmd_worker.model.layers.chosen_keys import ChosenKeys, latent_keys
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.indexer import Indexer
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
@@ -140,7 +140,8 @@ class LatentAttention(nn.Module):
         self._chosen: ChosenKeys | None = None
         self.indexer: Indexer | None = None
         if latent.indexer is not None:
-            self._chosen = ChosenKeys(context.attention, context.kernels.plain, latent)
+            kept = latent_keys(latent)
+            self._chosen = ChosenKeys(context.attention, context.kernels.plain, latent.indexer, kept)
             if not latent.indexer.is_shared:
                 self.indexer = Indexer(context, latent, hidden_size, self._chosen)
 

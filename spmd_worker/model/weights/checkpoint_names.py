@@ -31,6 +31,9 @@ without gates have a stack of their own.
 """
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _LAYER_INPUTS: Final = tuple(f"model.layer_inputs.{each}" for each in ("table", "projection", "norm"))
+_LAST_MEAN: Final = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
+"""Modules of the last mean of several streams."""
+_NGRAM_TABLE: Final = "ple.ple_embedding.ngram_embedding.weight"
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
 
@@ -61,6 +64,7 @@ class CheckpointNames:
             "model.distances": names.distances[0],
             "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
+            **({} if model_config.layers[0].streams is None else _of_last_mean(names.norm)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
@@ -204,6 +208,8 @@ class CheckpointNames:
         found = self._layer_of(name)
         if found is not None and found[1] in self._names.joined_rows:
             return self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)
+        if found is not None and found[1] == _NGRAM_TABLE:
+            return self._ngram_parts(found[0], TensorView(given_name, has_slices=False), shape)
         experts = None if found is None else self._model_config.layers[found[0]].experts
         if found is None or experts is None:
             return {name: None}
@@ -321,6 +327,20 @@ class CheckpointNames:
             for part, start, stop in zip(parts, [0, *stops], stops, strict=False)
         }
 
+    def _ngram_parts(self, index: int, given: TensorView, shape: Sequence[int]) -> dict[str, TensorView | None]:
+        """Tensors of a table of n-grams, which is one in memory."""
+        ngrams, name = self._model_config.layers[index].ngrams, self._layer_prefix(index) + _NGRAM_TABLE
+        if ngrams is None:
+            return {name: None}
+        if tuple(shape) != (ngrams.num_rows, ngrams.row_size):
+            expected = [ngrams.num_rows, ngrams.row_size]
+            raise CheckpointError(f"{name}: has the shape {list(shape)}, but this layer's table is {expected}")
+        stops = list(accumulate(ngrams.rows_of_parts))
+        return {
+            f"{name.removesuffix('weight')}shard_{part}.weight": replace(given, rows=rows)
+            for part, rows in enumerate(zip([0, *stops], stops, strict=False))
+        }
+
     def _num_rows(self, index: int, parts: Sequence[str]) -> list[int]:
         """Rows of tensors of a layer; 0 for those that it does not have."""
         ours = _part_sizes(self._model_config.layers[index])
@@ -426,6 +446,10 @@ class CheckpointNames:
         layer, config = self._layer.match(name), self._model_config
         num_layers = config.num_layers + len(config.image_layers)
         return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
+
+
+def _of_last_mean(theirs: str) -> dict[str, str]:
+    return {f"model.norm.{each}": f"{theirs}.{each}" for each in _LAST_MEAN}
 
 
 def _names_of_encoder(part: EncoderPart) -> CheckpointNames:

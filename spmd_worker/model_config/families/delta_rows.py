@@ -51,9 +51,14 @@ def _delta(reader: ConfigReader, defaults: Mapping[str, int], **others: Any) -> 
     )
 
 
-def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+def qwen_delta(reader: ConfigReader, norm_eps: float) -> DeltaConfig:
+    """The nets of Qwen's hybrids."""
     sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
-    delta = _delta(reader, sizes, norm_eps=layers[0].norm.eps)
+    return _delta(reader, sizes, norm_eps=norm_eps)
+
+
+def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    delta = qwen_delta(reader, layers[0].norm.eps)
     # Files may name gates, which transformers does not read: these are its own.
     reader.choice("output_gate_type", ("silu", "swish"), "silu")
     reader.choice("attn_output_gate", (True,), True)
@@ -159,7 +164,8 @@ _QWEN3_5_MOE: Final = replace(
 )
 
 
-def _beside_images(row: Family, models: str) -> Family:
+def beside_images(row: Family, models: str) -> Family:
+    """The row of the model that takes images, with the text part of `row`."""
     names = replace(next_to(row.names, "visual"), ignored_prefixes=row.names.ignored_prefixes, aliases={})
     rope = Rope(may_be_partial=True, sections=(11, 11, 10), interleaves_sections=True)
     return replace(row, models=models, names=names, rope=rope, text=TextPart(), vision="qwen3_5")
@@ -167,9 +173,9 @@ def _beside_images(row: Family, models: str) -> Family:
 
 DELTA_ROWS: Final[dict[str, Family]] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B"),
+    "Qwen3_5ForConditionalGeneration": beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B"),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _beside_images(
+    "Qwen3_5MoeForConditionalGeneration": beside_images(
         _QWEN3_5_MOE, "Qwen3.5, Qwen3.6 with experts: 35B-A3B, 122B-A10B, 397B-A17B"
     ),
     "Qwen3NextForCausalLM": replace(

@@ -37,6 +37,7 @@ from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
+from spmd_worker.model_config.families.qwen4_rows import QWEN4_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
@@ -248,6 +249,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
+    **QWEN4_ROWS,
     **KIMI_ROWS,
     **MAMBA_ROWS,
     **MAMBA1_ROWS,

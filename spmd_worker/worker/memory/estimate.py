@@ -15,7 +15,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
+from spmd_worker.model_config.layer_config import ExpertShare, IndexerConfig, LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
@@ -317,12 +317,18 @@ def activation_bytes(
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
     others = 0
+    if model_config.layers[0].streams is not None:
+        # Streams, normed, their gates, and products; norms and gates are float32 until they are rounded, in three
+        # copies. Keys of n-grams, or gated values, and inputs and outputs of their convolution.
+        has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
+        per_token += (4 + 2 * has_ngrams) * model_config.stream_size
+        others = 3 * DTYPE_BYTES["float32"] * model_config.stream_size
     if quantization is not None:
-        others = max(model_config.hidden_size, num_columns)
+        others += max(model_config.hidden_size, num_columns)
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
-        others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
+        others += DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
     of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
@@ -371,10 +377,11 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
-        indexer = layer.latent.indexer
-        if indexer is not None and indexer.num_chosen < model_config.max_model_len:
-            # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
-            elements += 2 * indexer.num_chosen + share.num_heads * (layer.head_size + layer.latent.rank)
+    indexer = layer.chooser
+    if indexer is not None and indexer.most_seen < model_config.max_model_len:
+        # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
+        value_size = layer.head_size if layer.latent is None else layer.latent.rank
+        elements += 2 * indexer.most_seen + share.num_heads * (layer.head_size + value_size)
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
@@ -386,8 +393,12 @@ def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
     latent = layer.latent
     of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
     elements = share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
-    indexer = latent.own_indexer
-    return elements if indexer is None else elements + 4 * (indexer.num_heads + 1) * indexer.head_size
+    return elements + _indexer_elements(latent.own_indexer)
+
+
+def _indexer_elements(indexer: IndexerConfig | None) -> int:
+    """Elements per token of an indexer's queries and key, and of copies of both."""
+    return 0 if indexer is None else 4 * (indexer.num_heads + 1) * indexer.head_size
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -404,6 +415,7 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     if layer.output_gate:
         # Gates of numbers are projected too; they are float32, and rounded.
         elements += (2 if layer.output_gate == "head" else 8) * share.num_heads * size
+    elements += _indexer_elements(layer.indexer)
     if layer.distances is not None:
         columns = layer.distances.num_columns(model_config.max_position_embeddings)
         elements += layer.distances.num_products * share.num_heads * columns
@@ -478,7 +490,13 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
     else:
         return None
     saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
-    return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    ngrams = layer.ngrams
+    if ngrams is None or layer.streams is None:
+        return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    # Every rank has all channels of this one.
+    second = ngrams.num_channels(layer.streams.num_streams * hidden_size)
+    of_ngrams = (ngrams.num_inputs_kept, second), (most_drafts, second) if most_drafts else (0, 0)
+    return StateLayer(shape, (num_taps - 1, num_channels), saved, *of_ngrams)
 
 
 def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
@@ -488,7 +506,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if layer.latent is not None:
         indexer = layer.latent.own_indexer
         return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
-    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
+    index_size = 0 if layer.indexer is None else layer.indexer.head_size
+    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 
 
 def block_copy_tokens(

@@ -48,7 +48,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-ALIKE = ("llava_next_mistral", "glm46v", "glm4v_moe", "lfm2_vl_plain")
+ALIKE = ("llava_next_mistral", "qwen4", "glm46v", "glm4v_moe", "lfm2_vl_plain")
 """Cases that differ from others in numbers and texts alone."""
 EVERY = [
     pytest.param(each, marks=pytest.mark.stress) if each in ALIKE else each for each in sorted({*CASES} - {*REAL_HEADS})

@@ -909,9 +909,9 @@ def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
 
 
 def conv_variants(element: str) -> Iterator[Variant]:
-    """Convolutions of LFM2, LFM3 and a gated delta net."""
+    """Convolutions of LFM2, LFM3, a gated delta net, and Qwen4's n-grams."""
     kernel = short_conv_kernels.short_conv
-    for num_taps, has_silu in ((3, False), (7, False), (4, True)):
+    for num_taps, has_silu in ((3, False), (7, False), (4, True), (10, True)):
         types = dict.fromkeys(("x", "weight", "bias", "tails", "out"), f"*{element}") | _SEGMENTS
         types |= {"C": "i32", "stride_x": "i32"}
         constants = short_conv.conv_constants(num_taps, has_bias=True, has_silu=has_silu)
