@@ -15,7 +15,6 @@ from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.resolved import ResolvedRun
 
@@ -77,7 +76,7 @@ def video_cost(resolved: ResolvedRun) -> tuple[int, int, int, int] | None:
     if processor is None:
         return None
     lines, columns = (side // processor.unit for side in processor.frame_size(_EXAMPLE_FRAMES, height, width))
-    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // NUM_FRAMES * lines * columns
+    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // processor.rule.step_frames * lines * columns
 
 
 def media_limits(config: RunConfig) -> MediaLimits:

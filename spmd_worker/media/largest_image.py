@@ -29,7 +29,7 @@ def _qwen(processor: ImageProcessor) -> int:
 
 def most_frame_tokens(processor: VideoProcessor) -> int:
     """Tokens of two frames of a video of `processor`, or a little more than any have."""
-    unit = processor.unit**2 * (NUM_FRAMES if processor.timestamps else 1)
+    unit = processor.unit**2 * (NUM_FRAMES if processor.rule.bounds_video else 1)
     return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media import sizes
-from spmd_worker.media.image_processor import BICUBIC, CLIP_MEAN, CLIP_STD, HALVES, ImageProcessor
+from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.processor_settings import ProcessorSettings, Values, json_object
 from spmd_worker.media.sizes import NUM_FRAMES
+from spmd_worker.media.video_rules import RULES, VideoRule
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
@@ -27,20 +28,21 @@ _MAX_TOKENS: Final = 1 << 24
 _CAPPED_SHARE: Final = 0.9
 _LEAST_CAPPED: Final = 1.05
 _MOST_FPS: Final = 1000.0
-_NUMBERS_OF_FRAMES: Final = (("min_frames", 4), ("max_frames", 768))
+_MOST_FRAMES: Final = 768
 
 
 @dataclass(frozen=True, slots=True)
 class VideoProcessor:
-    """`kind` is that of `VisionConfig`. `min_pixels` and `max_pixels` are of a frame, or of all frames of a video in
-    kinds that have `timestamps`: these write the seconds of each pair of frames before its tokens. In the others
-    positions in time grow by `time_per_second`, or by 1 a pair if it is 0. With `cap_tokens` above 0 long videos have
-    smaller frames: they are tokens of a video, or of a frame in kinds with timestamps.
+    """`kind` is that of `VisionConfig`, `layout` a row of `RULES`. `min_pixels` and `max_pixels` are of a frame, or of
+    all frames of a video in layouts whose rule `bounds_video`. In some positions in time grow by `time_per_second`, or
+    by 1 a pair if it is 0; in others text between frames has their times. With `cap_tokens` above 0 long videos have
+    smaller frames: they are tokens of a video, or of a frame in layouts that bound videos.
 
     Of files `fps` frames a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
     """
 
     kind: str
+    layout: str
     patch_size: int
     merge_size: int
     min_pixels: int
@@ -51,11 +53,19 @@ class VideoProcessor:
     resampling: str = "bicubic"
     cap_tokens: int = 0
     time_per_second: float = 0.0
-    timestamps: bool = False
     fps: float = DEFAULT_FPS
     num_frames: int = 0
     min_frames: int = 4
     max_frames: int = 768
+
+    @property
+    def rule(self) -> VideoRule:
+        return RULES[self.layout]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether no text is between frames: positions in time are theirs."""
+        return self.rule.text == "run"
 
     @property
     def unit(self) -> int:
@@ -64,7 +74,7 @@ class VideoProcessor:
 
     def frame_size(self, num_frames: int, height: int, width: int) -> sizes.Size:
         """Height and width of the frames of a video, as they are resized. Raises MediaError."""
-        if self.timestamps:
+        if self.rule.bounds_video:
             # A frame alone is its own second.
             num_frames = max(num_frames, NUM_FRAMES)
             most = self.max_pixels
@@ -80,7 +90,7 @@ class VideoProcessor:
 
     def time(self, pair: int, fps: float) -> int:
         """Position in time of a pair of frames, from the first one's on; `fps` are frames a second."""
-        if self.timestamps:
+        if not self.goes_on:
             return 0
         # Rounded to float32 as in transformers.
         step = np.float32(self.time_per_second) * np.float32(NUM_FRAMES / fps) if self.time_per_second else 1
@@ -98,8 +108,8 @@ def read_video_processor(
     """The processor of a model whose images `images` prepares; None for a kind that takes no videos, and without a file
     that says how they are prepared. `overrides` replace the file's values. Raises ModelConfigError.
     """
-    rule, found = _RULES.get(images.kind), _video_values(folder)
-    if rule is None or found is None:
+    found = _video_values(folder)
+    if images.kind not in RULES or found is None:
         return None
     values, path = found
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
@@ -110,17 +120,19 @@ def read_video_processor(
         ConfigReader(values, path, way_out=WAY_OUT), ConfigReader(given, Path(OVERRIDES), way_out=WAY_OUT)
     )
     settings.check_steps(is_optional="")
+    layout = _layout(images.kind, values, config)
+    rule = RULES[layout]
     processor = VideoProcessor(
         images.kind,
+        layout,
         **_sizes(settings, rule, images),
         mean=settings.levels("image_mean", rule.mean),
         std=settings.levels("image_std", rule.std),
         scale=settings.file.number("rescale_factor", 1 / 255),
-        resampling=settings.resampling(BICUBIC),
+        resampling=settings.resampling(rule.resampling),
         cap_tokens=_cap_tokens(settings, rule.cap_tokens),
         time_per_second=_time_per_second(config) if rule.has_times else 0.0,
-        timestamps=rule.timestamps,
-        **_sampling(settings),
+        **_sampling(settings, rule),
     )
     for key, own, other in (
         ("image_mean", processor.mean, images.mean),
@@ -147,30 +159,18 @@ def _video_values(folder: Path) -> tuple[Values, Path] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Defaults of a class. `has_old_keys`: it takes `min_pixels` and `max_pixels` too."""
-
-    patch_size: int
-    min_pixels: int
-    max_pixels: int
-    cap_tokens: int
-    mean: tuple[float, float, float] = CLIP_MEAN
-    std: tuple[float, float, float] = CLIP_STD
-    has_old_keys: bool = True
-    has_times: bool = False
-    timestamps: bool = False
+def _layout(kind: str, values: Values, config: ConfigReader) -> str:
+    """The row of `RULES`, of a kind whose releases differ: GLM-4.6V may have the architecture of GLM-4.5V, and says in
+    its files by which class they are read.
+    """
+    if kind != "glm4v":
+        return kind
+    classes = [str(values.get(key, "")) for key in ("video_processor_type", "processor_class")]
+    named = next((each for each in classes if each.startswith(("Glm4v", "Glm46V"))), str(config.get("model_type")))
+    return "glm46v" if named.lower().startswith("glm46v") else kind
 
 
-_QWEN2: Final = (14, 128 * 28 * 28, 768 * 28 * 28, 128_000)
-_RULES: Final = {
-    "qwen2_vl": _Rule(*_QWEN2),
-    "qwen2_5_vl": _Rule(*_QWEN2, has_times=True),
-    "qwen3_vl": _Rule(*(16, 128 * 32 * 32, 768 * 32 * 32, 768, HALVES, HALVES), has_old_keys=False, timestamps=True),
-}
-
-
-def _sizes(settings: ProcessorSettings, rule: _Rule, images: ImageProcessor) -> dict[str, int]:
+def _sizes(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor) -> dict[str, int]:
     patch = settings.integer("patch_size", rule.patch_size, 1, 512)
     merge = settings.integer("merge_size", 2, 1, 16)
     for key, own, other in (("patch_size", patch, images.patch_size), ("merge_size", merge, images.merge_size)):
@@ -184,25 +184,26 @@ def _sizes(settings: ProcessorSettings, rule: _Rule, images: ImageProcessor) -> 
     return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
 
 
-def _pixels(settings: ProcessorSettings, rule: _Rule, key: str, edge: str, default: int) -> int:
+def _pixels(settings: ProcessorSettings, rule: VideoRule, key: str, edge: str, default: int) -> int:
     reader = settings.of(key)
     if reader.get(key) is not None and (rule.has_old_keys or reader is settings.given):
         return settings.integer(key, default, 1, _MAX_PIXELS)
     return settings.side("size", edge, default, _MAX_PIXELS)
 
 
-def _sampling(settings: ProcessorSettings) -> dict[str, Any]:
+def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
     """A file that does not say how to sample, or says not to, has the rate of Qwen's own tools."""
-    found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in _NUMBERS_OF_FRAMES}
+    defaults = {"min_frames": rule.min_frames, "max_frames": _MOST_FRAMES}
+    found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in defaults.items()}
     if found["min_frames"] > found["max_frames"]:
         # One of them may be the default.
         names = ("max_frames", "min_frames")
         key, other = names if settings.of(names[0]).get(names[0]) is not None else names[::-1]
-        rule = f"{other}={found[other]}: min_frames must be at most max_frames"
-        raise settings.of(key).error(key, f"does not go with {rule}{WAY_OUT}")
+        words = f"does not go with {other}={found[other]}: min_frames must be at most max_frames{WAY_OUT}"
+        raise settings.of(key).error(key, words)
     if settings.of("num_frames").get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
-    rate = settings.of("fps").number("fps", DEFAULT_FPS)
+    rate = settings.of("fps").number("fps", rule.fps)
     if rate > _MOST_FPS:
         raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")
     return {**found, "fps": rate}
@@ -210,7 +211,8 @@ def _sampling(settings: ProcessorSettings) -> dict[str, Any]:
 
 def _cap_tokens(settings: ProcessorSettings, default: int) -> int:
     key = "cap_pixels_per_frame"
-    if not settings.of(key).flag(key, False):
+    # Classes without a default ignore the key.
+    if not default or not settings.of(key).flag(key, False):
         return 0
     return settings.integer("max_video_tokens", default, 1, _MAX_TOKENS)
 

@@ -28,8 +28,8 @@ from spmd_worker.media.video_processor import VideoProcessor
 from spmd_worker.media.video_sampling import Sampling, sampled_indices
 
 HALVES = (0.5, 0.5, 0.5)
-QWEN3 = VideoProcessor("qwen3_vl", 16, 2, 4096, 1 << 20, HALVES, HALVES, timestamps=True)
-QWEN2 = VideoProcessor("qwen2_5_vl", 14, 2, 3136, 100_352, HALVES, HALVES)
+QWEN3 = VideoProcessor("qwen3_vl", "qwen3_vl", 16, 2, 4096, 1 << 20, HALVES, HALVES)
+QWEN2 = VideoProcessor("qwen2_5_vl", "qwen2_5_vl", 14, 2, 3136, 100_352, HALVES, HALVES)
 LIMITS = MediaLimits(max_video_frames=40)
 HEADER = b"GIF89a"
 
@@ -155,6 +155,21 @@ def test_process_answers_with_frames(monkeypatch: pytest.MonkeyPatch):
     assert all(map(np.array_equal, found.frames, expected.frames))
     with pytest.raises(MediaError, match="no pictures"):
         decoder.decode(file_of(is_audio=True), Sampling())
+
+
+@pytest.mark.parametrize("layout", ["glm4v", "glm46v"])
+def test_indices_of_glm_are_those_of_transformers(layout: str):
+    chance, processor = random.Random(1), replace(QWEN3, kind="glm4v", layout=layout, min_frames=1)
+    theirs = video_processor_oracle(layout, {})
+    for _ in range(100):
+        total, fps = chance.randrange(1, 9000), chance.choice([24.0, 25.0, 29.97, 60.0, 12.5, 1.0])
+        metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+        for rate in (None, 1.0, 3.3) if layout == "glm4v" else (None,):
+            expected = theirs.sample_frames(metadata, fps=rate)
+            bounded = replace(processor, max_frames=1000)
+            assert sampled_indices(total, fps, Sampling(fps=rate), bounded) == expected.tolist(), (total, fps, rate)
+    assert len(sampled_indices(9000, 25.0, Sampling(fps=2.0, max_frames=10), processor)) == 10
+    assert sampled_indices(9000, 25.0, Sampling(num_frames=3), processor) == [0, 4500, 8999]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])

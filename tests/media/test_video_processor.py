@@ -45,6 +45,22 @@ def test_given_values_replace_those_of_the_file(tmp_path: Path):
     assert (found.min_pixels, found.max_pixels, found.num_frames, found.min_frames) == (4096, 50176, 8, 2)
 
 
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [
+        ({}, "glm4v"),
+        ({"processor_class": "Glm46VProcessor"}, "glm46v"),
+        ({"video_processor_type": "Glm4vVideoProcessor", "processor_class": 3}, "glm4v"),
+        ({"video_processor_type": {}}, "glm4v"),
+    ],
+)
+def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[str, Any], layout: str):
+    """GLM-4.6V has the architecture of 4.5V."""
+    found = read(tmp_path, "glm4v", video_preprocessor_config=values)
+    assert found is not None
+    assert (found.layout, found.max_pixels, found.min_frames) == (layout, 28 * 28 * 2 * 30_000, 1)
+
+
 def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read(tmp_path, "gemma3", video_preprocessor_config={}) is None
     folder = tmp_path / "none"

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from media_models import MODELS, media_processor, noise
-from video_oracle import CLASSES, oracle_video, oracle_video_text, video_module, video_processor_oracle
+from video_oracle import CLASSES, MEDIA_KINDS, oracle_video, oracle_video_text, video_module, video_processor_oracle
 
-from spmd_worker.media import video_preparing
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.largest_image import most_frame_tokens
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.resize import resize
 from spmd_worker.media.video_preparing import prepare_video
 from spmd_worker.media.video_processor import VideoProcessor, read_video_processor
+from spmd_worker.media.video_texts import TextOfVideo
 from spmd_worker.model.towers.pixels import PixelTable, patches_of
 from spmd_worker.model_config.vision_config import VisionConfig
 
@@ -28,10 +28,12 @@ CASES = [(4, 130, 257), (3, 97, 61), (2, 20, 30), (7, 33, 400)]
 
 @pytest.fixture
 def processors(tmp_path: Path) -> Callable[..., VideoProcessor]:
-    def processor(kind: str, **settings: Any) -> VideoProcessor:
-        images = media_processor(tmp_path, kind, settings)
+    def processor(layout: str, **settings: Any) -> VideoProcessor:
+        kind = MEDIA_KINDS.get(layout, layout)
+        images = media_processor(tmp_path, kind, settings, model_type=layout)
         found = read_video_processor(tmp_path / kind, images)
         assert found is not None
+        assert found.layout == layout
         return found
 
     return processor
@@ -57,10 +59,10 @@ def is_transformers(processor: VideoProcessor, number: int) -> bool:
     num_frames, height, width = CASES[number]
     frames = [noise(height, width, each) for each in range(num_frames)]
     pairs = prepared(processor, frames, fps=5.0, step=3)
-    made = oracle_video(processor.kind, frames, MODELS[processor.kind].settings)
+    made = oracle_video(processor.layout, frames, MODELS[processor.kind].settings)
     grid = [len(pairs), *pairs[0].pixels.grid]
     given = (range(0, 3 * num_frames, 3), 5.0, 3 * num_frames + 1)
-    text, _ = oracle_video_text(processor.kind, grid, *given)
+    text, _ = oracle_video_text(processor.layout, made, *given)
     ours, theirs = patches(processor, pairs), made["pixel_values_videos"]
     is_same_text = "".join([each.text for each in pairs]) == text
     is_same_grid = made["video_grid_thw"].tolist() == [grid] and ours.shape == theirs.shape
@@ -86,7 +88,7 @@ def test_comparison_detects_mistakes(
         swapped = lambda frames, *given: whole([*frames, frames[0]], *given[:1], [0, 3, 6, 6], *given[2:])  # noqa: E731
         monkeypatch.setitem(globals(), "prepare_video", swapped)
     else:
-        monkeypatch.setattr(video_preparing, "_seconds", lambda indices, pair, fps: indices[2 * pair] / fps)
+        monkeypatch.setattr(TextOfVideo, "middles", TextOfVideo.firsts)
     assert not is_transformers(processors("qwen3_vl"), 1)
 
 
@@ -96,7 +98,7 @@ def test_sizes_are_those_of_transformers(kind: str, is_capped: bool, processors:
     chance = random.Random(5)
     processor = processors(kind, cap_pixels_per_frame=is_capped, max_video_tokens=150)
     module = video_module(kind)
-    settings = {**MODELS[kind].settings, "cap_pixels_per_frame": is_capped, "max_video_tokens": 150}
+    settings = {**MODELS[processor.kind].settings, "cap_pixels_per_frame": is_capped, "max_video_tokens": 150}
     theirs, most_tokens = video_processor_oracle(kind, settings), 0
     with pytest.MonkeyPatch.context() as patches:
         base = module.BaseVideoProcessor

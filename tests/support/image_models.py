@@ -191,7 +191,8 @@ def _write(folder: Path, kind: str) -> None:
 def template_of(kind: str) -> str:
     """A chat template that writes a placeholder for each part of an image or a video."""
     token, written = PLACEHOLDERS[media_kind(kind)].video_token, PLACEHOLDERS[media_kind(kind)].written
-    of_video = "{% elif part.type == 'video' %}<|vision_start|>" + token + "<|vision_end|>" if token else ""
+    around = ("<|vision_start|>", "<|vision_end|>") if kind.startswith("qwen") else ("", "")
+    of_video = "{% elif part.type == 'video' %}" + token.join(around) if token else ""
     return template_with("part.type == 'image'", written + of_video)
 
 

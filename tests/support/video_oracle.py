@@ -25,8 +25,21 @@ CLASSES = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+    "glm4v": ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
+    "glm46v": ("glm46v", "Glm46VVideoProcessor", "Glm46VProcessor"),
 }
-"""Module and class of videos, and class of texts."""
+"""Layout -> module and class of videos, and class of texts."""
+MEDIA_KINDS = {"glm46v": "glm4v"}
+"""Layout -> kind of images, where they differ."""
+_OF_QWEN = {"video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"} | {
+    "vision_end_token": "<|vision_end|>"
+}
+_OF_TEXTS: dict[str, dict[str, Any]] = {
+    "glm4v": {"image_token": "<|image|>"},
+    "glm46v": {"image_token": "<|image|>"},
+}
+"""Attributes of processors of texts; Qwen's by default."""
+_METHODS = ("_calculate_timestamps", "replace_frame_token_id")
 _BASE = transformers.video_processing_utils.BaseVideoProcessor
 
 
@@ -78,26 +91,21 @@ def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) 
             do_normalize=True,
             image_mean=tuple(processor.image_mean),
             image_std=tuple(processor.image_std),
-            cap_pixels_per_frame=bool(processor.cap_pixels_per_frame),
-            **{name: getattr(processor, name) for name in names},
+            cap_pixels_per_frame=bool(getattr(processor, "cap_pixels_per_frame", False)),
+            **{name: getattr(processor, name) for name in names if hasattr(processor, name)},
         )
     return dict(made)
 
 
 def oracle_video_text(
-    kind: str, grid: Sequence[int], indices: Sequence[int], fps: float, total: float
+    kind: str, made: dict[str, Tensor], indices: Sequence[int], fps: float, total: float
 ) -> tuple[str, float]:
-    """Text in place of the placeholder, and seconds of two frames."""
-    module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
-    class_ = getattr(module, CLASSES[kind][2])
-    metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
-    stub = SimpleNamespace(
-        video_token="<|video_pad|>",
-        vision_start_token="<|vision_start|>",
-        vision_end_token="<|vision_end|>",
-        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
-    )
-    if hasattr(class_, "_calculate_timestamps"):
-        stub._calculate_timestamps = class_._calculate_timestamps.__get__(stub)
-    inputs = {"video_grid_thw": torch.tensor([list(grid)]), "video_metadata": [metadata]}
-    return class_.replace_video_token(stub, inputs, 0), 2 / metadata.sampled_fps
+    """Text in place of the placeholder of what `oracle_video` made, and seconds of two frames."""
+    class_ = getattr(importlib.import_module(f"transformers.models.{kind}.processing_{kind}"), CLASSES[kind][2])
+    metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices), duration=total / fps)
+    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    stub = SimpleNamespace(**_OF_TEXTS.get(kind, _OF_QWEN), video_processor=sizes)
+    for method in _METHODS:
+        if hasattr(class_, method):
+            setattr(stub, method, getattr(class_, method).__get__(stub))
+    return class_.replace_video_token(stub, {**made, "video_metadata": [metadata]}, 0), 2 / metadata.sampled_fps

@@ -372,8 +372,12 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
-VIDEO_ROWS: Final = {**dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656), "qwen3_5": 248057}
-"""Rows whose models take videos: the id that their class has for tokens of frames."""
+VIDEO_ROWS: Final[dict[str, int | None]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656),
+    "qwen3_5": 248057,
+    **dict.fromkeys(("glm4v", "glm4v_moe")),
+}
+"""Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
@@ -421,7 +425,9 @@ def read_vision(
         found = VISION_ROWS[row](files)
         if row not in VIDEO_ROWS:
             return found
-        return replace(found, video_token_id=whole.count("video_token_id", VIDEO_ROWS[row]))
+        default = VIDEO_ROWS[row]
+        token_id = found.image_token_id if default is None else whole.count("video_token_id", default)
+        return replace(found, video_token_id=token_id)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
         return None
