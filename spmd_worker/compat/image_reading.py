@@ -75,8 +75,8 @@ def video_cost(resolved: ResolvedRun) -> tuple[int, int, int, int] | None:
     processor, (height, width) = resolved.video_processor, _EXAMPLES[0]
     if processor is None:
         return None
-    lines, columns = (side // processor.unit for side in processor.frame_size(_EXAMPLE_FRAMES, height, width))
-    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // processor.rule.step_frames * lines * columns
+    size = processor.frame_size(_EXAMPLE_FRAMES, height, width)
+    return _EXAMPLE_FRAMES, height, width, processor.num_tokens(_EXAMPLE_FRAMES, size)
 
 
 def media_limits(config: RunConfig) -> MediaLimits:

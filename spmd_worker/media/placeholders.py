@@ -353,6 +353,10 @@ _EXAONE: Final = (
     *("<vision><|image_pad|></vision>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
 )
+_INTERNVL: Final = (
+    *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
+    ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -384,10 +388,6 @@ PLACEHOLDERS: Final = {
         "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
         "llava_onevision": _LLAVA,
-        "internvl": (
-            *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
-            ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
-        ),
         "llama4": (
             *("<|image|>", "<|image|>", "<|patch|>"),
             ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
@@ -407,6 +407,7 @@ PLACEHOLDERS: Final = {
     "qwen2_vl": Placeholders("qwen2_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
+    "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
     "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),

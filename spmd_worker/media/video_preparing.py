@@ -36,8 +36,8 @@ def prepare_video(
     frames, indices = [*frames, *[frames[-1]] * padding], [*indices, *[indices[-1]] * padding]
     num_steps, sampled_fps = len(frames) // size_of_step, (len(indices) - padding) / total * fps
     grid = len(frames[0]) // processor.patch_size, frames[0].shape[1] // processor.patch_size
-    token_grid = grid[0] // processor.merge_size, grid[1] // processor.merge_size
-    num_rows = token_grid[0] * token_grid[1]
+    token_grid = (0, 0) if processor.side else (grid[0] // processor.merge_size, grid[1] // processor.merge_size)
+    num_rows = processor.step_tokens((len(frames[0]), frames[0].shape[1]))
     tokens = [placeholders.video_text(processor.kind, num_rows)] * num_steps
     described = TextOfVideo(tokens, [each / fps for each in indices], size_of_step)
     text = text_of_video(processor.rule.text, described)
@@ -71,11 +71,12 @@ def prepare_video(
 def resized_size(num_frames: int, size: Size, processor: VideoProcessor, limits: MediaLimits) -> Size:
     """The size to which frames of a `size` are resized. Raises MediaError for too many tokens of a pair or in total."""
     height, width = processor.frame_size(num_frames, *size)
-    num_rows = (height // processor.unit) * (width // processor.unit)
-    num_steps = -(-num_frames // processor.rule.step_frames)
+    num_rows = processor.step_tokens((height, width))
+    num_tokens = processor.num_tokens(num_frames, (height, width))
+    at_once = "two frames" if processor.rule.step_frames > 1 else "a frame"
     for words, number, key, most in (
-        ("two frames", num_rows, "max_image_tokens", limits.max_image_tokens),
-        ("the video", num_rows * num_steps, "max_video_tokens", limits.max_video_tokens),
+        (at_once, num_rows, "max_image_tokens", limits.max_image_tokens),
+        ("the video", num_tokens, "max_video_tokens", limits.max_video_tokens),
     ):
         if number > most:
             given = f"{num_frames} frames of {size[1]} x {size[0]} pixels"

@@ -38,7 +38,8 @@ class VideoProcessor:
     by 1 a pair if it is 0; in others text between frames has their times. With `cap_tokens` above 0 long videos have
     smaller frames: they are tokens of a video, or of a frame in layouts that bound videos.
 
-    Of files `fps` frames a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
+    With `side` above 0 frames are squares of so many pixels a side, of `tokens_per_frame` tokens. Of files `fps` frames
+    a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
     """
 
     kind: str
@@ -53,10 +54,17 @@ class VideoProcessor:
     resampling: str = "bicubic"
     cap_tokens: int = 0
     time_per_second: float = 0.0
+    side: int = 0
+    tokens_per_frame: int = 0
     fps: float = DEFAULT_FPS
     num_frames: int = 0
     min_frames: int = 4
     max_frames: int = 768
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Pixels of a frame that a token stands for, rounded up."""
+        return -(-(self.side**2) // self.tokens_per_frame) if self.side else self.unit**2
 
     @property
     def rule(self) -> VideoRule:
@@ -72,8 +80,18 @@ class VideoProcessor:
         """Pixels of a token's side."""
         return self.patch_size * self.merge_size
 
+    def step_tokens(self, size: sizes.Size) -> int:
+        """Tokens of the frames that are encoded at once, of a resized `size`."""
+        return self.tokens_per_frame or (size[0] // self.unit) * (size[1] // self.unit)
+
+    def num_tokens(self, num_frames: int, size: sizes.Size) -> int:
+        """Tokens of a video of frames of a resized `size`."""
+        return -(-num_frames // self.rule.step_frames) * self.step_tokens(size)
+
     def frame_size(self, num_frames: int, height: int, width: int) -> sizes.Size:
         """Height and width of the frames of a video, as they are resized. Raises MediaError."""
+        if self.side:
+            return self.side, self.side
         if self.rule.bounds_video:
             # A frame alone is its own second.
             num_frames = max(num_frames, NUM_FRAMES)
@@ -171,6 +189,8 @@ def _layout(kind: str, values: Values, config: ConfigReader) -> str:
 
 
 def _sizes(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor) -> dict[str, int]:
+    if rule.is_square:
+        return _squares(settings, images)
     patch = settings.integer("patch_size", rule.patch_size, 1, 512)
     merge = settings.integer("merge_size", 2, 1, 16)
     for key, own, other in (("patch_size", patch, images.patch_size), ("merge_size", merge, images.merge_size)):
@@ -182,6 +202,19 @@ def _sizes(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor)
     if least > most:
         raise settings.of("size").error("size", f"asks for at least {least} pixels of a video and at most {most}")
     return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
+
+
+def _squares(settings: ProcessorSettings, images: ImageProcessor) -> dict[str, int]:
+    """Frames as images that are not cut into several squares."""
+    side = settings.square("size", 384)
+    if side != images.side:
+        rule = f"must be the size that the tower has, {images.side}, not {side}{WAY_OUT}"
+        raise settings.of("size").error("size", rule)
+    if settings.file.get("do_center_crop"):
+        raise settings.file.error("do_center_crop", f"is not supported for videos, only false{WAY_OUT}")
+    settings.file.choice("initial_shift", (True,), True)
+    sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size, "min_pixels": 0, "max_pixels": 0}
+    return {**sizes, "side": side, "tokens_per_frame": images.tokens_per_crop}
 
 
 def _pixels(settings: ProcessorSettings, rule: VideoRule, key: str, edge: str, default: int) -> int:
@@ -203,6 +236,8 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
         raise settings.of(key).error(key, words)
     if settings.of("num_frames").get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
+    elif settings.of("fps").get("fps") is None:
+        found["num_frames"] = rule.num_frames
     rate = settings.of("fps").number("fps", rule.fps)
     if rate > _MOST_FPS:
         raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")

@@ -8,9 +8,9 @@ from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 Levels: TypeAlias = tuple[float, float, float]
-Sampling: TypeAlias = Literal["pairs", "ends", "glm4v", "glm46v"]
+Sampling: TypeAlias = Literal["pairs", "ends", "middles", "glm4v", "glm46v"]
 """Choice of frames of a file (`video_sampling.py`)."""
-Text: TypeAlias = Literal["run", "qwen3", "glm4v", "glm46v"]
+Text: TypeAlias = Literal["run", "qwen3", "glm4v", "glm46v", "internvl"]
 """Text around the tokens of frames (`video_texts.py`)."""
 
 
@@ -20,7 +20,8 @@ class VideoRule:
 
     `step_frames` frames are encoded at once. `bounds_video`: bounds of pixels are those of all frames, not of one.
     `has_old_keys`: it takes `min_pixels` and `max_pixels` too. `has_times`: positions in time follow seconds. Without
-    `fps` or `num_frames` of a file or a caller, files have `fps` frames a second, at least `min_frames`.
+    `fps` or `num_frames` of a file or a caller, files have `fps` frames a second, at least `min_frames`, or up to
+    `num_frames` in all. `is_square`: frames are squares of the tower's size, like images that are not cut.
     """
 
     sampling: Sampling
@@ -38,6 +39,8 @@ class VideoRule:
     has_times: bool = False
     fps: float = DEFAULT_FPS
     min_frames: int = 1
+    num_frames: int = 0
+    is_square: bool = False
 
 
 _QWEN2: Final = ("pairs", "run", 14, 128 * 28 * 28, 768 * 28 * 28, 128_000)
@@ -50,5 +53,7 @@ RULES: Final = {
     ),
     "glm4v": VideoRule("glm4v", "glm4v", *_GLM, bounds_video=True),
     "glm46v": VideoRule("glm46v", "glm46v", *_GLM, bounds_video=True),
+    # As many as its own tools take.
+    "internvl": VideoRule("middles", "internvl", is_square=True, step_frames=1, num_frames=8),
 }
 """Layout -> its rule. Layouts are kinds of `VisionConfig`, and releases of a kind that differ in videos alone."""

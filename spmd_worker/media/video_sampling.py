@@ -40,6 +40,9 @@ def sampled_indices(total: int, fps: float, sampling: Sampling, processor: Video
     wanted = sampling.num_frames
     if wanted is None and sampling.fps is None and processor.num_frames:
         wanted = processor.num_frames
+        if processor.rule.num_frames:
+            # Shorter videos have all of their frames.
+            wanted = min(max(wanted, sampling.min_frames or 1), sampling.max_frames or total, total)
     if wanted is not None and wanted > total:
         raise MediaError("video_too_short", f"the video has {total} frames, and num_frames={wanted} asks for more")
     by_number, by_rate = _RULES[processor.rule.sampling]
@@ -56,7 +59,11 @@ def _ends(total: int, number: int) -> list[int]:
 
 
 def _ends_at_rate(wish: _Wish) -> list[int]:
-    return _ends(wish.total, min(max(int(wish.total / wish.fps * wish.rate), wish.least), wish.most, wish.total))
+    return _ends(wish.total, _number_at_rate(wish))
+
+
+def _number_at_rate(wish: _Wish) -> int:
+    return min(max(int(wish.total / wish.fps * wish.rate), wish.least), wish.most, wish.total)
 
 
 def _beginnings(total: int, number: int) -> list[int]:
@@ -66,17 +73,22 @@ def _beginnings(total: int, number: int) -> list[int]:
     return [each * total // number for each in range(number)]
 
 
+def _middles(total: int, number: int) -> list[int]:
+    """The frame in the middle of each of so many equal parts."""
+    return [(2 * each + 1) * total // (2 * number) for each in range(number)]
+
+
+def _middles_at_rate(wish: _Wish) -> list[int]:
+    return _middles(wish.total, _number_at_rate(wish))
+
+
 def _pairs(total: int, number: int) -> list[int]:
     return _beginnings(total, max(round(number / NUM_FRAMES) * NUM_FRAMES, 1))
 
 
 def _pairs_at_rate(wish: _Wish) -> list[int]:
-    most = _even(min(wish.most, wish.total))
-    return _beginnings(wish.total, max(_even(min(max(_rated(wish), wish.least), most, wish.total)), 1))
-
-
-def _rated(wish: _Wish) -> float:
-    return wish.total / wish.fps * wish.rate
+    most, rated = _even(min(wish.most, wish.total)), wish.total / wish.fps * wish.rate
+    return _beginnings(wish.total, max(_even(min(max(rated, wish.least), most, wish.total)), 1))
 
 
 def _even(number: float) -> int:
@@ -150,6 +162,7 @@ def _bounded(found: list[int], wish: _Wish) -> list[int]:
 _RULES: Final[dict[str, tuple[Callable[[int, int], list[int]], Callable[[_Wish], list[int]]]]] = {
     "pairs": (_pairs, _pairs_at_rate),
     "ends": (_ends, _ends_at_rate),
+    "middles": (_middles, _middles_at_rate),
     "glm4v": (_ends, _glm4v),
     "glm46v": (_ends, _glm46v),
 }

@@ -49,9 +49,14 @@ def _glm46v(video: TextOfVideo) -> str:
     return "".join([f"<|begin_of_image|>{tokens}<|end_of_image|>{each:.1f} seconds" for each, tokens in pairs])
 
 
+def _internvl(video: TextOfVideo) -> str:
+    return "\n".join([f"Frame{index + 1}: <img>{tokens}</img>" for index, tokens in enumerate(video.tokens)])
+
+
 _TEXTS: Final[dict[str, Callable[[TextOfVideo], str]]] = {
     "run": _run,
     "qwen3": _qwen3,
     "glm4v": _glm4v,
     "glm46v": _glm46v,
+    "internvl": _internvl,
 }

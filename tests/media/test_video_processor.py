@@ -69,9 +69,16 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read_video_processor(folder / "qwen2_vl", images) is None
 
 
+OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"size": OTHER_SQUARES[0]}, "must be the size that the tower has, 56, not 57"),
+        ({"size": OTHER_SQUARES[1]}, "must be a square"),
+        ({"size": {"height": 56, "width": 56}, "do_center_crop": True}, "only false; limits.max_videos=0"),
+        ({"size": {"height": 56, "width": 56}, "initial_shift": 3}, "initial_shift"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "asks for at least 9 pixels of a video and at most 4"),
         ({"size": {"shortest_edge": 10**12}}, "size.shortest_edge"),
         ({"size": [1]}, "size"),
@@ -94,8 +101,9 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
     ],
 )
 def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[str, Any], words: str):
+    is_square = bool({*values} & {"do_center_crop", "initial_shift"}) or values.get("size") in OTHER_SQUARES
     with pytest.raises(ModelConfigError) as found:
-        read(tmp_path, video_preprocessor_config=values)
+        read(tmp_path, "internvl" if is_square else "qwen2_5_vl", video_preprocessor_config=values)
     assert words in str(found.value)
     assert "video_preprocessor_config.json" in str(found.value)
 

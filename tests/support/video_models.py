@@ -16,8 +16,9 @@ from video_oracle import oracle_video, oracle_video_text
 
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels
+from spmd_worker.media.video_rules import RULES
 
-VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "glm4v_moe")
+VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "glm4v_moe", "internvl")
 FPS: Final = 8.0
 """Frames a second of which pairs are one position apart in the Qwen2.5-VL of these tests."""
 NUM_TOKENS: Final = 4
@@ -88,7 +89,8 @@ def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Tensor]]
             found.append(("image", {name: torch.as_tensor(each) for name, each in image.items()}))
         text = text.replace(marker, own.replace("<", "\0"), 1)
     ids = list(tokenizer_of_images(kind).encode(text.replace("\0", "<")).ids)
-    given = {"attention_mask": torch.ones(1, len(ids), dtype=torch.int64), **_tensors_of_grids(kind, found, ids)}
+    tensors = _tensors_of_squares(found) if RULES[layout].is_square else _tensors_of_grids(kind, found, ids)
+    given = {"attention_mask": torch.ones(1, len(ids), dtype=torch.int64), **tensors}
     if layout == "qwen2_5_vl" and seconds:
         given["second_per_grid_ts"] = torch.tensor(seconds)
     return ids, given
@@ -108,6 +110,11 @@ def _tensors_of_grids(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]],
         is_video = each == placeholders.row_token and (is_inside or not placeholders.frame_token)
         types.append(2 if is_video else int(each == placeholders.image_token))
     return {**given, "mm_token_type_ids": torch.tensor([types])}
+
+
+def _tensors_of_squares(found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Squares of images and frames in their order."""
+    return {"pixel_values": torch.cat([made["frames" if "frames" in made else "pixel_values"] for _, made in found])}
 
 
 _ENDS_OF_VIDEOS: Final = ("<|begin_of_video|>", "<|end_of_video|>")

@@ -27,6 +27,7 @@ CLASSES = {
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
     "glm4v": ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
     "glm46v": ("glm46v", "Glm46VVideoProcessor", "Glm46VProcessor"),
+    "internvl": ("internvl", "InternVLVideoProcessor", "InternVLProcessor"),
 }
 """Layout -> module and class of videos, and class of texts."""
 MEDIA_KINDS = {"glm46v": "glm4v"}
@@ -37,6 +38,8 @@ _OF_QWEN = {"video_token": "<|video_pad|>", "vision_start_token": "<|vision_star
 _OF_TEXTS: dict[str, dict[str, Any]] = {
     "glm4v": {"image_token": "<|image|>"},
     "glm46v": {"image_token": "<|image|>"},
+    "internvl": {"image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
+    | {"image_seq_length": 4},
 }
 """Attributes of processors of texts; Qwen's by default."""
 _METHODS = ("_calculate_timestamps", "replace_frame_token_id")
@@ -76,7 +79,7 @@ def _pillow() -> Iterator[None]:
 
 
 def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Patches of a video, normalised, and its grid."""
+    """Patches of a video, normalised, and its grid; or complete frames."""
     processor = video_processor_oracle(kind, settings)
     video = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
     size = processor.size
@@ -91,10 +94,17 @@ def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) 
             do_normalize=True,
             image_mean=tuple(processor.image_mean),
             image_std=tuple(processor.image_std),
+            do_center_crop=False,
+            crop_size=None,
             cap_pixels_per_frame=bool(getattr(processor, "cap_pixels_per_frame", False)),
             **{name: getattr(processor, name) for name in names if hasattr(processor, name)},
         )
-    return dict(made)
+    found = dict(made)
+    name = "pixel_values_videos" if "pixel_values_videos" in found else "pixel_values"
+    if isinstance(found[name], list):
+        found[name] = torch.stack(found[name])
+        found["frames"] = found[name][0]
+    return found
 
 
 def oracle_video_text(

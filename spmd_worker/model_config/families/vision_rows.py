@@ -375,7 +375,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 VIDEO_ROWS: Final[dict[str, int | None]] = {
     **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656),
     "qwen3_5": 248057,
-    **dict.fromkeys(("glm4v", "glm4v_moe")),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl")),
 }
 """Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
 
