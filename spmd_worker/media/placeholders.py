@@ -75,7 +75,7 @@ class Placeholders:
         groups = _groups(images)
         if not any(map(_is_video, groups)):
             return list(images)
-        ids = (self._id_of(self.image_token, encode), self._id_of(self.video_token, encode))
+        ids = (self._id_of(self.image_token, encode), self._video_id(encode))
         if self.frame_token == self.image_token and ids[1] not in token_ids:
             if all(map(_is_video, groups)):
                 return list(images)
@@ -98,13 +98,18 @@ class Placeholders:
         line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
         groups = _groups(images)
         around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
-        video_id, row_id = (self._id_of(each, encode) if around else -1 for each in (self.video_token, self.row_token))
+        video_id, row_id = (self._video_id(encode), self._id_of(self.row_token, encode)) if around else (-1, -1)
         texts = [self._ids_of(each, row_id if _is_video(each) else image_id, encode) for each in groups]
         num_rows = sum([image.num_rows for image in images])
         num_given = sum([ids.count(each) for each in {image_id, row_id}])
-        shown = [_from(row_id, each) if _is_video(group) else each for each, group in zip(texts, groups, strict=True)]
+        shown = [
+            _rows_of(row_id, each) if _is_video(group) else each for each, group in zip(texts, groups, strict=True)
+        ]
         if num_given == num_rows and _has_in_order(ids, [_without(line_ends, each) for each in shown]):
             return ids
+        if any(_is_video(each) and each[0].text.endswith("\n") for each in groups):
+            rule = "give the prompt as text, or all tokens of its videos"
+            raise MediaError(_MISMATCH, f"texts of videos join with those around them in this model: {rule}")
         num_markers = ids.count(marker_id) + ids.count(video_id)
         if num_markers != len(groups) or (marker_id != image_id and num_given):
             given = (
@@ -186,6 +191,11 @@ class Placeholders:
             raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids[0]
 
+    def _video_id(self, encode: Encode) -> int:
+        """The id of the placeholder of a video; -1 where frames have another, and the tokenizer no such token."""
+        ids = encode(self.video_token)
+        return -1 if self.frame_token and len(ids) != 1 else self._id_of(self.video_token, encode)
+
     def _ids_of(self, images: Sequence[PreparedMedia], token_id: int, encode: Encode) -> list[int]:
         """Ids of the text of an image or of a video."""
         ids, num_rows = list(encode(images[0].text)), _num_rows(images)
@@ -216,9 +226,9 @@ def _num_rows(group: Sequence[PreparedMedia]) -> int:
     return sum([each.num_rows for each in group])
 
 
-def _from(row_id: int, ids: list[int]) -> list[int]:
-    """Ids of a video from its first row on: those of the text before it may join with the prompt's."""
-    return ids[ids.index(row_id) :]
+def _rows_of(row_id: int, ids: list[int]) -> list[int]:
+    """Ids of a video from its first row to its last: those of the text around them may join with the prompt's."""
+    return ids[ids.index(row_id) : len(ids) - ids[::-1].index(row_id)]
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -370,6 +380,7 @@ def _tiles(most: int) -> tuple[str, ...]:
 
 
 _OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
+_SMOLVLM: Final = (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRID)))
 
 PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
@@ -395,10 +406,6 @@ PLACEHOLDERS: Final = {
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
         "lighton_ocr": _LIGHTON,
-        "smolvlm": (
-            *("<image>", "<image>", "<image>"),
-            (*_OF_TILES, *_tiles(_MAX_GRID)),
-        ),
         "lfm2_vl": _LFM2,
         "granite_docling": (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRANITE_GRID))),
     }.items()
@@ -408,6 +415,7 @@ PLACEHOLDERS: Final = {
     "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
     "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
+    "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
     "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),

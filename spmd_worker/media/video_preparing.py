@@ -9,6 +9,7 @@ from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.media_id import frames_id_of
 from spmd_worker.media.prepared import FramePlace, ImagePixels, Pixels, PreparedImage
+from spmd_worker.media.resize import resize
 from spmd_worker.media.sizes import Size
 from spmd_worker.media.video_processor import VideoProcessor
 from spmd_worker.media.video_texts import TextOfVideo, text_of_video
@@ -39,7 +40,7 @@ def prepare_video(
     token_grid = (0, 0) if processor.side else (grid[0] // processor.merge_size, grid[1] // processor.merge_size)
     num_rows = processor.step_tokens((len(frames[0]), frames[0].shape[1]))
     tokens = [placeholders.video_text(processor.kind, num_rows)] * num_steps
-    described = TextOfVideo(tokens, [each / fps for each in indices], size_of_step)
+    described = TextOfVideo(tokens, [each / fps for each in indices], size_of_step, total / fps)
     text = text_of_video(processor.rule.text, described)
     times = [processor.time(step, sampled_fps) for step in range(num_steps)]
     if times[-1] > _MOST_TIME:
@@ -68,11 +69,12 @@ def prepare_video(
     return made
 
 
-def resized_size(num_frames: int, size: Size, processor: VideoProcessor, limits: MediaLimits) -> Size:
-    """The size to which frames of a `size` are resized. Raises MediaError for too many tokens of a pair or in total."""
-    height, width = processor.frame_size(num_frames, *size)
-    num_rows = processor.step_tokens((height, width))
-    num_tokens = processor.num_tokens(num_frames, (height, width))
+def resized(pixels: Pixels, num_frames: int, processor: VideoProcessor, limits: MediaLimits) -> Pixels:
+    """A frame of a video of so many. Raises MediaError for too many tokens of a step or in total."""
+    size = len(pixels), pixels.shape[1]
+    *_, last = targets = processor.frame_sizes(num_frames, *size)
+    num_rows = processor.step_tokens(last)
+    num_tokens = processor.num_tokens(num_frames, last)
     at_once = "two frames" if processor.rule.step_frames > 1 else "a frame"
     for words, number, key, most in (
         (at_once, num_rows, "max_image_tokens", limits.max_image_tokens),
@@ -83,4 +85,6 @@ def resized_size(num_frames: int, size: Size, processor: VideoProcessor, limits:
             rule = f"limits.{key}={most}: raise it, or give fewer or smaller frames, or lower sizes"
             message = f"{words} of {given} would be {number} tokens, more than {rule} (model.video_processor)"
             raise MediaError("video_too_long", message)
-    return height, width
+    for each in targets:
+        pixels = resize(pixels, *each, processor.resampling)
+    return np.ascontiguousarray(pixels)

@@ -5,7 +5,7 @@ has once for both are compared with those of images.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +14,10 @@ import numpy as np
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.media import sizes
 from spmd_worker.media.image_processor import ImageProcessor
-from spmd_worker.media.processor_settings import ProcessorSettings, Values, json_object
+from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, Values, json_object
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.media.video_rules import RULES, VideoRule
-from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
@@ -29,6 +29,8 @@ _CAPPED_SHARE: Final = 0.9
 _LEAST_CAPPED: Final = 1.05
 _MOST_FPS: Final = 1000.0
 _MOST_FRAMES: Final = 768
+_MOST_SMOLVLM: Final = 64
+_MAX_SMOLVLM_SIDE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class VideoProcessor:
     by 1 a pair if it is 0; in others text between frames has their times. With `cap_tokens` above 0 long videos have
     smaller frames: they are tokens of a video, or of a frame in layouts that bound videos.
 
-    With `side` above 0 frames are squares of so many pixels a side, of `tokens_per_frame` tokens. Of files `fps` frames
-    a second are taken, `min_frames` to `max_frames`, or `num_frames` if that is above 0.
+    With `side` above 0 frames are squares of so many pixels a side, of `tokens_per_frame` tokens, whose long side
+    becomes `longest_edge` before, if that is above 0. Of files `fps` frames a second are taken, `min_frames` to
+    `max_frames`, or `num_frames` if that is above 0.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class VideoProcessor:
     time_per_second: float = 0.0
     side: int = 0
     tokens_per_frame: int = 0
+    longest_edge: int = 0
     fps: float = DEFAULT_FPS
     num_frames: int = 0
     min_frames: int = 4
@@ -87,6 +91,11 @@ class VideoProcessor:
     def num_tokens(self, num_frames: int, size: sizes.Size) -> int:
         """Tokens of a video of frames of a resized `size`."""
         return -(-num_frames // self.rule.step_frames) * self.step_tokens(size)
+
+    def frame_sizes(self, num_frames: int, height: int, width: int) -> tuple[sizes.Size, ...]:
+        """The sizes that frames get, one after the other. Raises MediaError."""
+        first = (sizes.smolvlm_size(height, width, self.longest_edge),) if self.longest_edge else ()
+        return (*first, self.frame_size(num_frames, height, width))
 
     def frame_size(self, num_frames: int, height: int, width: int) -> sizes.Size:
         """Height and width of the frames of a video, as they are resized. Raises MediaError."""
@@ -190,7 +199,7 @@ def _layout(kind: str, values: Values, config: ConfigReader) -> str:
 
 def _sizes(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor) -> dict[str, int]:
     if rule.is_square:
-        return _squares(settings, images)
+        return _squares(settings, rule, images)
     patch = settings.integer("patch_size", rule.patch_size, 1, 512)
     merge = settings.integer("merge_size", 2, 1, 16)
     for key, own, other in (("patch_size", patch, images.patch_size), ("merge_size", merge, images.merge_size)):
@@ -204,17 +213,30 @@ def _sizes(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor)
     return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
 
 
-def _squares(settings: ProcessorSettings, images: ImageProcessor) -> dict[str, int]:
+def _squares(settings: ProcessorSettings, rule: VideoRule, images: ImageProcessor) -> dict[str, int]:
     """Frames as images that are not cut into several squares."""
-    side = settings.square("size", 384)
+    longest = _longest_edge(settings) if rule.sampling == "smolvlm" else 0
+    key = "max_image_size" if longest else "size"
+    side = settings.side(key, "longest_edge", 364) if longest else settings.square(key, 384)
     if side != images.side:
-        rule = f"must be the size that the tower has, {images.side}, not {side}{WAY_OUT}"
-        raise settings.of("size").error("size", rule)
+        words = f"must be the size that the tower has, {images.side}, not {side}{WAY_OUT}"
+        raise settings.of(key).error(key, words)
     if settings.file.get("do_center_crop"):
         raise settings.file.error("do_center_crop", f"is not supported for videos, only false{WAY_OUT}")
     settings.file.choice("initial_shift", (True,), True)
     sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size, "min_pixels": 0, "max_pixels": 0}
-    return {**sizes, "side": side, "tokens_per_frame": images.tokens_per_crop}
+    return {**sizes, "side": side, "tokens_per_frame": images.tokens_per_crop, "longest_edge": longest}
+
+
+def _longest_edge(settings: ProcessorSettings) -> int:
+    """SmolVLM's; SmolVLM2 may have it under `video_sampling`."""
+    sampling = settings.file.object("video_sampling")
+    if settings.of("size").get("size") is None and sampling.get("video_size") is not None:
+        size = sampling.object("video_size")
+        longest = checked_integer(size.get("longest_edge"), size.where("longest_edge"), 1, MAX_SIDE)
+    else:
+        longest = settings.side("size", "longest_edge", 4 * 364)
+    return min(longest, _MAX_SMOLVLM_SIDE)
 
 
 def _pixels(settings: ProcessorSettings, rule: VideoRule, key: str, edge: str, default: int) -> int:
@@ -227,6 +249,9 @@ def _pixels(settings: ProcessorSettings, rule: VideoRule, key: str, edge: str, d
 def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
     """A file that does not say how to sample, or says not to, has the rate of Qwen's own tools."""
     defaults = {"min_frames": rule.min_frames, "max_frames": _MOST_FRAMES}
+    if rule.sampling == "smolvlm":
+        settings = _of_smolvlm(settings)
+        defaults["max_frames"] = _MOST_SMOLVLM
     found = {key: settings.integer(key, default, 1, _MAX_TOKENS) for key, default in defaults.items()}
     if found["min_frames"] > found["max_frames"]:
         # One of them may be the default.
@@ -242,6 +267,21 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
     if rate > _MOST_FPS:
         raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")
     return {**found, "fps": rate}
+
+
+def _of_smolvlm(settings: ProcessorSettings) -> ProcessorSettings:
+    """Settings with SmolVLM's names: `num_frames` is a most, and older files have `video_sampling` in its stead."""
+    sampling = settings.file.object("video_sampling")
+    file, given = (
+        {
+            ("max_frames" if key == "num_frames" else key): value
+            for key, value in each.config.items()
+            if value is not None
+        }
+        for each in (settings.file, settings.given)
+    )
+    file |= {key: sampling.get(key) for key in ("fps", "max_frames") if sampling.get(key) is not None}
+    return ProcessorSettings(replace(settings.file, config=file), replace(settings.given, config=given))
 
 
 def _cap_tokens(settings: ProcessorSettings, default: int) -> int:

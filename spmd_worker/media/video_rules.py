@@ -8,9 +8,9 @@ from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 Levels: TypeAlias = tuple[float, float, float]
-Sampling: TypeAlias = Literal["pairs", "ends", "middles", "glm4v", "glm46v"]
+Sampling: TypeAlias = Literal["pairs", "ends", "middles", "glm4v", "glm46v", "smolvlm"]
 """Choice of frames of a file (`video_sampling.py`)."""
-Text: TypeAlias = Literal["run", "qwen3", "glm4v", "glm46v", "internvl"]
+Text: TypeAlias = Literal["run", "qwen3", "glm4v", "glm46v", "internvl", "smolvlm"]
 """Text around the tokens of frames (`video_texts.py`)."""
 
 
@@ -55,5 +55,8 @@ RULES: Final = {
     "glm46v": VideoRule("glm46v", "glm46v", *_GLM, bounds_video=True),
     # As many as its own tools take.
     "internvl": VideoRule("middles", "internvl", is_square=True, step_frames=1, num_frames=8),
+    "smolvlm": VideoRule(
+        *("smolvlm", "smolvlm"), mean=HALVES, std=HALVES, resampling=1, is_square=True, step_frames=1, fps=1.0
+    ),
 }
 """Layout -> its rule. Layouts are kinds of `VisionConfig`, and releases of a kind that differ in videos alone."""

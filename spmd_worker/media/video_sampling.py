@@ -148,6 +148,17 @@ def _at_steps(wish: _Wish, step: float, end: int) -> list[int]:
     return found
 
 
+def _smolvlm(wish: _Wish) -> list[int]:
+    """Frames at equal distances, of long videos without their first and last second."""
+    first, last, seconds = 0, wish.total - 1, wish.total / wish.fps
+    number = max(min(round(seconds * wish.rate), wish.most), wish.least)
+    if seconds - 2 > wish.most * wish.rate:
+        first, last = int(wish.fps), min(int(wish.total - wish.fps), last)
+    if first >= last:
+        first, last = 0, wish.total - 1
+    return list(dict.fromkeys(_floored(first, last, number)))
+
+
 def _floored(first: int, last: int, number: int) -> list[int]:
     return [int(each) for each in np.linspace(first, last, number, dtype=int)]
 
@@ -165,5 +176,6 @@ _RULES: Final[dict[str, tuple[Callable[[int, int], list[int]], Callable[[_Wish],
     "middles": (_middles, _middles_at_rate),
     "glm4v": (_ends, _glm4v),
     "glm46v": (_ends, _glm46v),
+    "smolvlm": (_ends, _smolvlm),
 }
 """`VideoRule.sampling` -> indices by a number of frames, and by a rate."""

@@ -6,12 +6,13 @@ from typing import Final, NamedTuple
 
 class TextOfVideo(NamedTuple):
     """`tokens` are the tokens of each step of frames, a text, and `seconds` when each of the frames was taken,
-    `step_frames` of which are a step's.
+    `step_frames` of which are a step's. `duration_s` is the length of the video.
     """
 
     tokens: Sequence[str]
     seconds: Sequence[float]
     step_frames: int
+    duration_s: float
 
     @property
     def firsts(self) -> Sequence[float]:
@@ -53,10 +54,45 @@ def _internvl(video: TextOfVideo) -> str:
     return "\n".join([f"Frame{index + 1}: <img>{tokens}</img>" for index, tokens in enumerate(video.tokens)])
 
 
+def _smolvlm(video: TextOfVideo) -> str:
+    minutes, seconds = divmod(int(video.duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    duration = f"{days} day{'s' * (days > 1)}, " * bool(days) + f"{hours}:{minutes:02d}:{seconds:02d}"
+    number = in_words(len(video.tokens))
+    frames = [
+        f"\nFrame from {int(each // 60):02d}:{int(each % 60):02d}:"
+        f"<fake_token_around_image><global-img>{tokens}<fake_token_around_image>"
+        for each, tokens in zip(video.seconds, video.tokens, strict=True)
+    ]
+    beginning = f"You are provided the following series of {number} frames from a {duration} [H:MM:SS] video.\n"
+    return f"{beginning}{''.join(frames)}\n\n"
+
+
+_SMALL: Final = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """A number below a million in English, as the package num2words writes it."""
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        return _TENS[number // 10 - 2] + f"-{_SMALL[number % 10]}" * bool(number % 10)
+    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
+    leading, rest = divmod(number, size)
+    between = " and " if rest < 100 else ", "
+    return f"{in_words(leading)} {name}" + (f"{between}{in_words(rest)}" if rest else "")
+
+
 _TEXTS: Final[dict[str, Callable[[TextOfVideo], str]]] = {
     "run": _run,
     "qwen3": _qwen3,
     "glm4v": _glm4v,
     "glm46v": _glm46v,
     "internvl": _internvl,
+    "smolvlm": _smolvlm,
 }

@@ -45,6 +45,16 @@ def test_given_values_replace_those_of_the_file(tmp_path: Path):
     assert (found.min_pixels, found.max_pixels, found.num_frames, found.min_frames) == (4096, 50176, 8, 2)
 
 
+def test_smolvlm_has_its_numbers_under_other_names(tmp_path: Path):
+    side = {"max_image_size": {"longest_edge": 64}}
+    sampling = {"fps": 3, "max_frames": 9, "video_size": {"longest_edge": 512}}
+    old = read(tmp_path, "smolvlm", video_preprocessor_config={**side, "video_sampling": sampling})
+    new = read(tmp_path, "smolvlm", {"num_frames": 7}, video_preprocessor_config={**side, "size": 9999, "fps": 2})
+    none = read(tmp_path, "smolvlm", video_preprocessor_config=side)
+    found = [(each.longest_edge, each.fps, each.max_frames, each.num_frames) for each in (old, new, none) if each]
+    assert found == [(512, 3.0, 9, 0), (4096, 2.0, 7, 0), (1456, 1.0, 64, 0)]
+
+
 @pytest.mark.parametrize(
     ("values", "layout"),
     [
@@ -69,6 +79,7 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read_video_processor(folder / "qwen2_vl", images) is None
 
 
+OF_SQUARES = {"do_center_crop": "internvl", "initial_shift": "internvl", "max_image_size": "smolvlm"}
 OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
 
 
@@ -79,6 +90,10 @@ OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
         ({"size": OTHER_SQUARES[1]}, "must be a square"),
         ({"size": {"height": 56, "width": 56}, "do_center_crop": True}, "only false; limits.max_videos=0"),
         ({"size": {"height": 56, "width": 56}, "initial_shift": 3}, "initial_shift"),
+        ({"max_image_size": {"longest_edge": 63}}, "must be the size that the tower has, 64, not 63"),
+        ({"max_image_size": 64, "video_sampling": 3}, "video_sampling"),
+        ({"max_image_size": 64, "video_sampling": {"max_frames": -1}}, "max_frames"),
+        ({"max_image_size": 64, "video_sampling": {"video_size": {"longest_edge": 10**12}}}, "video_size.longest_edge"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "asks for at least 9 pixels of a video and at most 4"),
         ({"size": {"shortest_edge": 10**12}}, "size.shortest_edge"),
         ({"size": [1]}, "size"),
@@ -101,9 +116,10 @@ OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
     ],
 )
 def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[str, Any], words: str):
-    is_square = bool({*values} & {"do_center_crop", "initial_shift"}) or values.get("size") in OTHER_SQUARES
+    kind = next((kind for key, kind in OF_SQUARES.items() if key in values), "qwen2_5_vl")
+    kind = "internvl" if values.get("size") in OTHER_SQUARES else kind
     with pytest.raises(ModelConfigError) as found:
-        read(tmp_path, "internvl" if is_square else "qwen2_5_vl", video_preprocessor_config=values)
+        read(tmp_path, kind, video_preprocessor_config=values)
     assert words in str(found.value)
     assert "video_preprocessor_config.json" in str(found.value)
 

@@ -11,14 +11,14 @@ import torch
 from media_models import MODELS, media_processor, noise
 from video_oracle import CLASSES, MEDIA_KINDS, oracle_video, oracle_video_text, video_module, video_processor_oracle
 
+from spmd_worker.media import video_preparing
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.largest_image import most_frame_tokens
+from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.prepared import Pixels, PreparedImage
-from spmd_worker.media.resize import resize
-from spmd_worker.media.video_preparing import prepare_video
 from spmd_worker.media.video_processor import VideoProcessor, read_video_processor
 from spmd_worker.media.video_rules import RULES
-from spmd_worker.media.video_texts import TextOfVideo
+from spmd_worker.media.video_texts import TextOfVideo, in_words
 from spmd_worker.model.towers.pixels import PixelTable, patches_of
 from spmd_worker.model_config.vision_config import VisionConfig
 
@@ -44,10 +44,9 @@ def processors(tmp_path: Path) -> Callable[..., VideoProcessor]:
 def prepared(processor: VideoProcessor, frames: list[Pixels], fps: float = 2.0, step: int = 1) -> list[PreparedImage]:
     """Each `step`-th frame of a video with one frame more."""
     size = frames[0].shape[0], frames[0].shape[1]
-    target = processor.frame_size(len(frames), *size)
-    resized = [resize(each, *target, processor.resampling) for each in frames]
+    resized = [video_preparing.resized(each, len(frames), processor, MediaLimits()) for each in frames]
     indices = range(0, step * len(frames), step)
-    return prepare_video(resized, size, indices, fps, step * len(frames) + 1, processor, b"source")
+    return video_preparing.prepare_video(resized, size, indices, fps, step * len(frames) + 1, processor, b"source")
 
 
 def patches(processor: VideoProcessor, pairs: list[PreparedImage]) -> torch.Tensor:
@@ -89,9 +88,9 @@ def test_comparison_detects_mistakes(
     if mistake == "frames swapped":
         monkeypatch.setattr(torch, "stack", lambda each, stack=torch.stack: stack(each).flip(0))
     elif mistake == "padding of the first frame":
-        whole = prepare_video
+        whole = video_preparing.prepare_video
         swapped = lambda frames, *given: whole([*frames, frames[0]], *given[:1], [0, 3, 6, 6], *given[2:])  # noqa: E731
-        monkeypatch.setitem(globals(), "prepare_video", swapped)
+        monkeypatch.setattr(video_preparing, "prepare_video", swapped)
     else:
         monkeypatch.setattr(TextOfVideo, "middles", TextOfVideo.firsts)
     assert not is_transformers(processors("qwen3_vl"), 1)
@@ -116,6 +115,15 @@ def test_sizes_are_those_of_transformers(kind: str, is_capped: bool, processors:
             assert processor.frame_size(num_frames, height, width) == expected, (num_frames, height, width)
             most_tokens = max(most_tokens, expected[0] * expected[1] // processor.unit**2)
     assert most_tokens <= most_frame_tokens(processor)
+
+
+def test_numbers_are_in_words():
+    """Literal words of the package num2words."""
+    found = [in_words(each) for each in (0, 21, 64, 100, 101, 110, 768, 1000, 1001, 1100, 123456)]
+    assert found[:4] == ["zero", "twenty-one", "sixty-four", "one hundred"]
+    assert found[4:7] == ["one hundred and one", "one hundred and ten", "seven hundred and sixty-eight"]
+    assert found[7:10] == ["one thousand", "one thousand and one", "one thousand, one hundred"]
+    assert found[10] == "one hundred and twenty-three thousand, four hundred and fifty-six"
 
 
 @pytest.mark.parametrize("fps", [0.3, 1.0, 2.0, 3.7, 24.0])

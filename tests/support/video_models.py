@@ -18,7 +18,17 @@ from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels
 from spmd_worker.media.video_rules import RULES
 
-VIDEO_KINDS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v", "glm4v_moe", "internvl")
+VIDEO_KINDS: Final = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+    "internvl",
+    "smolvlm",
+)
 FPS: Final = 8.0
 """Frames a second of which pairs are one position apart in the Qwen2.5-VL of these tests."""
 NUM_TOKENS: Final = 4
@@ -89,7 +99,7 @@ def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Tensor]]
             found.append(("image", {name: torch.as_tensor(each) for name, each in image.items()}))
         text = text.replace(marker, own.replace("<", "\0"), 1)
     ids = list(tokenizer_of_images(kind).encode(text.replace("\0", "<")).ids)
-    tensors = _tensors_of_squares(found) if RULES[layout].is_square else _tensors_of_grids(kind, found, ids)
+    tensors = _tensors_of_squares(kind, found) if RULES[layout].is_square else _tensors_of_grids(kind, found, ids)
     given = {"attention_mask": torch.ones(1, len(ids), dtype=torch.int64), **tensors}
     if layout == "qwen2_5_vl" and seconds:
         given["second_per_grid_ts"] = torch.tensor(seconds)
@@ -112,9 +122,11 @@ def _tensors_of_grids(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]],
     return {**given, "mm_token_type_ids": torch.tensor([types])}
 
 
-def _tensors_of_squares(found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
+def _tensors_of_squares(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
     """Squares of images and frames in their order."""
-    return {"pixel_values": torch.cat([made["frames" if "frames" in made else "pixel_values"] for _, made in found])}
+    squares = [made["frames" if "frames" in made else "pixel_values"] for _, made in found]
+    pixels = torch.cat([each.flatten(0, -4) for each in squares])
+    return {"pixel_values": pixels.unsqueeze(0) if kind == "smolvlm" else pixels}
 
 
 _ENDS_OF_VIDEOS: Final = ("<|begin_of_video|>", "<|end_of_video|>")

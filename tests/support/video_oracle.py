@@ -28,6 +28,7 @@ CLASSES = {
     "glm4v": ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
     "glm46v": ("glm46v", "Glm46VVideoProcessor", "Glm46VProcessor"),
     "internvl": ("internvl", "InternVLVideoProcessor", "InternVLProcessor"),
+    "smolvlm": ("smolvlm", "SmolVLMVideoProcessor", "SmolVLMProcessor"),
 }
 """Layout -> module and class of videos, and class of texts."""
 MEDIA_KINDS = {"glm46v": "glm4v"}
@@ -40,8 +41,11 @@ _OF_TEXTS: dict[str, dict[str, Any]] = {
     "glm46v": {"image_token": "<|image|>"},
     "internvl": {"image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
     | {"image_seq_length": 4},
+    "smolvlm": {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
+    | {"global_image_token": "<global-img>", "image_seq_len": 16},
 }
 """Attributes of processors of texts; Qwen's by default."""
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 _METHODS = ("_calculate_timestamps", "replace_frame_token_id")
 _BASE = transformers.video_processing_utils.BaseVideoProcessor
 
@@ -94,6 +98,7 @@ def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) 
             do_normalize=True,
             image_mean=tuple(processor.image_mean),
             image_std=tuple(processor.image_std),
+            do_pad=True,
             do_center_crop=False,
             crop_size=None,
             cap_pixels_per_frame=bool(getattr(processor, "cap_pixels_per_frame", False)),
@@ -111,7 +116,11 @@ def oracle_video_text(
     kind: str, made: dict[str, Tensor], indices: Sequence[int], fps: float, total: float
 ) -> tuple[str, float]:
     """Text in place of the placeholder of what `oracle_video` made, and seconds of two frames."""
-    class_ = getattr(importlib.import_module(f"transformers.models.{kind}.processing_{kind}"), CLASSES[kind][2])
+    module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
+    class_ = getattr(module, CLASSES[kind][2])
+    if kind == "smolvlm":
+        # The package num2words.
+        vars(module)["num2words"] = NUMBERS.__getitem__
     metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices), duration=total / fps)
     sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     stub = SimpleNamespace(**_OF_TEXTS.get(kind, _OF_QWEN), video_processor=sizes)

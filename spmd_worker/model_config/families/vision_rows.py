@@ -367,6 +367,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
+    "idefics3": smolvlm,
     "granite_docling": granite_docling,
     "lfm2_vl": lfm2_vl,
     **AUDIO_ROWS,
@@ -375,7 +376,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 VIDEO_ROWS: Final[dict[str, int | None]] = {
     **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656),
     "qwen3_5": 248057,
-    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl")),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl", "smolvlm")),
 }
 """Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
 
