@@ -41,7 +41,7 @@ def without_content(media: PreparedMedia, prompt: "CallPrompt") -> PreparedMedia
         nothing = np.empty((0, 0), np.float32)
         return replace(media, features=DroppedFeatures(nothing, media.features.sizes, prompt))
     pixels = media.pixels
-    return replace(media, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.shapes, prompt))
+    return replace(media, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.frame, pixels.shapes, prompt))
 
 
 def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:

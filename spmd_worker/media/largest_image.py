@@ -30,7 +30,7 @@ def _qwen(processor: ImageProcessor) -> int:
 def most_frame_tokens(processor: VideoProcessor) -> int:
     """Tokens of two frames of a video of `processor`, or a little more than any have."""
     if processor.side:
-        return processor.tokens_per_frame
+        return processor.tokens_per_frame + processor.rule.pools
     unit = processor.unit**2 * (NUM_FRAMES if processor.rule.bounds_video else 1)
     return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
 

@@ -398,7 +398,6 @@ PLACEHOLDERS: Final = {
         "llava": _LLAVA,
         "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
-        "llava_onevision": _LLAVA,
         "llama4": (
             *("<|image|>", "<|image|>", "<|patch|>"),
             ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
@@ -414,6 +413,7 @@ PLACEHOLDERS: Final = {
     "qwen2_vl": Placeholders("qwen2_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
+    "llava_onevision": Placeholders("llava_onevision", *_LLAVA, IMAGE, "<video>", "<video>"),
     "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
     "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),

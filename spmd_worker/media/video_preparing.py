@@ -39,7 +39,9 @@ def prepare_video(
     grid = len(frames[0]) // processor.patch_size, frames[0].shape[1] // processor.patch_size
     token_grid = (0, 0) if processor.side else (grid[0] // processor.merge_size, grid[1] // processor.merge_size)
     num_rows = processor.step_tokens((len(frames[0]), frames[0].shape[1]))
-    tokens = [placeholders.video_text(processor.kind, num_rows)] * num_steps
+    # The last frame may have one more.
+    counts = [num_rows] * (num_steps - 1) + [num_rows + processor.rule.pools]
+    tokens = [placeholders.video_text(processor.kind, each) for each in counts]
     described = TextOfVideo(tokens, [each / fps for each in indices], size_of_step, total / fps)
     text = text_of_video(processor.rule.text, described)
     times = [processor.time(step, sampled_fps) for step in range(num_steps)]
@@ -52,6 +54,7 @@ def prepare_video(
             tuple([np.ascontiguousarray(each) for each in frames[size_of_step * step : size_of_step * (step + 1)]]),
             grid,
             size,
+            frame=(1 + (step + 1 == num_steps)) * processor.rule.pools,
         )
         place = FramePlace(step, time, goes_on=processor.goes_on and step + 1 < num_steps)
         made.append(
@@ -59,7 +62,7 @@ def prepare_video(
                 media_id=frames_id_of(pixels, processor, place),
                 pixels=pixels,
                 text="" if step else text,
-                num_rows=num_rows,
+                num_rows=counts[step],
                 num_patches=grid[0] * grid[1],
                 token_grid=token_grid,
                 source_digest=b"" if step else source_digest,
@@ -73,7 +76,7 @@ def resized(pixels: Pixels, num_frames: int, processor: VideoProcessor, limits: 
     """A frame of a video of so many. Raises MediaError for too many tokens of a step or in total."""
     size = len(pixels), pixels.shape[1]
     *_, last = targets = processor.frame_sizes(num_frames, *size)
-    num_rows = processor.step_tokens(last)
+    num_rows = processor.step_tokens(last) + processor.rule.pools
     num_tokens = processor.num_tokens(num_frames, last)
     at_once = "two frames" if processor.rule.step_frames > 1 else "a frame"
     for words, number, key, most in (

@@ -76,8 +76,8 @@ class VideoProcessor:
 
     @property
     def goes_on(self) -> bool:
-        """Whether no text is between frames: positions in time are theirs."""
-        return self.rule.text == "run"
+        """Whether frames follow each other without text between, and positions follow their times."""
+        return self.rule.text == "run" and not self.side
 
     @property
     def unit(self) -> int:
@@ -90,7 +90,7 @@ class VideoProcessor:
 
     def num_tokens(self, num_frames: int, size: sizes.Size) -> int:
         """Tokens of a video of frames of a resized `size`."""
-        return -(-num_frames // self.rule.step_frames) * self.step_tokens(size)
+        return -(-num_frames // self.rule.step_frames) * self.step_tokens(size) + self.rule.pools
 
     def frame_sizes(self, num_frames: int, height: int, width: int) -> tuple[sizes.Size, ...]:
         """The sizes that frames get, one after the other. Raises MediaError."""
@@ -225,7 +225,8 @@ def _squares(settings: ProcessorSettings, rule: VideoRule, images: ImageProcesso
         raise settings.file.error("do_center_crop", f"is not supported for videos, only false{WAY_OUT}")
     settings.file.choice("initial_shift", (True,), True)
     sizes = {"patch_size": images.patch_size, "merge_size": images.merge_size, "min_pixels": 0, "max_pixels": 0}
-    return {**sizes, "side": side, "tokens_per_frame": images.tokens_per_crop, "longest_edge": longest}
+    tokens = ((side // images.patch_size + 1) // 2) ** 2 if rule.pools else images.tokens_per_crop
+    return {**sizes, "side": side, "tokens_per_frame": tokens, "longest_edge": longest}
 
 
 def _longest_edge(settings: ProcessorSettings) -> int:

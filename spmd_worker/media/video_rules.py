@@ -8,7 +8,7 @@ from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 Levels: TypeAlias = tuple[float, float, float]
-Sampling: TypeAlias = Literal["pairs", "ends", "middles", "glm4v", "glm46v", "smolvlm"]
+Sampling: TypeAlias = Literal["pairs", "ends", "middles", "beginnings", "glm4v", "glm46v", "smolvlm"]
 """Choice of frames of a file (`video_sampling.py`)."""
 Text: TypeAlias = Literal["run", "qwen3", "glm4v", "glm46v", "internvl", "smolvlm"]
 """Text around the tokens of frames (`video_texts.py`)."""
@@ -21,7 +21,8 @@ class VideoRule:
     `step_frames` frames are encoded at once. `bounds_video`: bounds of pixels are those of all frames, not of one.
     `has_old_keys`: it takes `min_pixels` and `max_pixels` too. `has_times`: positions in time follow seconds. Without
     `fps` or `num_frames` of a file or a caller, files have `fps` frames a second, at least `min_frames`, or up to
-    `num_frames` in all. `is_square`: frames are squares of the tower's size, like images that are not cut.
+    `num_frames` in all. `is_square`: frames are squares of the tower's size, like images that are not cut. `pools`:
+    a frame has a token for each four patches, and the last one has one more.
     """
 
     sampling: Sampling
@@ -41,6 +42,7 @@ class VideoRule:
     min_frames: int = 1
     num_frames: int = 0
     is_square: bool = False
+    pools: bool = False
 
 
 _QWEN2: Final = ("pairs", "run", 14, 128 * 28 * 28, 768 * 28 * 28, 128_000)
@@ -55,6 +57,7 @@ RULES: Final = {
     "glm46v": VideoRule("glm46v", "glm46v", *_GLM, bounds_video=True),
     # As many as its own tools take.
     "internvl": VideoRule("middles", "internvl", is_square=True, step_frames=1, num_frames=8),
+    "llava_onevision": VideoRule("beginnings", "run", is_square=True, pools=True, step_frames=1, num_frames=32),
     "smolvlm": VideoRule(
         *("smolvlm", "smolvlm"), mean=HALVES, std=HALVES, resampling=1, is_square=True, step_frames=1, fps=1.0
     ),

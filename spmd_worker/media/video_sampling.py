@@ -73,6 +73,10 @@ def _beginnings(total: int, number: int) -> list[int]:
     return [each * total // number for each in range(number)]
 
 
+def _beginnings_at_rate(wish: _Wish) -> list[int]:
+    return _beginnings(wish.total, _number_at_rate(wish))
+
+
 def _middles(total: int, number: int) -> list[int]:
     """The frame in the middle of each of so many equal parts."""
     return [(2 * each + 1) * total // (2 * number) for each in range(number)]
@@ -173,6 +177,7 @@ def _bounded(found: list[int], wish: _Wish) -> list[int]:
 _RULES: Final[dict[str, tuple[Callable[[int, int], list[int]], Callable[[_Wish], list[int]]]]] = {
     "pairs": (_pairs, _pairs_at_rate),
     "ends": (_ends, _ends_at_rate),
+    "beginnings": (_beginnings, _beginnings_at_rate),
     "middles": (_middles, _middles_at_rate),
     "glm4v": (_ends, _glm4v),
     "glm46v": (_ends, _glm46v),

@@ -183,7 +183,7 @@ def test_number_of_a_model_of_squares_is_a_most():
     assert len(sampled_indices(80, 25.0, Sampling(min_frames=20), processor)) == 20
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_indices_are_those_of_transformers(kind: str):
     """But for the rounding of float32, which others than Qwen3-VL's have."""
     chance = random.Random(1)

@@ -174,6 +174,8 @@ def _write(folder: Path, kind: str) -> None:
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
     named = _NAMED_IDS_OF_GEMMA4 if kind.startswith("gemma4") else _NAMED_IDS
     names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
+    if video_token := PLACEHOLDERS[media_kind(kind)].video_token:
+        names["video_token_id"] = tokenizer.token_to_id(video_token)
     if sizes.get("vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -28,6 +30,7 @@ VIDEO_KINDS: Final = (
     "glm4v_moe",
     "internvl",
     "smolvlm",
+    "llava_onevision",
 )
 FPS: Final = 8.0
 """Frames a second of which pairs are one position apart in the Qwen2.5-VL of these tests."""
@@ -78,13 +81,16 @@ def prompt_of_media(kind: str, media: Media) -> dict[str, Any]:
     return {"prompt": text_of_media(kind, media), "multi_modal_data": {"video": videos, "image": images}}
 
 
-def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Tensor]]:
+def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Any]]:
     """Ids and tensors of transformers' processors. The text of a video of Qwen3-VL replaces the tokens around it too,
     as in the model's own code and in vLLM; transformers 5.23 keeps them.
     """
     layout, row, text = layout_of(kind), media_kind(kind), text_of_media(kind, media)
     found: list[tuple[str, dict[str, Tensor]]] = []
     seconds = []
+    pictures = [each for each in media if not isinstance(each, Video)]
+    # Of several at once where their number matters, else alone.
+    images = iter(_images(row, [pictures] if row == "llava_onevision" else [[each] for each in pictures]))
     for each in media:
         if isinstance(each, Video):
             made = oracle_video(layout, each.frames, MODELS[row].settings)
@@ -93,10 +99,8 @@ def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Tensor]]
             marker = PLACEHOLDERS[row].video_marker
             found.append(("video", made))
         else:
-            with one_axis_a_call():
-                image = oracle_inputs(row, [each])
-            (own,), marker = oracle_texts(row, image, 1), PLACEHOLDERS[row].marker
-            found.append(("image", {name: torch.as_tensor(each) for name, each in image.items()}))
+            (own, image), marker = next(images), PLACEHOLDERS[row].marker
+            found += [("image", image)] if image else []
         text = text.replace(marker, own.replace("<", "\0"), 1)
     ids = list(tokenizer_of_images(kind).encode(text.replace("\0", "<")).ids)
     tensors = _tensors_of_squares(kind, found) if RULES[layout].is_square else _tensors_of_grids(kind, found, ids)
@@ -104,6 +108,17 @@ def their_inputs(kind: str, media: Media) -> tuple[list[int], dict[str, Tensor]]
     if layout == "qwen2_5_vl" and seconds:
         given["second_per_grid_ts"] = torch.tensor(seconds)
     return ids, given
+
+
+def _images(row: str, groups: Sequence[list[Pixels]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Text of each image, and tensors of its group with the first."""
+    for pictures in groups:
+        if pictures:
+            with one_axis_a_call():
+                made = oracle_inputs(row, pictures)
+            tensors = {name: torch.as_tensor(each) for name, each in made.items()}
+            for index, text in enumerate(oracle_texts(row, made, len(pictures))):
+                yield text, {} if index else tensors
 
 
 def _tensors_of_grids(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]], ids: list[int]) -> dict[str, Tensor]:
@@ -122,8 +137,13 @@ def _tensors_of_grids(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]],
     return {**given, "mm_token_type_ids": torch.tensor([types])}
 
 
-def _tensors_of_squares(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
+def _tensors_of_squares(kind: str, found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, Any]:
     """Squares of images and frames in their order."""
+    if kind == "llava_onevision":
+        videos = [made["pixel_values_videos"] for medium, made in found if medium == "video"]
+        images = [made for medium, made in found if medium == "image"]
+        names = ("pixel_values", "image_sizes", "batch_num_images")
+        return {"videos": videos, **{name: images[0][name] for name in names if images}}
     squares = [made["frames" if "frames" in made else "pixel_values"] for _, made in found]
     pixels = torch.cat([each.flatten(0, -4) for each in squares])
     return {"pixel_values": pixels.unsqueeze(0) if kind == "smolvlm" else pixels}
@@ -133,8 +153,12 @@ _ENDS_OF_VIDEOS: Final = ("<|begin_of_video|>", "<|end_of_video|>")
 
 
 @contextmanager
-def _corrected(kind: str, given: dict[str, Tensor]) -> Iterator[None]:
+def _corrected(kind: str, given: dict[str, Any]) -> Iterator[None]:
     """Block in which transformers' model is right where 5.23 is not, of a prompt's tensors."""
+    if kind == "llava_onevision":
+        with _videos_one_by_one(given):
+            yield
+        return
     if not kind.startswith("glm"):
         with _positions_of_qwen(kind):
             yield
@@ -143,6 +167,23 @@ def _corrected(kind: str, given: dict[str, Tensor]) -> Iterator[None]:
     types = given["mm_token_type_ids"]
     masks = tuple([(types == each).unsqueeze(-1) for each in (1, 2)])
     with patch.object(image_reference(kind).model, "get_placeholder_mask", lambda *_, **__: masks):
+        yield
+
+
+@contextmanager
+def _videos_one_by_one(given: dict[str, Any]) -> Iterator[None]:
+    """Block in which LLaVA-OneVision takes videos of several numbers of frames."""
+    videos, model = given.pop("videos"), image_reference("llava_onevision").model
+    given["pixel_values_videos"] = videos[0]
+    theirs = model.get_video_features
+
+    @wraps(theirs)
+    def features(pixel_values_videos: Tensor, **options: Any) -> Any:
+        del pixel_values_videos
+        made = [theirs(each, **options).pooler_output for each in videos]
+        return SimpleNamespace(pooler_output=torch.cat(made, dim=1))
+
+    with patch.object(model, "get_video_features", features):
         yield
 
 

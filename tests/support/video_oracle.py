@@ -28,6 +28,7 @@ CLASSES = {
     "glm4v": ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
     "glm46v": ("glm46v", "Glm46VVideoProcessor", "Glm46VProcessor"),
     "internvl": ("internvl", "InternVLVideoProcessor", "InternVLProcessor"),
+    "llava_onevision": ("llava_onevision", "LlavaOnevisionVideoProcessor", "LlavaOnevisionProcessor"),
     "smolvlm": ("smolvlm", "SmolVLMVideoProcessor", "SmolVLMProcessor"),
 }
 """Layout -> module and class of videos, and class of texts."""
@@ -41,6 +42,7 @@ _OF_TEXTS: dict[str, dict[str, Any]] = {
     "glm46v": {"image_token": "<|image|>"},
     "internvl": {"image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
     | {"image_seq_length": 4},
+    "llava_onevision": {"video_token": "<video>", "num_image_tokens": 36},
     "smolvlm": {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
     | {"global_image_token": "<global-img>", "image_seq_len": 16},
 }

@@ -376,6 +376,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 VIDEO_ROWS: Final[dict[str, int | None]] = {
     **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656),
     "qwen3_5": 248057,
+    "llava_onevision": 151647,
     **dict.fromkeys(("glm4v", "glm4v_moe", "internvl", "smolvlm")),
 }
 """Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
@@ -427,7 +428,9 @@ def read_vision(
         if row not in VIDEO_ROWS:
             return found
         default = VIDEO_ROWS[row]
-        token_id = found.image_token_id if default is None else whole.count("video_token_id", default)
+        # Older files call it an index.
+        key = "video_token_id" if whole.get("video_token_index") is None else "video_token_index"
+        token_id = found.image_token_id if default is None else whole.count(key, default)
         return replace(found, video_token_id=token_id)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
