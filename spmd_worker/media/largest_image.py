@@ -88,8 +88,8 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "exaone4_5"), _qwen),
-    **dict.fromkeys(("glm4v", "paddleocr_vl"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), _qwen),
+    **dict.fromkeys(("glm4v", "paddleocr_vl", "exaone4_5"), _qwen),
     "kimi_k25": _kimi,
     "lfm2_vl": _lfm2,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),

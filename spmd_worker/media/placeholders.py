@@ -63,7 +63,7 @@ class Placeholders:
 
     def expand_text(self, text: str, images: Sequence[PreparedMedia]) -> str:
         """The text with each marker replaced by its image's text. Raises MediaError."""
-        pieces, groups = re.split(self._markers, text), _groups(images)
+        pieces, groups = re.split(self._markers, text), by_source(images)
         if len(pieces) != len(groups) + 1:
             raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
         return pieces[0] + "".join([each[0].text + piece for each, piece in zip(groups, pieces[1:], strict=True)])
@@ -72,7 +72,7 @@ class Placeholders:
         self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode
     ) -> list[PreparedMedia]:
         """`in_text_order` of ids, whose markers may be expanded already. Raises MediaError."""
-        groups = _groups(images)
+        groups = by_source(images)
         if not any(map(_is_video, groups)):
             return list(images)
         ids = (self._id_of(self.image_token, encode), self._video_id(encode))
@@ -96,7 +96,7 @@ class Placeholders:
             return ids
         image_id, marker_id = self._id_of(self.image_token, encode), self._id_of(self.marker, encode)
         line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
-        groups = _groups(images)
+        groups = by_source(images)
         around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
         video_id, row_id = (self._video_id(encode), self._id_of(self.row_token, encode)) if around else (-1, -1)
         texts = [self._ids_of(each, row_id if _is_video(each) else image_id, encode) for each in groups]
@@ -157,7 +157,7 @@ class Placeholders:
         self, are_videos: Sequence[bool], images: Sequence[PreparedMedia], given: str, *, is_expanded: bool = False
     ) -> list[PreparedMedia]:
         """Images and videos as placeholders of the prompt ask for them, or, if it is expanded, all of their tokens."""
-        groups = _groups(images)
+        groups = by_source(images)
         if not any(are_videos) and not any(map(_is_video, groups)):
             return list(images)
         left = {kind: [each for each in groups if _is_video(each) is kind] for kind in (False, True)}
@@ -174,7 +174,7 @@ class Placeholders:
         return ordered
 
     def _mismatch(self, given: str, images: Sequence[PreparedMedia]) -> MediaError:
-        groups = _groups(images)
+        groups = by_source(images)
         videos = [each for each in groups if _is_video(each)]
         taken = sum(image.num_rows for image in images) - sum(map(_num_rows, videos))
         name = self.medium.name
@@ -207,7 +207,7 @@ class Placeholders:
         return ids
 
 
-def _groups(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
+def by_source(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
     """Each image alone, and all frames of each video."""
     groups: list[list[PreparedMedia]] = []
     for image in images:
@@ -386,7 +386,6 @@ PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
     for kind, texts in {
         "exaone4_5": _EXAONE,
-        "qwen2_5_omni": _QWEN2_5_OMNI,
         "paddleocr_vl": _PADDLEOCR,
         "kimi_k25": _KIMI,
         "gemma3": (
@@ -416,6 +415,8 @@ PLACEHOLDERS: Final = {
     "llava_onevision": Placeholders("llava_onevision", *_LLAVA, IMAGE, "<video>", "<video>"),
     "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
     "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>"),
+    "qwen3_omni": Placeholders("qwen3_omni", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
+    "qwen2_5_omni": Placeholders("qwen2_5_omni", *_QWEN2_5_OMNI, IMAGE, "<|VIDEO|>", "<|VIDEO|>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
     "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),

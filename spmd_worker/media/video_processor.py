@@ -16,13 +16,15 @@ from spmd_worker.media import sizes
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, Values, json_object
 from spmd_worker.media.sizes import NUM_FRAMES
-from spmd_worker.media.video_rules import RULES, VideoRule
+from spmd_worker.media.video_rules import OMNI_KEY, RULES, VideoRule
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.families.omni_rows import opened_omni
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
 
 WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
 OVERRIDES: Final = "model.video_processor"
 _FILES: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
+_BOUNDS: Final = ("size", "min_pixels", "max_pixels")
 _MAX_PIXELS: Final = 1 << 32
 _MAX_TOKENS: Final = 1 << 24
 _CAPPED_SHARE: Final = 0.9
@@ -120,8 +122,10 @@ class VideoProcessor:
         if not self.goes_on:
             return 0
         # Rounded to float32 as in transformers.
-        step = np.float32(self.time_per_second) * np.float32(NUM_FRAMES / fps) if self.time_per_second else 1
-        return int(np.float32(pair) * np.float32(step))
+        each, step = np.float32(self.time_per_second or 1), np.float32(NUM_FRAMES / fps if self.time_per_second else 1)
+        if self.rule.time_key == OMNI_KEY:
+            return int(np.float32(pair) * step * each)
+        return int(np.float32(pair) * (each * step))
 
 
 def video_processor_of(values: Mapping[str, Any]) -> VideoProcessor:
@@ -141,14 +145,18 @@ def read_video_processor(
     values, path = found
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     if "size" in given:
-        values = {key: value for key, value in values.items() if key not in ("min_pixels", "max_pixels")}
-    config = ConfigReader(json_object(folder / "config.json") or {}, folder / "config.json", way_out=WAY_OUT)
+        values = {key: value for key, value in values.items() if key not in _BOUNDS[1:]}
+    path_of_config = folder / "config.json"
+    config = ConfigReader(opened_omni(json_object(path_of_config) or {}, path_of_config), path_of_config)
+    config = replace(config, way_out=WAY_OUT)
+    layout = _layout(images.kind, values, config)
+    rule = RULES[layout]
+    if rule.fixes_size:
+        values = {key: value for key, value in values.items() if key not in _BOUNDS}
     settings = ProcessorSettings(
         ConfigReader(values, path, way_out=WAY_OUT), ConfigReader(given, Path(OVERRIDES), way_out=WAY_OUT)
     )
     settings.check_steps(is_optional="")
-    layout = _layout(images.kind, values, config)
-    rule = RULES[layout]
     processor = VideoProcessor(
         images.kind,
         layout,
@@ -158,7 +166,7 @@ def read_video_processor(
         scale=settings.file.number("rescale_factor", 1 / 255),
         resampling=settings.resampling(rule.resampling),
         cap_tokens=_cap_tokens(settings, rule.cap_tokens),
-        time_per_second=_time_per_second(config) if rule.has_times else 0.0,
+        time_per_second=_time_per_second(config, rule) if rule.time_key else 0.0,
         **_sampling(settings, rule),
     )
     for key, own, other in (
@@ -293,9 +301,10 @@ def _cap_tokens(settings: ProcessorSettings, default: int) -> int:
     return settings.integer("max_video_tokens", default, 1, _MAX_TOKENS)
 
 
-def _time_per_second(config: ConfigReader) -> float:
-    key, vision = "tokens_per_second", config.object("vision_config")
-    number = float(vision.number(key, 4))
+def _time_per_second(config: ConfigReader, rule: VideoRule) -> float:
+    section, _, key = rule.time_key.rpartition(".")
+    reader = config.object(section) if section else config
+    number = float(reader.number(key, rule.time_per_second))
     if not 0 < number <= 1000:
-        raise ModelConfigError(f"{vision.where(key)}={number:g} must be from 0 to 1000{WAY_OUT}")
+        raise ModelConfigError(f"{reader.where(key)}={number:g} must be from 0 to 1000{WAY_OUT}")
     return number

@@ -1,6 +1,7 @@
 """Files that say how videos are prepared: which of them counts, what is missing, and what cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[s
         read(tmp_path, kind, video_preprocessor_config=values)
     assert words in str(found.value)
     assert "video_preprocessor_config.json" in str(found.value)
+
+
+def test_omni_models_have_bounds_of_their_class(tmp_path: Path):
+    """As transformers, which gives its video processor these in place of the file's."""
+    images = replace(media_processor(tmp_path, "qwen2_5_vl"), kind="qwen2_5_omni")
+    folder = tmp_path / "qwen2_5_vl"
+    found = read_video_processor(folder, images)
+    assert found is not None
+    assert (found.min_pixels, found.max_pixels, found.time_per_second) == (128 * 28 * 28, 768 * 28 * 28, 25.0)
+    given = read_video_processor(folder, images, {"size": SIZE})
+    assert given is not None
+    assert (given.min_pixels, given.max_pixels) == (4096, 50176)
+    (folder / "config.json").write_text('{"thinker_config": {"position_id_per_seconds": -1}}')
+    with pytest.raises(ModelConfigError, match="position_id_per_seconds"):
+        read_video_processor(folder, images)
 
 
 @pytest.mark.parametrize("rate", [0, -1, "x", 1e9, True])

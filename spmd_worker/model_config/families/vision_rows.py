@@ -122,7 +122,7 @@ def _qwen3_vl(
 
 def _qwen3_omni(files: VisionFiles) -> VisionConfig:
     names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
-    return _qwen3_vl(files, names=names)
+    return replace(_qwen3_vl(files, names=names), kind="qwen3_omni")
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -374,7 +374,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
 }
 """How config.json is read, by `Family.vision`."""
 VIDEO_ROWS: Final[dict[str, int | None]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), 151656),
     "qwen3_5": 248057,
     "llava_onevision": 151647,
     **dict.fromkeys(("glm4v", "glm4v_moe", "internvl", "smolvlm")),
