@@ -91,7 +91,7 @@ class ImagePrompts:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that take rows."""
-        return tuple([each for _, *ids in self.kinds for each in ids if each is not None])
+        return tuple(dict.fromkeys([each for _, *ids in self.kinds for each in ids if each is not None]))
 
     def takes(self, media: Sequence[MediumName]) -> bool:
         """Whether prompts may have all of these."""

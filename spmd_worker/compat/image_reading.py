@@ -15,7 +15,6 @@ from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.resolved import ResolvedRun
 
@@ -76,8 +75,8 @@ def video_cost(resolved: ResolvedRun) -> tuple[int, int, int, int] | None:
     processor, (height, width) = resolved.video_processor, _EXAMPLES[0]
     if processor is None:
         return None
-    lines, columns = (side // processor.unit for side in processor.frame_size(_EXAMPLE_FRAMES, height, width))
-    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // NUM_FRAMES * lines * columns
+    size = processor.frame_size(_EXAMPLE_FRAMES, height, width)
+    return _EXAMPLE_FRAMES, height, width, processor.num_tokens(_EXAMPLE_FRAMES, size)
 
 
 def media_limits(config: RunConfig) -> MediaLimits:

@@ -374,6 +374,7 @@ _RULES: Final = {
     "qwen2_5_vl": _QWEN,
     "exaone4_5": _QWEN,
     "qwen2_5_omni": _QWEN,
+    "qwen3_omni": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
     "kimi_k25": _Rule(kimi, (HALVES, HALVES), overrides=("max_patches", "size")),

@@ -29,7 +29,9 @@ def _qwen(processor: ImageProcessor) -> int:
 
 def most_frame_tokens(processor: VideoProcessor) -> int:
     """Tokens of two frames of a video of `processor`, or a little more than any have."""
-    unit = processor.unit**2 * (NUM_FRAMES if processor.timestamps else 1)
+    if processor.side:
+        return processor.tokens_per_frame + processor.rule.pools
+    unit = processor.unit**2 * (NUM_FRAMES if processor.rule.bounds_video else 1)
     return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
 
 
@@ -86,8 +88,8 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "exaone4_5"), _qwen),
-    **dict.fromkeys(("glm4v", "paddleocr_vl"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), _qwen),
+    **dict.fromkeys(("glm4v", "paddleocr_vl", "exaone4_5"), _qwen),
     "kimi_k25": _kimi,
     "lfm2_vl": _lfm2,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),

@@ -255,6 +255,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_5_vl": _qwen,
     "exaone4_5": _qwen,
     "qwen2_5_omni": _qwen,
+    "qwen3_omni": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
     "kimi_k25": _kimi,

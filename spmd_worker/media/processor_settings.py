@@ -163,6 +163,7 @@ _DEFAULTS: Final = {
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "exaone4_5": ("exaone4_5_vision", 0, 14),
     "qwen2_5_omni": ("qwen2_5_omni_vision_encoder", 0, 14),
+    "qwen3_omni": ("qwen3_omni_moe_vision_encoder", 0, 16),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
     "kimi_k25": ("kimi_k25_vision", 0, 14),

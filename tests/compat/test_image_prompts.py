@@ -99,7 +99,7 @@ def test_unanswerable_image_prompt_says_why(
 @pytest.mark.parametrize(("video_token_id", "words"), [(9, "images and videos are"), (None, "images are")])
 @pytest.mark.stress
 def test_only_models_with_videos_offer_them(images: ImagePrompts, video_token_id: int | None, words: str):
-    given = replace(images, video_token_id=video_token_id)
+    given = replace(images, kinds=(images.kinds[0]._replace(video_token_id=video_token_id),))
     with pytest.raises(MediaError, match=f"has x: only {words} supported, under 'image'"):
         media_of({"x": 1}, given)
 

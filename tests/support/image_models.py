@@ -176,6 +176,8 @@ def _write(folder: Path, kind: str) -> None:
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
     named = _NAMED_IDS_OF_GEMMA4 if kind.startswith("gemma4") else _NAMED_IDS
     names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
+    if video_token := PLACEHOLDERS[media_kind(kind)].video_token:
+        names["video_token_id"] = tokenizer.token_to_id(video_token)
     if sizes.get("vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}
@@ -193,7 +195,8 @@ def _write(folder: Path, kind: str) -> None:
 def template_of(kind: str) -> str:
     """A chat template that writes a placeholder for each part of an image or a video."""
     token, written = PLACEHOLDERS[media_kind(kind)].video_token, PLACEHOLDERS[media_kind(kind)].written
-    of_video = "{% elif part.type == 'video' %}<|vision_start|>" + token + "<|vision_end|>" if token else ""
+    around = ("<|vision_start|>", "<|vision_end|>") if kind.startswith("qwen") else ("", "")
+    of_video = "{% elif part.type == 'video' %}" + token.join(around) if token else ""
     return template_with("part.type == 'image'", written + of_video)
 
 

@@ -31,6 +31,7 @@ from spmd_worker.ranks.communicator import single_group
 
 _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] = {
     "qwen3_vl": Qwen3Tower,
+    "qwen3_omni": Qwen3Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "exaone4_5": Qwen2_5Tower,

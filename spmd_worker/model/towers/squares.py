@@ -141,7 +141,8 @@ class DeepseekTower(LlavaTower):
 
 class OnevisionTower(LlavaTower):
     """The image as one square, then its squares put together again, without what was padded, and a newline's row behind
-    each line. LLaVA-NeXT's has no most squares.
+    each line. LLaVA-NeXT's has no most squares. Frames of videos have half the lines and columns, and the newline's row
+    is behind the last one.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
@@ -150,6 +151,10 @@ class OnevisionTower(LlavaTower):
 
     def forward(self, image: ImagePixels) -> TowerRows:
         rows, newline = super().forward(image).rows.view(len(image.crops), self._side**2, -1), self.newline()
+        if image.frame:
+            side = -(-self._side // 2)
+            pooled = _scaled(rows[0].view(self._side, self._side, -1), side, side).flatten(0, 1)
+            return TowerRows(torch.cat((pooled, newline)) if image.frame > 1 else pooled)
         if len(rows) == 1:
             return TowerRows(torch.cat((rows[0], newline)))
         height, width = best_pinpoint(*image.size, self._config.pinpoints)
@@ -162,27 +167,32 @@ class OnevisionTower(LlavaTower):
 
     def _resampled(self, picture: Tensor) -> Tensor:
         """[lines, columns, H], of no more tokens than `max_crops` squares, about."""
-        lines, columns, size = picture.shape
+        lines, columns, _ = picture.shape
         if not self._config.max_crops:
             return picture
         ratio = math.sqrt(lines * columns / (self._config.max_crops * self._side**2))
         if ratio <= _MOST_GROWTH:
             return picture
-        new_lines, new_columns = int(lines // ratio), int(columns // ratio)
-        row_taps, column_taps = _taps(lines, new_lines), _taps(columns, new_columns)
-        taps = [
-            (
-                (row.unsqueeze(1) * columns + column).flatten().to(picture.device),
-                (row_weight.unsqueeze(1) * column_weight).flatten().to(picture.device),
-            )
-            for row, row_weight in row_taps
-            for column, column_weight in column_taps
-        ]
-        found = interpolated(picture.flatten(0, 1), taps)
-        return found.to(picture.dtype).view(new_lines, new_columns, size)
+        return _scaled(picture, int(lines // ratio), int(columns // ratio))
 
 
 _MOST_GROWTH = 1.1
+
+
+def _scaled(picture: Tensor, new_lines: int, new_columns: int) -> Tensor:
+    """[lines, columns, H] -> [new lines, new columns, H], bilinear."""
+    lines, columns, size = picture.shape
+    row_taps, column_taps = _taps(lines, new_lines), _taps(columns, new_columns)
+    taps = [
+        (
+            (row.unsqueeze(1) * columns + column).flatten().to(picture.device),
+            (row_weight.unsqueeze(1) * column_weight).flatten().to(picture.device),
+        )
+        for row, row_weight in row_taps
+        for column, column_weight in column_taps
+    ]
+    found = interpolated(picture.flatten(0, 1), taps)
+    return found.to(picture.dtype).view(new_lines, new_columns, size)
 
 
 def _taps(size: int, new_size: int) -> list[tuple[Tensor, Tensor]]:

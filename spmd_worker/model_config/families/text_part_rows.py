@@ -237,7 +237,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         ties_by_default=True,
         vision="internvl",
     ),
-    "Idefics3ForConditionalGeneration": _text_of("Idefics3", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
+    "Idefics3ForConditionalGeneration": _text_of("Idefics3", _SMOLVLM_NAMES, "llama", vision="idefics3"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
     "LlavaNextVideoForConditionalGeneration": _text_of(
         "LLaVA-NeXT-Video, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", tie_of_text="also"

@@ -122,7 +122,7 @@ def _qwen3_vl(
 
 def _qwen3_omni(files: VisionFiles) -> VisionConfig:
     names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
-    return _qwen3_vl(files, names=names)
+    return replace(_qwen3_vl(files, names=names), kind="qwen3_omni")
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -367,13 +367,19 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
+    "idefics3": smolvlm,
     "granite_docling": granite_docling,
     "lfm2_vl": lfm2_vl,
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
-VIDEO_ROWS: Final = {**dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656), "qwen3_5": 248057}
-"""Rows whose models take videos: the id that their class has for tokens of frames."""
+VIDEO_ROWS: Final[dict[str, int | None]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), 151656),
+    "qwen3_5": 248057,
+    "llava_onevision": 151647,
+    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl", "smolvlm")),
+}
+"""Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
@@ -421,7 +427,11 @@ def read_vision(
         found = VISION_ROWS[row](files)
         if row not in VIDEO_ROWS:
             return found
-        return replace(found, video_token_id=whole.count("video_token_id", VIDEO_ROWS[row]))
+        default = VIDEO_ROWS[row]
+        # Older files call it an index.
+        key = "video_token_id" if whole.get("video_token_index") is None else "video_token_index"
+        token_id = found.image_token_id if default is None else whole.count(key, default)
+        return replace(found, video_token_id=token_id)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
         return None
