@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.media.page_rules import MAX_CROPS, granite_docling, kimi, lfm2_vl, opened
+from spmd_worker.media.page_rules import (
+    MAX_CROPS,
+    aya_vision,
+    cohere2_vision,
+    granite_docling,
+    kimi,
+    lfm2_vl,
+    opened,
+)
 from spmd_worker.media.processor_settings import (
     MAX_SIDE,
     ProcessorSettings,
@@ -43,17 +51,17 @@ _SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)
 class ImageProcessor:
     """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
 
-    A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
-    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
-    of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most `longest_edge`, and black up
-    to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of `resize_unit` too.
-    The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge`
-    and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square first if set; DeepSeek-VL
-    pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-OneVision cut sizes of
-    `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles,
-    Llama 4 up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`; LFM2-VL makes `min_crops`
-    to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it `splits`; SmolVLM resizes the long
-    side to `longest_edge` and, if `splits`, cuts.
+    A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size`
+    of which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with
+    as many of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most `longest_edge`,
+    and black up to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of
+    `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
+    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
+    first if set; DeepSeek-VL pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-
+    OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL and Aya make
+    `min_crops` to `max_crops` tiles, Llama 4 and Command A up to `max_crops`, Granite-Docling `dense_crops` of
+    pages that fit `dense_rule`; LFM2-VL makes `min_crops` to `max_crops` tiles of images of more than `tolerance`
+    times `max_pixels`, if it `splits`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
     """
 
     kind: str
@@ -386,6 +394,8 @@ _RULES: Final = {
     "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
+    "aya_vision": _Rule(aya_vision, overrides=("max_patches", "min_patches")),
+    "cohere2_vision": _Rule(cohere2_vision, overrides=("max_patches", "crop_to_patches")),
     "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,

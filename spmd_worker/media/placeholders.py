@@ -94,7 +94,7 @@ class Placeholders:
         ids = list(token_ids)
         if not images:
             return ids
-        image_id, marker_id = self._id_of(self.image_token, encode), self._id_of(self.marker, encode)
+        image_id = self._id_of(self.image_token, encode)
         line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
         groups = by_source(images)
         around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
@@ -110,6 +110,7 @@ class Placeholders:
         if any(_is_video(each) and each[0].text.endswith("\n") for each in groups):
             rule = "give the prompt as text, or all tokens of its videos"
             raise MediaError(_MISMATCH, f"texts of videos join with those around them in this model: {rule}")
+        marker_id = self._id_of(self.marker, encode)
         num_markers = ids.count(marker_id) + ids.count(video_id)
         if num_markers != len(groups) or (marker_id != image_id and num_given):
             given = (
@@ -367,6 +368,9 @@ _INTERNVL: Final = (
     *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
     ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
 )
+_AYA_TOKENS: Final = tuple([f"<|{each}|>" for each in ("IMG_PATCH", "START_OF_IMG", "END_OF_IMG")])
+_AYA: Final = ("<image>", "<image>", "<|IMG_PATCH|>", ("<image>", *_AYA_TOKENS))
+_COMMAND_A: Final = ("<|IMG_PATCH|>", "<|IMG_PATCH|>", "<|IMG_PATCH|>", (*_AYA_TOKENS, "<|IMG_LINE_BREAK|>"))
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -397,6 +401,8 @@ PLACEHOLDERS: Final = {
         "llava": _LLAVA,
         "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
+        "aya_vision": _AYA,
+        "cohere2_vision": _COMMAND_A,
         "llama4": (
             *("<|image|>", "<|image|>", "<|patch|>"),
             ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
@@ -454,6 +460,19 @@ def gemma4_text(num_rows: int) -> str:
 def internvl_text(num_rows: int) -> str:
     """A token before and behind the image tokens."""
     return f"<img>{run_text('internvl', num_rows)}</img>"
+
+
+def aya_text(num_tiles: int, rows_per_tile: int) -> str:
+    """Tiles with their numbers, and the complete image behind several or alone."""
+    tile = run_text("aya_vision", rows_per_tile)
+    tiles = "".join([f"TILE_{number}{tile}" for number in range(1, num_tiles)])
+    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"
+
+
+def command_a_text(num_tiles: int, rows_per_tile: int) -> str:
+    """Tiles with a break behind each, the last of which is the complete image."""
+    tile = f"{run_text('cohere2_vision', rows_per_tile)}<|IMG_LINE_BREAK|>"
+    return f"<|START_OF_IMG|>{tile * num_tiles}<|END_OF_IMG|>"
 
 
 def pixtral_text(num_lines: int, num_columns: int) -> str:

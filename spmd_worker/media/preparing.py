@@ -157,11 +157,28 @@ def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Par
     """Tiles, and behind several the complete image."""
     side = processor.side
     lines, columns = sizes.tile_grid(*_size_of(pixels), side, processor.min_crops, processor.max_crops)
-    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
-    if len(crops) > 1:
-        crops.append(_squeezed(pixels, processor))
+    crops = _tiles(pixels, (lines, columns), processor)
     num_rows = processor.tokens_per_crop * len(crops)
     return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
+
+
+def _tiles(pixels: Pixels, grid: tuple[int, int], processor: ImageProcessor) -> list[Pixels]:
+    """Squares of the image at the size of `grid` of them, and behind several the complete image."""
+    height, width = (length * processor.side for length in grid)
+    crops = _cut(_resized(pixels, (height, width), processor), processor.side)
+    return [*crops, _squeezed(pixels, processor)] if len(crops) > 1 else crops
+
+
+def _cohere(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles of the nearest ratio (Aya), or that the image fits (Command A)."""
+    size, side, per_tile = _size_of(pixels), processor.side, processor.tokens_per_crop
+    if processor.kind == "aya_vision":
+        crops = _tiles(pixels, sizes.tile_grid(*size, side, processor.min_crops, processor.max_crops), processor)
+        text = placeholders.aya_text(len(crops), per_tile)
+    else:
+        crops = _tiles(pixels, sizes.cohere_grid(*size, side, processor.max_crops), processor)
+        text = placeholders.command_a_text(len(crops), per_tile)
+    return _Parts(crops, text, per_tile * len(crops))
 
 
 _MOST_TILES: Final = 16
@@ -193,9 +210,7 @@ def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
     ):
         most = processor.dense_crops
     lines, columns = sizes.tile_grid(*limits, min(least, most), most, _MOST_TILES)
-    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
-    if len(crops) > 1:
-        crops.append(_squeezed(pixels, processor))
+    crops = _tiles(pixels, (lines, columns), processor)
     text = placeholders.granite_text(lines, columns, processor.tokens_per_crop)
     return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
@@ -267,6 +282,8 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,
+    "aya_vision": _cohere,
+    "cohere2_vision": _cohere,
     "llama4": _llama4,
     "mistral3": _pixtral,
     "pixtral": _pixtral,

@@ -176,6 +176,8 @@ _DEFAULTS: Final = {
     "deepseek_vl": ("siglip_vision_model", 224, 16),
     "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
+    "aya_vision": ("siglip_vision_model", 384, 14),
+    "cohere2_vision": ("siglip_vision_model", 512, 16),
     "mistral3": ("pixtral", 1540, 14),
     "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),

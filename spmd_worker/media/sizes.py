@@ -253,6 +253,18 @@ def llama4_size(height: int, width: int, side: int, canvas: Size) -> Size:
     return limit_height, max(min(math.floor(kinds[0](width) * tall), limit_width), 1)
 
 
+def cohere_grid(height: int, width: int, side: int, max_tiles: int) -> Size:
+    """Lines and columns of tiles that an image fits with least growth, or else with least loss; of equals the fewest,
+    then the fewest columns.
+    """
+    numbers = range(1, max_tiles + 1)
+    grids = [(lines, columns) for columns in numbers for lines in numbers if lines * columns <= max_tiles]
+    grids.sort(key=lambda grid: grid[0] * grid[1])
+    scales = [min(columns * side / width, lines * side / height) for lines, columns in grids]
+    growing = [scale for scale in scales if scale >= 1]
+    return grids[scales.index(min(growing) if growing else max(scales))]
+
+
 def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:
     """Sides of at most `longest_edge`, then up to multiples of `unit`."""
     ratio = max(height / longest_edge, width / longest_edge)

@@ -27,6 +27,7 @@ from family_checkpoints import (
 from family_checks import check_views_of_ranks, ids_and_logprobs, joined_logits, readings_of, without_each
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
+from logit_scales import scale_logits
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
@@ -348,6 +349,8 @@ OWN_SIZES = {
     "NemotronForCausalLM": {"num_key_value_heads": 64},
     "CohereForCausalLM": {"vocab_size": 256_000},
     "Cohere2ForCausalLM": {"vocab_size": 256_000},
+    "AyaVisionForConditionalGeneration": {"model_type": "cohere2"},
+    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2"},
     "StableLmForCausalLM": {"hidden_size": 512},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
     "MinistralForCausalLM": {"head_dim": 8},
@@ -495,6 +498,8 @@ TIED_BY_DEFAULT = {
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "GraniteDoclingForConditionalGeneration": "granite_docling",
+    "AyaVisionForConditionalGeneration": "aya_vision",
+    "Cohere2VisionForConditionalGeneration": "cohere2_vision",
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
@@ -608,6 +613,7 @@ def test_head_is_tied_by_default_without_stored_head(name: str, tmp_path: Path):
             save_file(other, folder / "model.safetensors", {"format": "pt"})
             ours = prompt_logits(load_model(folder), prompts)
             theirs = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            theirs = scale_logits(theirs)
             for prompt, logits, with_embedding in zip(prompts, ours, tied, strict=True):
                 with torch.no_grad():
                     right = theirs(torch.tensor([prompt]), use_cache=False).logits[0].float()

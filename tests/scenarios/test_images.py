@@ -505,6 +505,8 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                     "granite_docling",
                     "exaone4_5",
                     "lfm2_vl",
+                    "aya_vision",
+                    "cohere2_vision",
                     "deepseek_vl",
                     "lighton_ocr",
                     "llama4",

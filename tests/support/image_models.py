@@ -14,7 +14,9 @@ import torch
 import transformers
 from content_templates import template_with
 from kimi_names import restore_layers
+from logit_scales import scale_logits
 from media_models import (
+    COHERE_SPECIAL,
     EXAONE_SPECIAL,
     GEMMA4_SPECIAL,
     KIMI_SPECIAL,
@@ -91,6 +93,8 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "pad_token_id": 3,
     },
     "granite_docling": {"num_hidden_layers": 4},
+    "aya_vision": {"sliding_window": 24},
+    "cohere2_vision": {"sliding_window": 24},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "qwen4": {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": [3], "eos_token_id": 5},
@@ -129,6 +133,8 @@ def tokenizer_of_images(kind: str) -> Tokenizer:
         return byte_tokenizer(*EXAONE_SPECIAL)
     if kind == "lfm2_vl":
         return byte_tokenizer(*LFM2_SPECIAL)
+    if kind in ("aya_vision", "cohere2_vision"):
+        return byte_tokenizer(*COHERE_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
@@ -143,7 +149,8 @@ def image_reference(kind: str) -> "PreTrainedModel":
     model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
     if kind == "gemma4_unified":
         _correct_masks()
-    return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+    return scale_logits(model)
 
 
 def _correct_masks() -> None:

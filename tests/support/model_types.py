@@ -86,6 +86,8 @@ MODEL_TYPES: Final = {
     "Jais2ForCausalLM": "jais2",
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
+    "AyaVisionForConditionalGeneration": "aya_vision",
+    "Cohere2VisionForConditionalGeneration": "cohere2_vision",
     "StableLmForCausalLM": "stablelm",
     "PhiForCausalLM": "phi",
     "GPTNeoXForCausalLM": "gpt_neox",

@@ -229,6 +229,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             | {"use_qk_norm": True, "use_mean_pooling": False, "layer_norm_eps": 0.03}
         },
     ),
+    "aya_vision": (
+        "AyaVision",
+        {"model_type": "cohere2", "layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 56, "model_type": "siglip_vision_model"}}
+        | {"adapter_layer_norm_eps": 0.05, "alignment_intermediate_size": 40},
+    ),
+    "aya_vision_inner": (
+        "AyaVision",
+        {"model_type": "cohere", "layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 84, "model_type": "siglip_vision_model"}}
+        | {"vision_feature_layer": -2, "downsample_factor": 3},
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        {"layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 56, "model_type": "siglip_vision_model"}}
+        | {"alignment_intermediate_size": 72},
+    ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
     "lighton_ocr": (
         "LightOnOcr",
@@ -395,6 +413,8 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
 
 _BOUNDS = {"input_min": -1.2, "input_max": 1.4, "output_min": -1.6, "output_max": 1.8}
 """Bounds of Gemma 4's linear layers."""
+OF_TILES = ("internvl", "smolvlm", "idefics3", "llama4", "granite", "aya_vision", "cohere2_vision")
+"""Beginnings of cases whose images may be several squares."""
 OF_PICTURES = ("llava_next", "llava_onevision")
 """Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
@@ -418,10 +438,7 @@ def image_of(name: str, number: int) -> ImagePixels:
         return ImagePixels(crops, sizes[number][0], (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
-    size, count = (
-        SIZES[number],
-        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4", "granite")) else 1,
-    )
+    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(OF_TILES) else 1
     if name.startswith(OF_PICTURES):
         height, width = best_pinpoint(*size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2

@@ -17,6 +17,7 @@ from spmd_worker.model.towers.naflex import NaflexTower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import (
+    CohereTower,
     DeepseekTower,
     Gemma3Tower,
     InternvlTower,
@@ -47,6 +48,8 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "deepseek_vl": DeepseekTower,
     "llava_next": OnevisionTower,
     "llava_onevision": OnevisionTower,
+    "aya_vision": CohereTower,
+    "cohere2_vision": CohereTower,
     "internvl": InternvlTower,
     "mistral3": Mistral3Tower,
     "lighton_ocr": LightonTower,

@@ -1,5 +1,5 @@
 """Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-NeXT,
-LLaVA-OneVision, SmolVLM and Idefics3; InternVL.
+LLaVA-OneVision, SmolVLM and Idefics3, Aya Vision and Command A Vision; InternVL.
 
 Squares of an image are sequences of one call, which do not see each other. C: squares; N: patches of a square; E: width
 of the tower; H: hidden size of the text.
@@ -14,7 +14,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.media.sizes import best_pinpoint
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import ImageSequences
-from spmd_worker.model.towers.layers import TowerLinear, TowerNorm, TowerTable, TransposedLinear
+from spmd_worker.model.towers.layers import JoinedGates, TowerLinear, TowerNorm, TowerTable, TransposedLinear
 from spmd_worker.model.towers.pixels import PixelTable, patches_of
 from spmd_worker.model.towers.tower import Tower, TowerRows
 from spmd_worker.model.towers.trunk import PatchEmbedding, Trunk, interpolated
@@ -224,6 +224,23 @@ class SmolvlmTower(SquareTower):
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projection(self._merged(self._squares(image))))
+
+
+class CohereTower(SquareTower):
+    """Squares of patches, gates of one linear layer, and a second one; a norm before them if it `norms_tokens`."""
+
+    def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
+        super().__init__(context, vision)
+        config, width = self._config, self._config.hidden_size * vision.merge_size**2
+        norm, first, second = config.names.projector
+        self.norm = TowerNorm(context, norm, width, "layer", config.projector_eps) if config.norms_tokens else None
+        inner, activation = config.projector_size, config.projector_activation
+        self.gates = JoinedGates(context, first, width, inner, activation, has_bias=True)
+        self.second = TowerLinear(context, ((second, hidden_size),), (inner,), has_bias=True)
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        tokens = self._merged(self._squares(image))
+        return TowerRows(self.second(self.gates(tokens if self.norm is None else self.norm(tokens))))
 
 
 class InternvlTower(SquareTower):

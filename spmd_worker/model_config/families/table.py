@@ -272,10 +272,6 @@ _PREFIX: Final = (
     "tokens of its prompts see those behind them too, and none of its prompts is without an image; for text alone give "
     "the checkpoint of a Gemma"
 )
-_LOGIT_SCALE: Final = (
-    "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
-    "its language model"
-)
 _TASKS: Final = (
     "its adapters of tasks are parts of its weights, which its authors' code selects; give transformers' form of it, "
     "such as jina-embeddings-v3-hf, and adapters in PEFT's format"
@@ -317,7 +313,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         "Nemotron3_5TranscribeForConditionalGeneration",
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
-    _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _TASKS: ("XLMRobertaLoRA",),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),

@@ -15,7 +15,14 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.kimi_vision import kimi_k25
-from spmd_worker.model_config.families.siglip_rows import deepseek_vl, granite_docling, lfm2_vl, paddleocr_vl
+from spmd_worker.model_config.families.siglip_rows import (
+    aya_vision,
+    cohere2_vision,
+    deepseek_vl,
+    granite_docling,
+    lfm2_vl,
+    paddleocr_vl,
+)
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -364,6 +371,8 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "internvl": internvl,
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
@@ -406,6 +415,7 @@ _WITHOUT_DEFAULT: Final = (
     "glm_ocr",
     "paddleocr_vl",
     "llama4",
+    "aya_vision",
 )
 """Rows of classes that have no tower by default, or one that fits no text."""
 

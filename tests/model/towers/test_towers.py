@@ -1,6 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.registry import build_model
 from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, naflex, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
-from spmd_worker.model.towers.layers import TowerLinear, TowerTable
+from spmd_worker.model.towers.layers import JoinedGates, TowerLinear, TowerTable
+from spmd_worker.model.towers.squares import SquareTower
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -146,6 +149,8 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
+    "aya_vision": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 1e-6}, {"projector_activation": "gelu"}],
+    "cohere2_vision": [{"eps": 1e-6}, {"num_heads": 1}, {"projector_activation": "gelu"}],
     "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
     "lighton_ocr": [{"projector_eps": 1e-6}, {"projector_activation": "silu"}, {"rope_theta": 100.0}],
@@ -194,6 +199,7 @@ right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 right_resampled, right_taps = glm.resampled, qwen._taps
 right_sines = granite.square_positions
+right_halves, right_merged = JoinedGates.weight_slices, SquareTower._merged
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -205,6 +211,13 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
 def exchanged_angles(rows: Tensor, columns: Tensor, *rest: Any, **kinds: Any) -> Any:
     """Angles of lines and columns exchanged."""
     return right_angles(columns, rows, *rest, **kinds)
+
+
+def exchanged_halves(gates: JoinedGates, prefix: str) -> Iterator[WeightSlice]:
+    """Rows of gate and up in each other's place."""
+    slices = list(right_halves(gates, prefix))
+    for each, other in zip(slices, (slices[index ^ 1] for index in range(len(slices))), strict=True):
+        yield replace(each, source=other.source)
 
 
 MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
@@ -252,6 +265,11 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         *("granite_docling", granite, "square_positions"),
         lambda side, size: right_sines(side, size).roll(size // 2, 1),
     ),
+    "halves of the gates exchanged": ("aya_vision", JoinedGates, "weight_slices", exchanged_halves),
+    "patches of a token exchanged": (
+        *("cohere2_vision", SquareTower, "_merged"),
+        lambda tower, x: right_merged(tower, x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2)),
+    ),
     "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
 
@@ -260,7 +278,7 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
 def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
     name, *patched = MISTAKES[mistake]
-    if patched[1] == "square_positions":
+    if patched[1] in ("square_positions", "weight_slices"):
         # Made with the tower.
         monkeypatch.setattr(*patched)
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
@@ -375,12 +393,12 @@ def model_of_files(config: ModelConfig, folder: Path, files: dict[str, Tensor]) 
     return model
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision", "lfm2_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision", "lfm2_vl", "cohere2_vision"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
     older = {each.replace("vision_tower.", "vision_tower.vision_model."): tensor for each, tensor in files.items()}
-    top = "model." * (name == "lfm2_vl")
+    top = "model." * (name in ("lfm2_vl", "cohere2_vision"))
     older[f"{top}vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
     model, image = model_of_files(config_of(name), tmp_path, older), image_of(name, 0)
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
