@@ -39,7 +39,7 @@ from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
-from spmd_worker.model.layers.rotary import RotaryEmbedding
+from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
 from spmd_worker.model.pooler import Pooler
@@ -133,8 +133,13 @@ class DecoderStack(nn.Module):
             index if layer.kv_layer is None else layer.kv_layer - stage.start
             for index, layer in enumerate(model_config.layers[stage.start : stage.stop])
         ]
+        self.rope_factors: RopeFactors | None = None
+        if any(rope.has_learned_factors for rope in model_config.ropes):
+            assert len(model_config.ropes) == 1, "one rope has learned factors"
+            self.rope_factors = RopeFactors(context, model_config.ropes[0])
+        max_positions = model_config.max_position_embeddings
         self._rotaries = tuple(
-            RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
+            RotaryEmbedding(rope, max_positions, context.device, self.rope_factors) for rope in model_config.ropes
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size

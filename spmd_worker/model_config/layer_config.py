@@ -290,6 +290,10 @@ class IndexerConfig:
     `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent.
     The first numbers of both are rotated like the layer's queries, as many; neighbours are paired if `is_interleaved`.
     A layer whose choice `is_shared` takes that of the layer before it, and has no projections and no such key.
+    `norms_input`: queries come from the layer's input, in a norm of its own, not from the latent of queries.
+
+    A token has `num_slots` such keys beside its latent, one for each indexer of the layers that read that latent, of
+    which the layer's own is at `slot`.
     """
 
     num_heads: int
@@ -297,6 +301,9 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
+    norms_input: bool = False
+    slot: int = 0
+    num_slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +312,9 @@ class LatentConfig:
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state. An `indexer`, which needs that latent, chooses the keys.
+    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`. An `indexer` chooses the keys;
+    without `norms_input` it needs the latent of queries. `grows_by_head`: queries of each head, and those of each of an
+    indexer's heads, are multiplied by scale * log(1 + position) + bias, two numbers of the head.
     """
 
     rank: int
@@ -314,6 +323,8 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
     indexer: IndexerConfig | None = None
+    norm_eps: float = LATENT_NORM_EPS
+    grows_by_head: bool = False
 
     @property
     def query_size(self) -> int:
@@ -329,6 +340,11 @@ class LatentConfig:
     def own_indexer(self) -> IndexerConfig | None:
         """The indexer, if the layer does not take the choice of another."""
         return None if self.indexer is None or self.indexer.is_shared else self.indexer
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of all indexers' keys that are cached beside a latent."""
+        return 0 if self.indexer is None else self.indexer.num_slots * self.indexer.head_size
 
 
 @dataclass(frozen=True, slots=True)

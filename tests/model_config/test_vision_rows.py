@@ -38,6 +38,7 @@ CLASSES = {
     "llama4": ("Llama4Config", 5120),
     "internvl": ("InternVLConfig", 896),
     "mistral3": ("Mistral3Config", 4096),
+    "mistral_large4": ("MistralLarge4Config", 6144),
     "smolvlm": ("SmolVLMConfig", 2048),
     "granite_docling": ("GraniteDoclingConfig", 1024),
     "lfm2_vl": ("Lfm2VlConfig", 2560),

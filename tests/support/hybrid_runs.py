@@ -13,14 +13,15 @@ from our_model import next_batch
 from torch import Tensor, nn
 
 from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.cache_spec import BlockLayer
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
-from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
+from spmd_worker.ops.attention.backend import block_shape_of
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
@@ -176,7 +177,8 @@ def _cache(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tens
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:
         return None
-    has_values = not isinstance(attention, LatentAttention)
-    sizes = attention.num_kv_heads, BLOCK_SIZE, attention.head_size
-    shape = attention._backend.block_shape(*sizes, has_values=has_values)
+    size, latent = attention.head_size, layer.config.latent
+    index_size = 0 if latent is None else latent.index_size
+    kept = BlockLayer(attention.num_kv_heads, size, size if latent is None else 0, index_size)
+    shape = block_shape_of(attention._backend, kept, BLOCK_SIZE)
     return torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype)

@@ -54,12 +54,15 @@ class ChosenKeys:
         self._backend, self._kernels, self._latent, self._indexer = backend, kernels, latent, latent.indexer
 
     def parts_of(self, layer_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a cache [blocks, block elements]: latents [blocks, *block_shape], and [blocks, block size, Di]."""
-        key_size, size = self._latent.key_size, self._indexer.head_size
+        """Views of a cache [blocks, block elements]: latents [blocks, *block_shape], and [blocks, block size, Di], the
+        layer's own of the indexers' keys, if it has one.
+        """
+        key_size, size, slot = self._latent.key_size, self._latent.index_size, self._indexer.slot
         block_size = layer_cache.shape[1] // (key_size + size)
         latents, keys = layer_cache.split_with_sizes([block_size * key_size, block_size * size], dim=1)
         shape = self._backend.block_shape(1, block_size, key_size, has_values=False)
-        return latents.view(len(latents), *shape), keys.view(len(keys), block_size, size)
+        of_slots = keys.view(len(keys), block_size, self._indexer.num_slots, -1)
+        return latents.view(len(latents), *shape), of_slots[:, :, slot]
 
     def leaves_out(self, metadata: AttentionMetadata) -> bool:
         """Whether any token of a step sees fewer keys than there are."""

@@ -55,6 +55,7 @@ class CheckpointNames:
             "model.embed_token_types": names.token_types,
             "model.embedding_norm": names.embedding_norm,
             "model.norm": names.norm,
+            "model.rope_factors": names.rope_factors,
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
             "model.relative_bias": names.relative_bias,

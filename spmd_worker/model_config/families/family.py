@@ -65,7 +65,8 @@ class Names:
     `distances` those of the table and the norm of `LayerConfig.distances`.
     `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
     leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
-    files may have any of them, or one in its place.
+    files may have any of them, or one in its place. `rope_factors` is the module of
+    `RopeParameters.has_learned_factors`.
     """
 
     embedding: str = "model.embed_tokens"
@@ -105,6 +106,7 @@ class Names:
     distances: tuple[str, str] = ("", "")
     head_bias: str = ""
     embedding_copies: tuple[str, ...] = ()
+    rope_factors: str = ""
     audio: AudioNames = AudioNames()
 
     def canonical(self, name: str) -> str:

@@ -35,6 +35,7 @@ from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.mistral_large_rows import MISTRAL_LARGE_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
@@ -244,6 +245,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **OMNI_ROWS,
     **LATENT_ROWS,
+    **MISTRAL_LARGE_ROWS,
     **SPARSE_ROWS,
     **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,

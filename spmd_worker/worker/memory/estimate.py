@@ -88,6 +88,7 @@ def weights_bytes(
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
         tables += 0 if layer.distances is None else layer.distances.elements(hidden)
+    float32_bytes += model_config.num_rope_parameters * DTYPE_BYTES["float32"]
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
@@ -375,6 +376,7 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         if indexer is not None and indexer.num_chosen < model_config.max_model_len:
             # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
             elements += 2 * indexer.num_chosen + share.num_heads * (layer.head_size + layer.latent.rank)
+            elements += model_config.hidden_size * indexer.norms_input
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
@@ -486,8 +488,7 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
-        indexer = layer.latent.own_indexer
-        return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
+        return BlockLayer(1, layer.latent.key_size, 0, layer.latent.index_size)
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 
