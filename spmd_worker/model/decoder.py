@@ -123,6 +123,7 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._carries_outputs = any(each.experts and each.experts.skips_layer for each in model_config.layers)
         self._shares_choice = any(layer.takes_choice for layer in model_config.layers)
         self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
@@ -217,6 +218,7 @@ class DecoderStack(nn.Module):
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
+        carried: list[Tensor] | None = [] if self._carries_outputs else None
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -232,6 +234,8 @@ class DecoderStack(nn.Module):
                 options["routes"] = routes
             if choice is not None:
                 options["choice"] = choice
+            if carried is not None:
+                options["carried"] = carried
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]

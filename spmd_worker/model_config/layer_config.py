@@ -59,6 +59,10 @@ class ExpertsConfig:
     `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
     own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
     normed before they are added, and weights are multiplied by a number of each expert.
+
+    With `skips_layer` (LongCat-Flash) the layer has a dense feed-forward too, and the output of experts is added to the
+    stream behind the layer after it. A token may also choose one of `num_identity` experts behind the others, which
+    have no weights and whose output is their input.
     """
 
     num_experts: int
@@ -84,6 +88,13 @@ class ExpertsConfig:
     jitter: float = 0.0
     bound: float = 0.0
     are_beside_dense: bool = False
+    skips_layer: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a token chooses from."""
+        return self.num_experts + self.num_identity
 
     @property
     def weighs_inputs(self) -> bool:
@@ -97,8 +108,8 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
-        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
+        biases = self.num_choices * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        return (self.num_choices + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -312,7 +323,8 @@ class LatentConfig:
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`. An `indexer` chooses the keys;
+    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`, and normed latents of keys are
+    multiplied by `multiplier`. An `indexer` chooses the keys;
     without `norms_input` it needs the latent of queries. `grows_by_head`: queries of each head, and those of each of an
     indexer's heads, are multiplied by scale * log(1 + position) + bias, two numbers of the head.
     """
@@ -324,6 +336,7 @@ class LatentConfig:
     query_rank: int = 0
     indexer: IndexerConfig | None = None
     norm_eps: float = LATENT_NORM_EPS
+    multiplier: float = 1.0
     grows_by_head: bool = False
 
     @property
@@ -525,7 +538,8 @@ class LayerConfig:
     @property
     def has_dense(self) -> bool:
         """Whether the layer has a dense feed-forward, alone or beside experts."""
-        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
+        experts = self.experts
+        return self.has_feed_forward and (experts is None or experts.are_beside_dense or experts.skips_layer)
 
     @property
     def has_states(self) -> bool:
@@ -583,4 +597,5 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
-        return is_plain and not (self.is_parallel or self.has_cross_attention)
+        skips = self.experts is not None and self.experts.skips_layer
+        return is_plain and not (self.is_parallel or self.has_cross_attention or skips)

@@ -19,7 +19,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     bias = layer.relative_bias
     others += 0 if bias is None else bias.elements(share.num_heads, of_layer=True)
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
-    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.experts.are_beside_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar

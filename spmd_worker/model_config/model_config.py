@@ -217,8 +217,15 @@ class ModelConfig:
         """Numbers of `layers` in the checkpoint."""
         if self.shares_layers:
             return (0,) * self.num_layers
+        if self.layers_in_one > 1:
+            return tuple([index // self.layers_in_one for index in range(self.num_layers)])
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
+
+    @property
+    def layers_in_one(self) -> int:
+        """Layers that are one in the checkpoint, and on one pipeline stage."""
+        return self._family.names.layers_in_one
 
     @property
     def num_embeddings(self) -> int:

@@ -36,6 +36,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.latent_attention import LatentAttention, LatentProjection
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
+from spmd_worker.model_config.families.longcat_rows import LONGCAT_ROWS
 from spmd_worker.model_config.families.mistral_large_rows import MISTRAL_LARGE_ROWS
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -77,7 +78,8 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     [
         *(("deepseek_v3", "float32"), ("mistral4", "bfloat16"), ("mistral_large4", "float32")),
         pytest.param("deepseek_v32", "float32", marks=pytest.mark.stress),
-        pytest.param("mistral_large4", "bfloat16", marks=pytest.mark.stress),
+        ("longcat_flash", "float32"),
+        *(pytest.param(each, "bfloat16", marks=pytest.mark.stress) for each in ("mistral_large4", "longcat_flash")),
         *(pytest.param("glm_moe_dsa", each, marks=pytest.mark.stress) for each in ("float32", "bfloat16")),
         pytest.param("glm_moe_dsa_shared", "bfloat16", marks=pytest.mark.stress),
         pytest.param("deepseek_v32", "bfloat16", marks=pytest.mark.stress),
@@ -151,7 +153,7 @@ def test_absorbed_attention_equals_expanded():
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v3", "mistral_large4_plain"),
+        *("deepseek_v3", "mistral_large4_plain", "longcat_flash"),
         *(pytest.param(each, marks=pytest.mark.stress) for each in ("deepseek_v2_lite", "deepseek_v32", "glm_moe_dsa")),
     ],
 )
@@ -180,7 +182,7 @@ outputs = partial(ids_and_logprobs, params=GREEDY)
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v3", "mistral_large4"),
+        *("deepseek_v3", "mistral_large4", "longcat_flash"),
         *(pytest.param(each, marks=pytest.mark.stress) for each in ("deepseek_v32", "glm_moe_dsa_shared")),
     ],
 )
@@ -207,7 +209,7 @@ def all_equal(one: DecoderForCausalLM, other: DecoderForCausalLM) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v3", "mistral_large4"),
+        *("deepseek_v3", "mistral_large4", "longcat_flash"),
         *(pytest.param(each, marks=pytest.mark.stress) for each in ("kimi_k25", "deepseek_v32")),
     ],
 )
@@ -384,6 +386,9 @@ MISTAKES: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "a key too few": ("deepseek_v32", with_indexer(num_chosen=11)),
     "neighbours are rotated": ("deepseek_v32", with_indexer(is_interleaved=True)),
     "halves are rotated by an indexer": ("glm_moe_dsa", with_indexer(is_interleaved=False)),
+    "latents that are not multiplied": ("longcat_flash", with_latent(multiplier=1.0)),
+    "queries that are not multiplied": ("longcat_flash", with_scale(lambda layer: 48)),
+    "identity experts' weights are renormalised": ("longcat_flash", with_experts(renormalises=True)),
     "norms of latents with the usual epsilon": ("mistral_large4", with_latent(norm_eps=1e-6)),
     "logits without a bound": ("mistral_large4", lambda config: replace(config, logit_cap=0.0)),
 }
@@ -424,6 +429,8 @@ _UNSEEN = ("models", "defaults", "required", "names.ignores_later_layers", "vari
 SAME_FUNCTION = {
     # Stacks that are as in memory are read without it too; what is viewed and saved has other names.
     ("Mistral4ForCausalLM", "names.stacked"),
+    # A head for drafts.
+    ("LongcatFlashForCausalLM", "names.ignored_prefixes"),
     # Names in memory, by which weights are updated.
     *(("MistralLarge4ForConditionalGeneration", f"names.{each}") for each in ("aliases", "layer_aliases")),
 }
@@ -460,7 +467,7 @@ def readings(architecture: str) -> list[Any]:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("architecture", [*LATENT_ROWS, *MISTRAL_LARGE_ROWS])
+@pytest.mark.parametrize("architecture", [*LATENT_ROWS, *MISTRAL_LARGE_ROWS, *LONGCAT_ROWS])
 def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if architecture.startswith(f"{family}For")]
     right, silent = readings(architecture), []
@@ -537,7 +544,7 @@ def test_invalid_latent_keys_are_rejected_by_key(family: str, keys: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mistral_large4"]
+    "name", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "mistral_large4", "longcat_flash"]
 )
 def test_planned_weights_equal_parameters(name: str):
     config = read_model_files(latent_folder(name)).model_config

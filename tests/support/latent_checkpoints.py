@@ -103,6 +103,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralLarge4",
         {**LATENT, **_EXPERTS, **_INDEXER, "num_hidden_layers": 4, "first_k_dense_replace": 2},
     ),
+    # Experts 8 to 12 are identities.
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "q_lora_rank": 32,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 32,
+        }
+        | {"n_routed_experts": 8, "zero_expert_num": 5, "moe_topk": 5, "routed_scaling_factor": 3.0},
+    ),
+    "longcat_flash_yarn": (
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "q_lora_rank": 48,
+            "ffn_hidden_size": 32,
+            "expert_ffn_hidden_size": 48,
+        }
+        | {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2, "attention_bias": True}
+        | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
     "kimi_k25": (
         "Kimi_K25",
         {**_K2, "first_k_dense_replace": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},

@@ -200,12 +200,13 @@ class LatentAttention(nn.Module):
         return output
 
     def _keys(self, norm: RMSNorm, latents: Tensor, angles: Angles | None) -> Tensor:
-        """[T, C + R] as projected -> [T, 1, C + R], the first part normed, the other rotated."""
+        """[T, C + R] as projected -> [T, 1, C + R], the first part normed and multiplied, the other rotated."""
         values, key_part = latents.tensor_split([self._latent.rank], dim=1)
         key_part = key_part.unsqueeze(1)
         if angles is not None:
             key_part = angles.rotate(self._kernels, key_part)
-        return torch.cat((norm(values).unsqueeze(1), key_part), dim=-1)
+        normed = norm(values) if self._latent.multiplier == 1.0 else norm(values) * self._latent.multiplier
+        return torch.cat((normed.unsqueeze(1), key_part), dim=-1)
 
     def _query(self, projected: Tensor, angles: Angles | None, log_lengths: Tensor | None) -> Tensor:
         """[T, H * (N + R)] -> [T, H, C + R], absorbed."""

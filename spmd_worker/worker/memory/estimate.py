@@ -423,10 +423,11 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
-        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
+        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * (experts.are_beside_dense or experts.skips_layer))
+        * model_config.hidden_size
         + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
-        + 12 * experts.num_experts
+        + 12 * experts.num_choices
         for layer in dict.fromkeys(model_config.layers)
         if (experts := layer.experts) is not None
     ]
