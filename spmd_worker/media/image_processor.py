@@ -324,7 +324,7 @@ def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
 
 
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    is_merged = model.get("model_type") == "mistral3" or "spatial_merge_size" in model.config
+    is_merged = model.get("model_type") in ("mistral3", "mistral_large4") or "spatial_merge_size" in model.config
     merge = model.count("spatial_merge_size", 2) if is_merged else 1
     longest = settings.side("size", "longest_edge", 1024)
     unit = tower.patch * merge

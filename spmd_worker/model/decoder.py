@@ -39,7 +39,7 @@ from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
-from spmd_worker.model.layers.rotary import RotaryEmbedding
+from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding
 from spmd_worker.model.layers.run_indexer import step_runs
 from spmd_worker.model.layers.streams import StreamMixer
 from spmd_worker.model.layers.weight_slice import WeightSlice
@@ -131,6 +131,7 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._carries_outputs = any(each.experts and each.experts.skips_layer for each in model_config.layers)
         self._shares_choice = any(layer.takes_choice for layer in model_config.layers)
         self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
@@ -141,8 +142,13 @@ class DecoderStack(nn.Module):
             index if layer.kv_layer is None else layer.kv_layer - stage.start
             for index, layer in enumerate(model_config.layers[stage.start : stage.stop])
         ]
+        self.rope_factors: RopeFactors | None = None
+        if any(rope.has_learned_factors for rope in model_config.ropes):
+            assert len(model_config.ropes) == 1, "one rope has learned factors"
+            self.rope_factors = RopeFactors(context, model_config.ropes[0])
+        max_positions = model_config.max_position_embeddings
         self._rotaries = tuple(
-            RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
+            RotaryEmbedding(rope, max_positions, context.device, self.rope_factors) for rope in model_config.ropes
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
@@ -228,6 +234,7 @@ class DecoderStack(nn.Module):
             firsts = None if rope_positions is None else rope_positions[3:]
             of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
             of_streams["runs"] = step_runs(*of_runs)
+        carried: list[Tensor] | None = [] if self._carries_outputs else None
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -243,6 +250,8 @@ class DecoderStack(nn.Module):
                 options["routes"] = routes
             if choice is not None:
                 options["choice"] = choice
+            if carried is not None:
+                options["carried"] = carried
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]

@@ -61,6 +61,10 @@ class ExpertsConfig:
     `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
     own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
     normed before they are added, and weights are multiplied by a number of each expert.
+
+    With `skips_layer` (LongCat-Flash) the layer has a dense feed-forward too, and the output of experts is added to the
+    stream behind the layer after it. A token may also choose one of `num_identity` experts behind the others, which
+    have no weights and whose output is their input.
     """
 
     num_experts: int
@@ -86,6 +90,13 @@ class ExpertsConfig:
     jitter: float = 0.0
     bound: float = 0.0
     are_beside_dense: bool = False
+    skips_layer: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a token chooses from."""
+        return self.num_experts + self.num_identity
 
     @property
     def weighs_inputs(self) -> bool:
@@ -99,8 +110,8 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
-        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
+        biases = self.num_choices * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        return (self.num_choices + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -292,10 +303,14 @@ class IndexerConfig:
     `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent,
     or its keys and values. The first numbers of both are rotated like the layer's queries, as many; neighbours are
     paired if `is_interleaved`. A layer whose choice `is_shared` takes that of the layer before it, and has no
-    projections and no such key.
+    projections and no such key. `norms_input`: queries come from the layer's input, in a norm of its own, not from the
+    latent of queries.
 
     With `run_length` above 1 keys are chosen by runs of so many tokens, and a run has one key, the normed mean of its
     tokens'. Tokens behind the last complete run are seen besides.
+
+    A token has `num_slots` such keys beside its latent, one for each indexer of the layers that read that latent, of
+    which the layer's own is at `slot`.
     """
 
     num_heads: int
@@ -303,7 +318,15 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
+    norms_input: bool = False
+    slot: int = 0
+    num_slots: int = 1
     run_length: int = 1
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers of all indexers' keys that are cached of a token."""
+        return self.num_slots * self.head_size
 
     @property
     def num_runs(self) -> int:
@@ -322,7 +345,10 @@ class LatentConfig:
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state. An `indexer`, which needs that latent, chooses the keys.
+    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`, and normed latents of keys are
+    multiplied by `multiplier`. An `indexer` chooses the keys; without
+    `norms_input` it needs the latent of queries. `grows_by_head`: queries of each head, and those of each of an
+    indexer's heads, are multiplied by scale * log(1 + position) + bias, two numbers of the head.
     """
 
     rank: int
@@ -331,6 +357,9 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
     indexer: IndexerConfig | None = None
+    norm_eps: float = LATENT_NORM_EPS
+    multiplier: float = 1.0
+    grows_by_head: bool = False
 
     @property
     def query_size(self) -> int:
@@ -346,6 +375,11 @@ class LatentConfig:
     def own_indexer(self) -> IndexerConfig | None:
         """The indexer, if the layer does not take the choice of another."""
         return None if self.indexer is None or self.indexer.is_shared else self.indexer
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of all indexers' keys that are cached beside a latent."""
+        return 0 if self.indexer is None else self.indexer.cached_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,7 +566,8 @@ class LayerConfig:
     @property
     def has_dense(self) -> bool:
         """Whether the layer has a dense feed-forward, alone or beside experts."""
-        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
+        experts = self.experts
+        return self.has_feed_forward and (experts is None or experts.are_beside_dense or experts.skips_layer)
 
     @property
     def has_states(self) -> bool:
@@ -595,4 +630,5 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
-        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams)
+        skips = self.experts is not None and self.experts.skips_layer
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams or skips)

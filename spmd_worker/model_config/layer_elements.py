@@ -19,7 +19,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     bias = layer.relative_bias
     others += 0 if bias is None else bias.elements(share.num_heads, of_layer=True)
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
-    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.experts.are_beside_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
     inputs += _streams_elements(layer, hidden_size, share)
@@ -126,9 +126,10 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
 def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     assert layer.latent is not None, layer
     latent = layer.latent
-    latents = (latent.query_rank, latent.key_size) if latent.query_rank else (latent.key_size,)
+    own = (latent.query_rank, latent.key_size * (layer.kv_layer is None))
+    latents = tuple([size for size in own if size])
     return (
-        LinearSizes(hidden_size, latents),
+        *([LinearSizes(hidden_size, latents)] if latents else []),
         LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
         LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
         *_indexer_linears(latent, hidden_size),
@@ -140,7 +141,8 @@ def _indexer_linears(latent: LatentConfig, hidden_size: int) -> tuple[LinearSize
     if latent.own_indexer is None:
         return ()
     num_heads, size = latent.own_indexer.num_heads, latent.own_indexer.head_size
-    return LinearSizes(latent.query_rank, (num_heads * size,)), LinearSizes(hidden_size, (size,))
+    num_inputs = hidden_size if latent.own_indexer.norms_input else latent.query_rank
+    return LinearSizes(num_inputs, (num_heads * size,)), LinearSizes(hidden_size, (size,))
 
 
 def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -148,11 +150,17 @@ def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     assert layer.latent is not None, layer
     latent = layer.latent
     projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
-    biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    has_latents = layer.kv_layer is None
+    biases = (latent.query_rank + latent.key_size * has_latents) * layer.has_qkv_bias
+    biases += hidden_size * layer.has_output_bias + 2 * share.num_heads * latent.grows_by_head
+    norms = latent.rank * has_latents + latent.query_rank
     indexer = latent.own_indexer
-    # Weights of its heads, and the norm of its key.
-    of_indexer = 0 if indexer is None else indexer.num_heads * hidden_size + 2 * indexer.head_size
-    return projection + latent.rank + latent.query_rank + biases + of_indexer
+    if indexer is None:
+        return projection + norms + biases
+    # Weights and growth of its heads, and the norms of its key and its input.
+    of_indexer = indexer.num_heads * (hidden_size + 2 * latent.grows_by_head)
+    of_indexer += 2 * (indexer.head_size + hidden_size * indexer.norms_input)
+    return projection + norms + biases + of_indexer
 
 
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

@@ -228,8 +228,15 @@ class ModelConfig:
         """Numbers of `layers` in the checkpoint."""
         if self.shares_layers:
             return (0,) * self.num_layers
+        if self.layers_in_one > 1:
+            return tuple([index // self.layers_in_one for index in range(self.num_layers)])
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
+
+    @property
+    def layers_in_one(self) -> int:
+        """Layers that are one in the checkpoint, and on one pipeline stage."""
+        return self._family.names.layers_in_one
 
     @property
     def num_embeddings(self) -> int:
@@ -294,6 +301,7 @@ class ModelConfig:
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
+        norms += self.num_rope_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
@@ -330,6 +338,11 @@ class ModelConfig:
     def num_projection_parameters(self) -> int:
         """Parameters of each of the projections from embeddings to layers and from layers to logits; 0 for none."""
         return (self.own_embedding_size + self.projects_sum) * self.hidden_size
+
+    @property
+    def num_rope_parameters(self) -> int:
+        """Logarithms by which learned frequencies differ from the file's, float32 on each stage; 0 for none."""
+        return sum(rope.rotary_size // 2 for rope in self.ropes if rope.has_learned_factors)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:

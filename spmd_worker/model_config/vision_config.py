@@ -19,7 +19,8 @@ class TowerNames:
 
     A tower of audio has `convolutions` over frames in place of `patches`. Parts of `qkv` that are `unbiased` have no
     bias where the others have. `projector` are the linear layers behind a tower of audio, or the norm and the two
-    linear layers inside of a merger of Qwen3-VL's; `added` is the list of its mergers for the text's first layers.
+    linear layers inside of a merger of Qwen3-VL's; `added` is the list of its mergers for the text's first layers. They
+    are the norm, the merger and the two linear layers of Mistral Large 4.
     """
 
     beginnings: tuple[str, ...]
@@ -57,9 +58,10 @@ class TowerConfig:
     pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
     `num_kv_heads` heads have keys and values, 0 for as many as queries. A head has `own_head_size` numbers, 0 for a
-    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all; scores are multiplied by `score_scale`, 0
-    for the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
-    shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
+    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all, as neighbours if it `pairs_neighbours`;
+    scores are multiplied by `score_scale`, 0 for the inverse root of a head's numbers. Inputs and outputs of linear
+    layers are clipped if it `clips`, rows are shifted and scaled by tables before the projector if it `standardises`
+    (Gemma 4).
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
     the number of tokens of a square. `merge_sizes` are the patches a side of a token for which it has layers, if it has
@@ -94,6 +96,7 @@ class TowerConfig:
     drops_first_row: bool = False
     own_head_size: int = 0
     rotary_size: int = 0
+    pairs_neighbours: bool = False
     score_scale: float = 0.0
     clips: bool = False
     standardises: bool = False

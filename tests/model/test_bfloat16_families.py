@@ -74,9 +74,9 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().median() / (ROUNDING * other.std()))
 
 
-def are_near(ours: float, theirs: float, apart: float) -> bool:
+def are_near(ours: float, theirs: float, apart: float, most: float = 20) -> bool:
     """Whether we are about as far from float32 as transformers, and no farther from it than it from float32."""
-    return max(ours, apart) < 1.25 * theirs < 20
+    return max(ours, apart) < 1.25 * theirs < most
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -85,10 +85,13 @@ def are_near(ours: float, theirs: float, apart: float) -> bool:
 def test_bfloat16_is_near_transformers(name: str):
     case = CASES[name]
     right, theirs = logits_of(case.reference()), logits_of(in_bfloat16(case))
-    ours = torch.cat(run_rows([load_model(case.folder(), dtype="bfloat16")], ROWS)[0])
+    model = load_model(case.folder(), dtype="bfloat16")
+    ours = torch.cat(run_rows([model], ROWS)[0])
     distances = [distance(ours, right), distance(theirs, right), distance(ours, theirs)]
     print(f"ROUNDINGS {name}: ours {distances[0]:.1f}, transformers {distances[1]:.1f}, apart {distances[2]:.1f}")
-    assert are_near(*distances)
+    # Rounded scores choose other keys.
+    chooses = any(layer.latent is not None and layer.latent.indexer for layer in model.model_config.layers)
+    assert are_near(*distances, most=50 if chooses else 20)
 
 
 def test_comparison_detects_coarser_weights(tmp_path: Path):

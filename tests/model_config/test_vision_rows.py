@@ -40,6 +40,7 @@ CLASSES = {
     "aya_vision": ("AyaVisionConfig", 4096),
     "cohere2_vision": ("Cohere2VisionConfig", 12288),
     "mistral3": ("Mistral3Config", 4096),
+    "mistral_large4": ("MistralLarge4Config", 6144),
     "smolvlm": ("SmolVLMConfig", 2048),
     "granite_docling": ("GraniteDoclingConfig", 1024),
     "lfm2_vl": ("Lfm2VlConfig", 2560),

@@ -30,7 +30,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "latent": (
         (
             *("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared"),
-            *("glm4_moe_lite", "mistral4", "kimi_k25"),
+            *("glm4_moe_lite", "mistral4", "kimi_k25", "mistral_large4", "longcat_flash"),
         ),
         latent_folder,
     ),

@@ -18,7 +18,6 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
-from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
@@ -190,8 +189,8 @@ def layer_blocks(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:
         return None
-    value_size = 0 if isinstance(attention, LatentAttention) else attention.head_size
-    index_size = 0 if layer.config.indexer is None else layer.config.indexer.head_size
-    kept = BlockLayer(attention.num_kv_heads, attention.head_size, value_size, index_size)
+    size, latent, indexer = attention.head_size, layer.config.latent, layer.config.chooser
+    index_size = 0 if indexer is None else indexer.cached_size
+    kept = BlockLayer(attention.num_kv_heads, size, size if latent is None else 0, index_size)
     shape = block_shape_of(attention._backend, kept, BLOCK_SIZE)
     return torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype)

@@ -48,6 +48,7 @@ _MEDIA_KINDS: Final = {
     "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm4v",
+    "mistral_large4": "mistral3",
 }
 KINDS: Final = (*MODELS, *_MEDIA_KINDS)
 NUM_TOKENS: Final = 8
@@ -99,6 +100,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "qwen4": {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": [3], "eos_token_id": 5},
     "mistral3": {"sliding_window": None},
+    "mistral_large4": {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 0, 3], "index_topk": 48},
     "pixtral": {"sliding_window": None},
     "llama4": {"intermediate_size_mlp": 40},
     "llava_next_mistral": {"sliding_window": None},

@@ -128,6 +128,11 @@ EXPERTS: Final[dict[str, Case]] = {
         {**_V3, **_LATENT, **_LATENT_HEADS, "attention_bias": True, "mlp_bias": True, "topk_method": "greedy"},
     ),
     "deepseek_v3": ("DeepseekV3", {**_V3, **_GROUPS, **_LATENT, **_LATENT_HEADS}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**_LATENT, **_LATENT_HEADS, "head_dim": 16, "num_hidden_layers": 4, "ffn_hidden_size": 256}
+        | {"expert_ffn_hidden_size": 256, "n_routed_experts": 8, "zero_expert_num": 3, "moe_topk": 4},
+    ),
     "glm4_moe": ("Glm4Moe", {**_V3, **_GROUPS, "use_qk_norm": True}),
     "granite_moe_shared": (
         "GraniteMoeShared",

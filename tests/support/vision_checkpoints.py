@@ -57,6 +57,11 @@ _LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim"
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+_INDEXED = {key: value for key, value in _LATENT.items() if key != "q_lora_rank"} | {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 12,
+}
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _LFM2 = {"model_type": "lfm2", "block_auto_adjust_ff_dim": False, "norm_eps": 0.03}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}
@@ -248,6 +253,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"alignment_intermediate_size": 72},
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
+    "mistral_large4": ("MistralLarge4", _INDEXED, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
     "lighton_ocr": (
         "LightOnOcr",
         {"model_type": "qwen3", "rms_norm_eps": 0.05},
@@ -401,6 +407,8 @@ def stir(model: "PreTrainedModel") -> None:
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith(("position_embedding_table", "embed_vision.pos_embedding")):
             value.copy_(noise)
+        elif name.endswith("softmax_scaling.scale"):
+            value.copy_(0.1 * noise)
         elif value.ndim < 2:
             value.copy_(1 + 0.3 * noise)
         else:
@@ -429,7 +437,7 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
+    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
     if name.startswith("lfm2"):
@@ -484,7 +492,7 @@ def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dic
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
         return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
     sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
-    if name in ("mistral3", "pixtral", "lighton_ocr"):
+    if name in ("mistral3", "mistral_large4", "pixtral", "lighton_ocr"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}

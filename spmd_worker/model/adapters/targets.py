@@ -79,7 +79,8 @@ class AdapterTargets:
             if isinstance(each, AdaptableLayer) and _EXPERTS not in name.split(".")
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
-        endings = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
+        inside = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
+        endings = [each.replace("#", str(half)) for each in inside for half in range(self._table.layers_in_one)]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape

@@ -78,13 +78,16 @@ class ChosenKeys:
         self._backend, self._kernels, self._indexer, self._kept = backend, kernels, indexer, kept
 
     def parts_of(self, layer_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a cache [blocks, block elements]: keys [blocks, *block_shape], and [blocks, block size, Di]."""
-        kept, size = self._kept, self._indexer.head_size
+        """Views of a cache [blocks, block elements]: keys [blocks, *block_shape], and [blocks, block size, Di], those
+        of the layer's own indexer, if it has one.
+        """
+        kept, size, slot = self._kept, self._indexer.cached_size, self._indexer.slot
         block_size = layer_cache.shape[1] // (kept.token_size + size)
-        keys, of_indexer = layer_cache.split_with_sizes([block_size * kept.token_size, block_size * size], dim=1)
+        keys, of_indexers = layer_cache.split_with_sizes([block_size * kept.token_size, block_size * size], dim=1)
         has_values = not kept.latent_size
         shape = self._backend.block_shape(kept.num_kv_heads, block_size, kept.key_size, has_values=has_values)
-        return keys.view(len(keys), *shape), of_indexer.view(len(of_indexer), block_size, size)
+        of_slots = of_indexers.view(len(of_indexers), block_size, self._indexer.num_slots, -1)
+        return keys.view(len(keys), *shape), of_slots[:, :, slot]
 
     def leaves_out(self, metadata: AttentionMetadata) -> bool:
         """Whether any token of a step sees fewer keys than there are."""

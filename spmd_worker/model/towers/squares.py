@@ -24,7 +24,9 @@ _PROJECTOR = "multi_modal_projector"
 
 
 class TwoLinears(nn.Module):
-    """[rows, inputs] -> [rows, H], with an activation between two linear layers, whose names are `name` and 1 or 2."""
+    """[rows, inputs] -> [rows, H], with an activation between two linear layers, whose names are `names`, or without
+    any `name` and 1 or 2.
+    """
 
     def __init__(
         self,
@@ -33,13 +35,15 @@ class TwoLinears(nn.Module):
         input_size: int,
         hidden_size: int,
         name: str = f"{_PROJECTOR}.linear_",
+        names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        names = names or (f"{name}1", f"{name}2")
         self._kernels, self._activation = context.kernels, config.projector_activation
         sizes, has_bias = (input_size, config.projector_size, hidden_size), config.projector_has_bias
         self.first, self.second = (
-            TowerLinear(context, ((f"{name}{number}", outputs),), (inputs,), has_bias=has_bias)
-            for number, inputs, outputs in ((1, *sizes[:2]), (2, *sizes[1:]))
+            TowerLinear(context, ((each, outputs),), (inputs,), has_bias=has_bias)
+            for each, inputs, outputs in zip(names, sizes, sizes[1:], strict=False)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,8 +33,10 @@ from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
+from spmd_worker.model_config.families.longcat_rows import LONGCAT_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.mistral_large_rows import MISTRAL_LARGE_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.qwen4_rows import QWEN4_ROWS
@@ -245,6 +247,8 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **OMNI_ROWS,
     **LATENT_ROWS,
+    **MISTRAL_LARGE_ROWS,
+    **LONGCAT_ROWS,
     **SPARSE_ROWS,
     **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
@@ -285,7 +289,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
     ),
-    _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
+    _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",

@@ -349,6 +349,43 @@ def _mistral3(files: VisionFiles) -> VisionConfig:
     return VisionConfig("mistral3", image_token_id=image_token_of(files, 10), merge_size=merge_size, tower=tower)
 
 
+def _mistral_large4(files: VisionFiles) -> VisionConfig:
+    """Mistral 3's tower in its authors' names and order of a head's numbers. A file without `vision_config` has sizes
+    of its own.
+    """
+    if files.whole.get("vision_config") is None:
+        files = replace(files, vision=replace(files.vision, config=_LARGE_TOWER))
+    found = _mistral3(files)
+    assert found.tower is not None, found
+    return replace(found, tower=replace(found.tower, names=_LARGE_NAMES, pairs_neighbours=True))
+
+
+_LARGE_TOWER: Final = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 1540,
+    "hidden_act": "silu",
+}
+_LARGE_NAMES: Final = TowerNames(
+    beginnings=("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
+    layers="vision_encoder.transformer.layers",
+    qkv=("attention.wq", "attention.wk", "attention.wv"),
+    output="attention.wo",
+    norms=("attention_norm", "ffn_norm"),
+    mlp=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    patches="vision_encoder.patch_conv",
+    first_norm="vision_encoder.ln_pre",
+    projector=(
+        *("pre_mm_projector_norm", "patch_merger.merging_layer"),
+        *("vision_language_adapter.w_in", "vision_language_adapter.w_out"),
+    ),
+)
+"""In memory transformers has queries and keys in another order."""
+
+
 VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
@@ -374,6 +411,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
     "mistral3": _mistral3,
+    "mistral_large4": _mistral_large4,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
     "idefics3": smolvlm,

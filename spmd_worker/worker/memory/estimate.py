@@ -88,6 +88,7 @@ def weights_bytes(
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
         tables += 0 if layer.distances is None else layer.distances.elements(hidden)
+    float32_bytes += model_config.num_rope_parameters * DTYPE_BYTES["float32"]
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
@@ -382,6 +383,7 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
         value_size = layer.head_size if layer.latent is None else layer.latent.rank
         elements += 2 * indexer.most_seen + share.num_heads * (layer.head_size + value_size)
+        elements += model_config.hidden_size * indexer.norms_input
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
@@ -433,10 +435,11 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
-        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
+        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * (experts.are_beside_dense or experts.skips_layer))
+        * model_config.hidden_size
         + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
-        + 12 * experts.num_experts
+        + 12 * experts.num_choices
         for layer in dict.fromkeys(model_config.layers)
         if (experts := layer.experts) is not None
     ]
@@ -504,9 +507,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
-        indexer = layer.latent.own_indexer
-        return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
-    index_size = 0 if layer.indexer is None else layer.indexer.head_size
+        return BlockLayer(1, layer.latent.key_size, 0, layer.latent.index_size)
+    index_size = 0 if layer.indexer is None else layer.indexer.cached_size
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 
 

@@ -30,7 +30,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {
-    "triton_experts_cases.py": ((), 18),
+    "triton_experts_cases.py": ((), 19),
     "triton_stored_experts_cases.py": ((), 12),
     "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
