@@ -68,7 +68,9 @@ HELD_BY_ALL += (
     *("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "mlp.expert_bias"),
     *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
     *("per_layer_model_projection.weight", "f_a_proj.weight", "g_a_proj.weight", "dense_bias"),
-    *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight"),
+    *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight", "indexer.index_qk_proj.weight"),
+    *("input_mix_weight_down.weight", "input_mix_weight_up.weight", "block_inject_weight.weight"),
+    *("ple.key_proj.weight", "ple.value_proj.weight", "ple.conv1d.weight"),
 )
 
 
