@@ -10,6 +10,7 @@ from typing import Final
 
 ID_DIGITS: Final = 3
 """Numbers below 256 that an id is cached as, which every dtype has exactly."""
+MAX_IDS: Final = 256**ID_DIGITS
 MAX_TABLE_ROWS: Final = 2**27
 """Rows of the table of one head of n-grams, at most: primes are searched from this number on."""
 _MASK: Final = (1 << 64) - 1

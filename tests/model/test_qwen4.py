@@ -369,6 +369,7 @@ BROKEN: Mapping[str, tuple[dict[str, Any], str]] = {
         {"ple_layer_ids": [1], "eos_token_id": 2, "ngram_vocab_size_base": 10**12},
         "ngram_vocab_size_base=1000000000000 must be a whole number from 1 to 134217728",
     ),
+    "ids": ({"ple_layer_ids": [1], "eos_token_id": 2, "vocab_size": 2**24 + 1}, "vocab_size=16777217 must be at most"),
     "taps": ({"ple_layer_ids": [1], "eos_token_id": 2, "ple_conv_kernel_size": 1}, "ple_conv_kernel_size=1 must be"),
 }
 

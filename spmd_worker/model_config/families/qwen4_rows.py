@@ -13,6 +13,8 @@ from spmd_worker.model_config.families.delta_rows import DELTA_ROWS, beside_imag
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.model_config.stream_config import (
+    ID_DIGITS,
+    MAX_IDS,
     MAX_TABLE_ROWS,
     NgramConfig,
     StreamsConfig,
@@ -98,6 +100,8 @@ def _ngrams(reader: ConfigReader, kinds: Sequence[str]) -> dict[int, NgramConfig
         for name, default, least in (("make_ngram_vocab_size_divisible_by", 128, 1), ("ple_conv_kernel_size", 4, 2))
     )
     vocab_size, end = reader.count("vocab_size"), _end_token(reader)
+    if vocab_size > MAX_IDS:
+        raise reader.error("vocab_size", f"must be at most {MAX_IDS}: ids of n-grams are cached in {ID_DIGITS} bytes")
     seed = checked_integer(reader.get("seed", 1234), reader.where("seed"), -MAX_INT, MAX_INT)
     found = {}
     for number, index in enumerate(numbers):
