@@ -19,7 +19,7 @@ _LAYER_STEP: Final = 10_007
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsConfig:
+class GatedStreamsConfig:
     """`num_streams` residual streams of the hidden size. The input of each part of a layer is the mean of the normed
     streams, each number times a gate, which comes from all streams by way of `rank` numbers; the part's output is added
     to each stream, times a gate of that stream. Another such mean is the model's last norm.

@@ -42,8 +42,8 @@ from torch import Tensor
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
+from spmd_worker.model.layers import gated_streams as streams_module
 from spmd_worker.model.layers import ngrams as ngrams_module
-from spmd_worker.model.layers import streams as streams_module
 from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model.layers.chosen_keys import ChosenKeys
 from spmd_worker.model.layers.ngrams import NgramEmbedding
@@ -327,7 +327,7 @@ def test_omitted_keys_have_the_defaults_of_transformers(architecture: str, keys:
     kinds = {"delta": "linear_attention", "attention": "indexed_attention"}
     assert [kinds[layer.mixer] for layer in ours.layers] == theirs.layer_types
     full = next(layer for layer in ours.layers if layer.mixer == "attention")
-    streams, experts = full.streams, full.experts
+    streams, experts = full.gated_streams, full.experts
     assert streams is not None
     assert experts is not None
     assert (streams.num_streams, streams.rank) == (theirs.hc_count, theirs.hc_lowrank)
