@@ -35,13 +35,13 @@ from spmd_worker.model.layers.embedding import (
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
 from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding
 from spmd_worker.model.layers.run_indexer import step_runs
-from spmd_worker.model.layers.streams import StreamMixer
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
 from spmd_worker.model.pooler import Pooler
@@ -100,13 +100,13 @@ class DecoderStack(nn.Module):
             has_norm = model_config.has_embedding_norm
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
-        has_norm, streams = stage.is_last and model_config.has_last_norm, model_config.layers[0].streams
+        has_norm, streams = stage.is_last and model_config.has_last_norm, model_config.layers[0].gated_streams
         self.norm: Norm | StreamMixer | None = None
         if has_norm and streams is not None:
             self.norm = StreamMixer(context.unquantised, streams, hidden_size, model_config.norm, injects=False)
         elif has_norm:
             self.norm = new_norm(context, hidden_size, model_config.norm)
-        self._num_streams = 0 if streams is None else streams.num_streams
+        self._num_streams = 1 if streams is None else streams.num_streams
         self._indexer = next((each.indexer for each in model_config.layers if each.indexer is not None), None)
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
@@ -209,7 +209,7 @@ class DecoderStack(nn.Module):
         residual = incoming
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
-            residual = residual.repeat(1, self._num_streams) if self._num_streams else residual
+            residual = residual if self._num_streams == 1 else residual.repeat(1, self._num_streams)
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None
         if self.layer_inputs is not None:
@@ -229,7 +229,7 @@ class DecoderStack(nn.Module):
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
-        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams else {}
+        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams > 1 else {}
         if self._indexer is not None:
             firsts = None if rope_positions is None else rope_positions[3:]
             of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)

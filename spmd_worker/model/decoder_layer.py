@@ -14,11 +14,11 @@ from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.distances import StepDistances
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
 from spmd_worker.model.layers.rotary import Angles
-from spmd_worker.model.layers.streams import StreamMixer
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters

@@ -9,7 +9,7 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
-from spmd_worker.model_config.stream_config import NgramConfig, StreamsConfig
+from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig
 
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
@@ -495,8 +495,8 @@ class LayerConfig:
     so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
     token of distance (`alibi_slopes`).
 
-    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `streams` the layer has several
-    residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
+    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `gated_streams` the layer has
+    several residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
     """
 
     num_heads: int
@@ -550,7 +550,7 @@ class LayerConfig:
     distances: DistanceConfig | None = None
     alibi: float = 0.0
     indexer: IndexerConfig | None = None
-    streams: StreamsConfig | None = None
+    gated_streams: GatedStreamsConfig | None = None
     ngrams: NgramConfig | None = None
 
     @property
@@ -631,4 +631,4 @@ class LayerConfig:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
         skips = self.experts is not None and self.experts.skips_layer
-        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams or skips)
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.gated_streams or skips)

@@ -211,7 +211,7 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Elements of a token between layers: of all residual streams."""
-        streams = self.layers[0].streams
+        streams = self.layers[0].gated_streams
         return self.hidden_size * (1 if streams is None else streams.num_streams)
 
     @property
@@ -361,7 +361,7 @@ class ModelConfig:
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm of the stream, or of the last mean of several streams."""
-        streams = self.layers[0].streams
+        streams = self.layers[0].gated_streams
         if streams is not None:
             return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)

@@ -10,6 +10,7 @@ from typing import Final
 
 ID_DIGITS: Final = 3
 """Numbers below 256 that an id is cached as, which every dtype has exactly."""
+MAX_IDS: Final = 256**ID_DIGITS
 MAX_TABLE_ROWS: Final = 2**27
 """Rows of the table of one head of n-grams, at most: primes are searched from this number on."""
 _MASK: Final = (1 << 64) - 1
@@ -18,7 +19,7 @@ _LAYER_STEP: Final = 10_007
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsConfig:
+class GatedStreamsConfig:
     """`num_streams` residual streams of the hidden size. The input of each part of a layer is the mean of the normed
     streams, each number times a gate, which comes from all streams by way of `rank` numbers; the part's output is added
     to each stream, times a gate of that stream. Another such mean is the model's last norm.

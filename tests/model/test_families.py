@@ -356,6 +356,13 @@ OWN_SIZES = {
     "MinistralForCausalLM": {"head_dim": 8},
     "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4"},
     "GraniteDoclingForConditionalGeneration": {"hidden_size": 1024},
+    "Qwen4ExpForConditionalGeneration": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
 }
 """What goes with the class's other defaults, and what it cannot do without."""
 HAVE_OWN_HEADS = ("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration")

@@ -57,7 +57,7 @@ def second_tail_shape(layer: nn.Module) -> tuple[int, int] | None:
     ngrams = layer.config.ngrams
     if ngrams is None:
         return None
-    return ngrams.num_inputs_kept, ngrams.num_channels(layer.config.streams.num_streams * layer.hidden_size)
+    return ngrams.num_inputs_kept, ngrams.num_channels(layer.config.gated_streams.num_streams * layer.hidden_size)
 
 
 def new_states(model: DecoderForCausalLM, num_slots: int) -> list[LayerStates | None]:

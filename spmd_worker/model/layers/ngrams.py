@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.gated_streams import StreamNorm
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.recurrence import own_outputs
 from spmd_worker.model.layers.short_conv import ConvWeights
-from spmd_worker.model.layers.streams import StreamNorm
 from spmd_worker.model.layers.weight_slice import PaddingSlice, WeightSlice, empty_slice
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.stream_config import ID_DIGITS, NgramConfig
@@ -103,7 +103,7 @@ class Ngrams(nn.Module):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
-        ngrams, streams = layer.ngrams, layer.streams
+        ngrams, streams = layer.ngrams, layer.gated_streams
         assert ngrams is not None, layer
         assert streams is not None, layer
         self._ngrams, self._hidden_size, self._num_streams = ngrams, hidden_size, streams.num_streams

@@ -65,7 +65,7 @@ class CheckpointNames:
             "model.distances": names.distances[0],
             "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
-            **({} if model_config.layers[0].streams is None else _of_last_mean(names.norm)),
+            **({} if model_config.layers[0].gated_streams is None else _of_last_mean(names.norm)),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,

@@ -13,9 +13,11 @@ from spmd_worker.model_config.families.delta_rows import DELTA_ROWS, beside_imag
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.model_config.stream_config import (
+    ID_DIGITS,
+    MAX_IDS,
     MAX_TABLE_ROWS,
+    GatedStreamsConfig,
     NgramConfig,
-    StreamsConfig,
     multipliers,
     primes_from,
 )
@@ -47,16 +49,24 @@ def _qwen4_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
     indexer = _indexer(reader, layers[0].head_size) if set(kinds) != {_LINEAR} else None
     streams, ngrams = _streams(reader), _ngrams(reader, kinds)
     return tuple(
-        replace(layer, streams=streams, mixer="delta", delta=delta, rope=None, output_gate="", ngrams=ngrams.get(index))
+        replace(
+            layer,
+            gated_streams=streams,
+            mixer="delta",
+            delta=delta,
+            rope=None,
+            output_gate="",
+            ngrams=ngrams.get(index),
+        )
         if kind == _LINEAR
-        else replace(layer, streams=streams, indexer=indexer)
+        else replace(layer, gated_streams=streams, indexer=indexer)
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True))
     )
 
 
-def _streams(reader: ConfigReader) -> StreamsConfig:
+def _streams(reader: ConfigReader) -> GatedStreamsConfig:
     num_streams = checked_integer(reader.get("hc_count", 4), reader.where("hc_count"), 2, _MOST_STREAMS)
-    return StreamsConfig(num_streams, reader.count("hc_lowrank", 320))
+    return GatedStreamsConfig(num_streams, reader.count("hc_lowrank", 320))
 
 
 def _indexer(reader: ConfigReader, head_size: int) -> IndexerConfig:
@@ -98,6 +108,8 @@ def _ngrams(reader: ConfigReader, kinds: Sequence[str]) -> dict[int, NgramConfig
         for name, default, least in (("make_ngram_vocab_size_divisible_by", 128, 1), ("ple_conv_kernel_size", 4, 2))
     )
     vocab_size, end = reader.count("vocab_size"), _end_token(reader)
+    if vocab_size > MAX_IDS:
+        raise reader.error("vocab_size", f"must be at most {MAX_IDS}: ids of n-grams are cached in {ID_DIGITS} bytes")
     seed = checked_integer(reader.get("seed", 1234), reader.where("seed"), -MAX_INT, MAX_INT)
     found = {}
     for number, index in enumerate(numbers):
@@ -152,7 +164,7 @@ _QWEN4: Final = replace(
         ignored=(*_MOE.names.ignored, *(f"ple.ple_embedding.{each}" for each in _ENDINGS)),
     ),
     layers=_qwen4_layers,
-    layer="streams_layer",
+    layer="gated_streams_layer",
     defaults={**_MOE.defaults, **_DEFAULTS},
 )
 _WITH_IMAGES: Final = beside_images(_QWEN4, "Qwen4")

@@ -285,10 +285,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
     _INDEXER: (*("DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),),
-    _STREAMS: (
-        *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-        *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-    ),
+    _STREAMS: ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),

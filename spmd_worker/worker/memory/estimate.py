@@ -318,7 +318,7 @@ def activation_bytes(
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
     others = 0
-    if model_config.layers[0].streams is not None:
+    if model_config.layers[0].gated_streams is not None:
         # Streams, normed, their gates, and products; norms and gates are float32 until they are rounded, in three
         # copies. Keys of n-grams, or gated values, and inputs and outputs of their convolution.
         has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
@@ -494,10 +494,10 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
         return None
     saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
     ngrams = layer.ngrams
-    if ngrams is None or layer.streams is None:
+    if ngrams is None or layer.gated_streams is None:
         return StateLayer(shape, (num_taps - 1, num_channels), saved)
     # Every rank has all channels of this one.
-    second = ngrams.num_channels(layer.streams.num_streams * hidden_size)
+    second = ngrams.num_channels(layer.gated_streams.num_streams * hidden_size)
     of_ngrams = (ngrams.num_inputs_kept, second), (most_drafts, second) if most_drafts else (0, 0)
     return StateLayer(shape, (num_taps - 1, num_channels), saved, *of_ngrams)
 

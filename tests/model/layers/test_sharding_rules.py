@@ -71,7 +71,9 @@ HELD_BY_ALL += (
     "mlp.router.classifier.weight",
     *("wkv_a_with_mqa.weight", "wkv_a_with_mqa.bias", "attention.wo.bias"),
     *("indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "lerope.alpha", ".gate.weight"),
-    *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight"),
+    *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight", "indexer.index_qk_proj.weight"),
+    *("input_mix_weight_down.weight", "input_mix_weight_up.weight", "block_inject_weight.weight"),
+    *("ple.key_proj.weight", "ple.value_proj.weight", "ple.conv1d.weight"),
 )
 
 

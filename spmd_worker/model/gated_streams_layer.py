@@ -7,10 +7,10 @@ from torch import Tensor
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.gated_streams import StreamMixer, inject
 from spmd_worker.model.layers.ngrams import Ngrams
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.run_indexer import StepRuns
-from spmd_worker.model.layers.streams import StreamMixer, inject
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
@@ -23,10 +23,10 @@ class Layer(DecoderLayer):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
         assert not defers, "outputs are added to several streams"
-        assert layer.streams is not None, layer
+        assert layer.gated_streams is not None, layer
         super().__init__(context, layer, hidden_size, defers=defers)
         self.attn_hyper_connection, self.mlp_hyper_connection = (
-            StreamMixer(context.unquantised, layer.streams, hidden_size, layer.norm) for _ in range(2)
+            StreamMixer(context.unquantised, layer.gated_streams, hidden_size, layer.norm) for _ in range(2)
         )
         self.ple = None if layer.ngrams is None else Ngrams(context.unquantised, layer, hidden_size)
 

@@ -11,7 +11,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, replicated_linear
 from spmd_worker.model_config.layer_config import NormConfig
-from spmd_worker.model_config.stream_config import StreamsConfig
+from spmd_worker.model_config.stream_config import GatedStreamsConfig
 from spmd_worker.ops.kernels.reference_recurrent import sigmoid, silu
 
 
@@ -41,7 +41,7 @@ class StreamMixer(nn.Module):
     def __init__(
         self,
         context: LayerContext,
-        streams: StreamsConfig,
+        streams: GatedStreamsConfig,
         hidden_size: int,
         norm: NormConfig,
         *,
