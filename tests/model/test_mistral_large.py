@@ -20,6 +20,7 @@ from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import adapter_from_tensors
 from spmd_worker.model.layers.chosen_keys import ChosenKeys
+from spmd_worker.model_config.families.vision_rows import read_vision
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import RankLayout, check_divides
@@ -142,6 +143,23 @@ def test_missing_keys_have_the_defaults_of_transformers():
             given["attention_factor"],
         )
         assert {each.scale for each in ours.layers} == {theirs.qk_head_dim**-0.5}
+
+
+def test_tower_of_a_file_without_one_is_that_of_transformers():
+    theirs, found = (
+        transformers.MistralLarge4Config(),
+        read_vision("mistral_large4", {}, Path("config.json"), 6144, 1e-5),
+    )
+    assert found is not None
+    assert found.tower is not None
+    tower = found.tower
+    assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads, tower.patch_size) == (
+        *(theirs.vision_config.hidden_size, theirs.vision_config.intermediate_size),
+        *(theirs.vision_config.num_hidden_layers, theirs.vision_config.num_attention_heads),
+        theirs.vision_config.patch_size,
+    )
+    assert tower.activation == theirs.vision_config.hidden_act
+    assert (found.image_token_id, found.merge_size) == (theirs.image_token_index, theirs.spatial_merge_size)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
