@@ -160,7 +160,8 @@ class DeltaConfig:
     `beta_scale` 2 allows negative eigenvalues. `norm_eps` is of the gated norm, whose gate passes through
     `gate_activation`, "silu" or "sigmoid". `is_per_channel`: each channel of a key decays by itself (Kimi's KDA,
     https://arxiv.org/abs/2510.26692). Gates of outputs and steps are projected from `gate_rank` numbers each; 0: from
-    the hidden state.
+    the hidden state. `decay_bound` below 0 is the least logarithm of a decay, times the sigmoid of the step at the
+    head's rate; 0: decays have no least one. The checkpoint has one number a head for rates that `are_flat`.
     """
 
     num_key_heads: int
@@ -173,6 +174,8 @@ class DeltaConfig:
     gate_activation: str = "silu"
     is_per_channel: bool = False
     gate_rank: int = 0
+    decay_bound: float = 0.0
+    are_flat: bool = False
 
     @property
     def num_channels(self) -> int:

@@ -132,6 +132,7 @@ def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> 
         *([LinearSizes(hidden_size, latents)] if latents else []),
         LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
         LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+        *([LinearSizes(hidden_size, (layer.num_heads,))] if layer.output_gate else []),
         *_indexer_linears(latent, hidden_size),
     )
 

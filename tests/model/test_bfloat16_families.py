@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bailing_checkpoints
 import conv_checkpoints
 import delta_checkpoints
 import kimi_checkpoints
@@ -50,6 +51,7 @@ CASES = {
     **cases_of(conv_checkpoints, "conv", conv_checkpoints.CASES),
     **cases_of(delta_checkpoints, "delta", delta_checkpoints.DELTA_CASES),
     **cases_of(kimi_checkpoints, "kimi", kimi_checkpoints.KIMI_CASES),
+    **cases_of(bailing_checkpoints, "bailing", bailing_checkpoints.BAILING_CASES),
     **cases_of(latent_checkpoints, "latent", latent_checkpoints.CASES),
     **cases_of(qwen4_checkpoints, "qwen4", ("qwen4", "qwen4_sigmoid")),
     **cases_of(mamba_checkpoints, "mamba", mamba_checkpoints.MAMBA_CASES),

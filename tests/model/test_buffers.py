@@ -12,6 +12,7 @@ import family_checkpoints
 import pytest
 import torch
 import transformers
+from bailing_checkpoints import bailing_reference
 from conv_checkpoints import CASES as CONVOLUTIONS
 from conv_checkpoints import conv_config, conv_suffix
 from cross_rows import CASES as WITH_ENCODERS
@@ -65,6 +66,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     yield type(omni_reference(of_omni)).__name__, omni_reference(of_omni).config
     if with_experts:
         yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
+        yield "BailingHybridForCausalLM", bailing_reference("bailing_hybrid").config
     for name, (family, _) in MAMBA_CASES.items():
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid", "Jamba")):
             yield f"{family}ForCausalLM", mamba_config(name)
@@ -128,7 +130,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
-    with_bias |= {"LongcatFlashForCausalLM"}
+    with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM"}
     # Factors of a rope's frequencies.
     with_bias |= {"MiMoV2FlashForCausalLM", "MistralLarge4ForConditionalGeneration"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}

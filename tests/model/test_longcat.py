@@ -3,6 +3,8 @@ later, two of our layers for one of the file; and its keys of config.json.
 """
 
 import shutil
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import transformers
 from expert_models import new_model
+from family_checks import adapter_logits, check_adapters
 from latent_checkpoints import latent_folder, latent_reference
 from our_model import load_model, prompt_logits
 from reference_models import Oracle, random_prompt
@@ -18,6 +21,7 @@ from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.model.adapters.targets import AdapterTargets
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.shortcut_layer import Layer
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -56,6 +60,15 @@ def test_experts_on_two_ranks_equal_transformers(layout: ExpertLayout):
 
     whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
     assert oracle.worst_error(NAME, whole) < TOLERANCE
+
+
+def test_adapters_of_all_projections_are_those_of_peft(tmp_path: Path):
+    """Both attentions of each layer of the file; PEFT takes feed-forwards for experts."""
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    reference = partial(deepcopy, latent_reference(NAME))
+    check_adapters(oracle, NAME, *adapter_logits(latent_folder(NAME), reference, targets, tmp_path, PROMPTS))
+    of_layer = {f"model.layers.1.mlps.{half}.{part}_proj" for half in (0, 1) for part in ("gate", "up", "down")}
+    assert of_layer < set(AdapterTargets(load_model(latent_folder(NAME))).linears)
 
 
 def test_comparison_detects_identity_experts_left_out(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,12 @@ from reference_models import Oracle, random_prompt, relative_error
 from thread_groups import on_ranks
 from torch import Tensor
 
-from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import AdapterError, ConfigError, ModelConfigError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import adapter_from_tensors
 from spmd_worker.model.layers.chosen_keys import ChosenKeys
+from spmd_worker.model_config.families.vision_rows import read_vision
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import RankLayout, check_divides
@@ -63,6 +67,32 @@ def test_one_slot_for_all_indexers_is_noticed_in_chunks(monkeypatch: pytest.Monk
     assert all(map(torch.equal, prompt_logits(model, PROMPTS, 7), whole))
     monkeypatch.setattr(ChosenKeys, "parts_of", of_first_slot)
     assert relative_error(prompt_logits(model, PROMPTS, 7)[-1], whole[-1]) > 10 * TOLERANCE
+
+
+def test_adapters_of_projections_change_answers_in_any_chunks():
+    model = load_model(latent_folder(NAME))
+    loaded = LoadedAdapters(model, AdapterLimits(max_loras=1, max_lora_rank=4, max_cpu_loras=1))
+
+    def adapter(**sizes: tuple[int, int]) -> Any:
+        generator, tensors = torch.Generator().manual_seed(1), {}
+        for module, (num_outputs, num_inputs) in sizes.items():
+            name = f"self_attn.{module.replace('indexer_', 'indexer.')}"
+            prefix = f"base_model.model.model.language_model.layers.2.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(4, num_inputs, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(num_outputs, 4, generator=generator)
+        return adapter_from_tensors({"peft_type": "LORA", "r": 4, "lora_alpha": 4}, tensors)
+
+    with pytest.raises(AdapterError, match=r"kv_b_proj.* merge the adapter with model.lora_merge"):
+        loaded.prepare(adapter(kv_b_proj=(4 * 80, 32)))
+    with pytest.raises(AdapterError, match="no such module"):
+        # Layer 2 reads the latents of layer 0.
+        loaded.prepare(adapter(kv_a_proj_with_mqa=(48, 64)))
+    found = adapter(q_proj=(192, 64), o_proj=(64, 192), indexer_wq_b=(16 * 32, 64), indexer_wk=(32, 64))
+    loaded.commit(loaded.prepare(found))
+    given: dict[str, Any] = {"loaded": loaded, "digests": [found.digest]}
+    plain, adapted = prompt_logits(model, PROMPTS[2:])[0], prompt_logits(model, PROMPTS[2:], **given)[0]
+    assert relative_error(adapted, plain) > 0.01
+    assert torch.equal(prompt_logits(model, PROMPTS[2:], 5, **given)[0], adapted)
 
 
 def test_layers_that_read_latents_have_none():
@@ -113,6 +143,23 @@ def test_missing_keys_have_the_defaults_of_transformers():
             given["attention_factor"],
         )
         assert {each.scale for each in ours.layers} == {theirs.qk_head_dim**-0.5}
+
+
+def test_tower_of_a_file_without_one_is_that_of_transformers():
+    theirs, found = (
+        transformers.MistralLarge4Config(),
+        read_vision("mistral_large4", {}, Path("config.json"), 6144, 1e-5),
+    )
+    assert found is not None
+    assert found.tower is not None
+    tower = found.tower
+    assert (tower.hidden_size, tower.intermediate_size, tower.num_layers, tower.num_heads, tower.patch_size) == (
+        *(theirs.vision_config.hidden_size, theirs.vision_config.intermediate_size),
+        *(theirs.vision_config.num_hidden_layers, theirs.vision_config.num_attention_heads),
+        theirs.vision_config.patch_size,
+    )
+    assert tower.activation == theirs.vision_config.hidden_act
+    assert (found.image_token_id, found.merge_size) == (theirs.image_token_index, theirs.spatial_merge_size)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bailing_checkpoints import bailing_folder
 from delta_checkpoints import delta_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
@@ -38,6 +39,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
     "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
+    "bailing": (("bailing_hybrid",), bailing_folder),
     "experts": ((*_EXPERTS, "step3p7"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }

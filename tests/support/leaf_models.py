@@ -175,6 +175,11 @@ STATES: Final[dict[str, Case]] = {
     "nemotron_h": ("NemotronH", {**_NEMOTRON, **_EXPERTS, "n_routed_experts": 8}),
     "lfm2": ("Lfm2", {**_WIDE, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("Lfm2Moe", {**_WIDE, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {**_LATENT, **_LATENT_HEADS, **_GROUPS, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 256, "n_shared_experts": 1, "layer_group_size": 2, "first_k_dense_replace": 1},
+    ),
     "kimi_linear": (
         "KimiLinear",
         {**_LATENT, **_LATENT_HEADS, **_GROUPS, "q_lora_rank": None, "model_max_length": 128, "num_experts": 8}

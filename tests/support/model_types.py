@@ -148,6 +148,7 @@ MODEL_TYPES: Final = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "LongcatFlashForCausalLM": "longcat_flash",
+    "BailingHybridForCausalLM": "bailing_hybrid",
     "MiniCPM3ForCausalLM": "minicpm3",
     "Mistral4ForCausalLM": "mistral4",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",

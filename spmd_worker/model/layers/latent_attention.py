@@ -20,13 +20,14 @@ from spmd_worker.model.layers.chosen_keys import ChosenKeys, latent_keys
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.head_growth import HeadGrowth
 from spmd_worker.model.layers.indexer import Indexer
-from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -143,6 +144,12 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentProjection(context, latent, layer.num_heads, heads)
         inputs = (heads[0] * latent.value_size, heads[1] * latent.value_size)
         num_values = layer.num_heads * latent.value_size
+        self.g_proj: ColumnParallelLinear | None = None
+        self._heads = slice(*heads)
+        if layer.output_gate:
+            assert (layer.output_gate, layer.gate_activation) == ("head", "sigmoid"), layer
+            # A rank's gates alone may be too few for the GEMMs that all of them take.
+            self.g_proj = replicated_linear(context, "g_proj", hidden_size, layer.num_heads)
         self.o_proj = RowParallelLinear(context, inputs, num_values, hidden_size, layer.has_output_bias)
         self._chosen: ChosenKeys | None = None
         self.indexer: Indexer | None = None
@@ -197,7 +204,11 @@ class LatentAttention(nn.Module):
             attended = self._chosen.attend(query, latent_cache, metadata, self._scale, choice)
         else:
             attended = self._backend.attend(query, latent_cache, metadata, self._scale, 0, value_size=latent.rank)
-        output: Tensor = self.o_proj(self.kv_b_proj.to_values(attended).flatten(1), adapters)
+        values = self.kv_b_proj.to_values(attended)
+        if self.g_proj is not None:
+            gates = self.g_proj(hidden if rows is None else hidden[rows], adapters)[:, self._heads]
+            values = values * sigmoid(gates.float()).to(values.dtype).unsqueeze(-1)
+        output: Tensor = self.o_proj(values.flatten(1), adapters)
         return output
 
     def _keys(self, norm: RMSNorm, latents: Tensor, angles: Angles | None) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.alibi_rows import ALIBI_ROWS
+from spmd_worker.model_config.families.bailing_rows import BAILING_ROWS
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS
@@ -255,6 +256,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **DELTA_ROWS,
     **QWEN4_ROWS,
     **KIMI_ROWS,
+    **BAILING_ROWS,
     **MAMBA_ROWS,
     **MAMBA1_ROWS,
     **LLAMA4_ROWS,

@@ -922,7 +922,7 @@ def conv_variants(element: str) -> Iterator[Variant]:
 def delta_variants(element: str) -> Iterator[Variant]:
     """Gated delta nets of Qwen3.5 and OLMo-Hybrid."""
     floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(
-        ("beta_scale", "query_scale"), "fp32"
+        ("beta_scale", "query_scale", "decay_bound"), "fp32"
     )
     counts = ("HK", "HV", "stride_mixed", "stride_a", "stride_b")
     types = dict.fromkeys(("mixed", "a", "b", "out"), f"*{element}") | floats | dict.fromkeys(counts, "i32")
@@ -933,6 +933,8 @@ def delta_variants(element: str) -> Iterator[Variant]:
         name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
         constants, scan = scan_delta.scan_constants(config), scan_delta_kernels.SCAN
         yield Variant(name, kernel, types, constants, scan, ("stride_mixed",))
+    bounded = {**constants, "IS_BOUNDED": True}
+    yield Variant("scan_delta 128 128 bounded", kernel, types, bounded, scan, ("stride_mixed",))
 
 
 def norms_of_states(element: str) -> Iterator[Variant]:

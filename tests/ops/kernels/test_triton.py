@@ -36,7 +36,7 @@ ALL_CASES = {
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 16),
-    "triton_recurrent_cases.py": ((), 8),
+    "triton_recurrent_cases.py": ((), 10),
     "triton_latent_cases.py": ((), 5),
     "triton_cross_cases.py": ((), 3),
     "triton_tower_cases.py": ((), 3),
