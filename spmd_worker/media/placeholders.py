@@ -29,7 +29,8 @@ class Placeholders:
     the image's text replaces, `image_token` the token that takes a row. Prompts may not contain `reserved` texts other
     than as placeholders. Images may be recordings, if the `medium` is audio. A kind that takes videos has a
     `video_token`; their text replaces `video_marker`, or the token alone. Rows of their frames are taken by
-    `frame_token`, or without one by the `video_token`.
+    `frame_token`, or without one by the `video_token`. A `written_video` is there for a video where a chat template
+    writes nothing.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Placeholders:
     video_marker: str = ""
     video_token: str = ""
     frame_token: str = ""
+    written_video: str = ""
 
     @property
     def row_token(self) -> str:
@@ -384,7 +386,7 @@ def _tiles(most: int) -> tuple[str, ...]:
 
 
 _OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
-_SMOLVLM: Final = (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRID)))
+_SMOLVLM: Final = (*("<image>", "<image>", "<image>"), ("<video>", *_OF_TILES, *_tiles(_MAX_GRID)))
 
 PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
@@ -420,7 +422,7 @@ PLACEHOLDERS: Final = {
     "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
     "llava_onevision": Placeholders("llava_onevision", *_LLAVA, IMAGE, "<video>", "<video>"),
     "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
-    "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>"),
+    "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>", "<video>"),
     "qwen3_omni": Placeholders("qwen3_omni", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "qwen2_5_omni": Placeholders("qwen2_5_omni", *_QWEN2_5_OMNI, IMAGE, "<|VIDEO|>", "<|VIDEO|>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),

@@ -25,6 +25,7 @@ WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
 OVERRIDES: Final = "model.video_processor"
 _FILES: Final = ("video_preprocessor_config.json", "preprocessor_config.json")
 _BOUNDS: Final = ("size", "min_pixels", "max_pixels")
+_CAPS: Final = ("cap_pixels_per_frame", "max_video_tokens")
 _MAX_PIXELS: Final = 1 << 32
 _MAX_TOKENS: Final = 1 << 24
 _CAPPED_SHARE: Final = 0.9
@@ -151,6 +152,7 @@ def read_video_processor(
     config = replace(config, way_out=WAY_OUT)
     layout = _layout(images.kind, values, config)
     rule = RULES[layout]
+    _check_overrides(given, layout)
     if rule.fixes_size:
         values = {key: value for key, value in values.items() if key not in _BOUNDS}
     settings = ProcessorSettings(
@@ -192,6 +194,14 @@ def _video_values(folder: Path) -> tuple[Values, Path] | None:
         if found is not None:
             return found, path
     return None
+
+
+def _check_overrides(given: Mapping[str, Any], layout: str) -> None:
+    """Raise ModelConfigError for a caller's key that changes nothing of the layout."""
+    rule = RULES[layout]
+    unused = [*(_BOUNDS[1:] if rule.is_square else ()), *(() if rule.cap_tokens else _CAPS)]
+    for key in [key for key in unused if key in given]:
+        raise ModelConfigError(f"{OVERRIDES}: {key} is not supported for {layout}: leave it out{WAY_OUT}")
 
 
 def _layout(kind: str, values: Values, config: ConfigReader) -> str:
@@ -294,7 +304,7 @@ def _of_smolvlm(settings: ProcessorSettings) -> ProcessorSettings:
 
 
 def _cap_tokens(settings: ProcessorSettings, default: int) -> int:
-    key = "cap_pixels_per_frame"
+    key = _CAPS[0]
     # Classes without a default ignore the key.
     if not default or not settings.of(key).flag(key, False):
         return 0

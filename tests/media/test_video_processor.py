@@ -72,6 +72,14 @@ def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[s
     assert (found.layout, found.max_pixels, found.min_frames) == (layout, 28 * 28 * 2 * 30_000, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"), [("internvl", "min_pixels"), ("smolvlm", "max_video_tokens"), ("glm4v", "cap_pixels_per_frame")]
+)
+def test_given_key_without_effect_is_an_error(tmp_path: Path, kind: str, key: str):
+    with pytest.raises(ModelConfigError, match=f"model.video_processor: {key} is not supported for {kind}"):
+        read(tmp_path, kind, {key: 1}, video_preprocessor_config={})
+
+
 def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read(tmp_path, "gemma3", video_preprocessor_config={}) is None
     folder = tmp_path / "none"

@@ -3,8 +3,10 @@ calls, rows and requests.
 """
 
 import base64
+import importlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import ranks
+from content_templates import SMOLVLM
 from image_models import image_folder, media_kind, tokenizer_of_images
 from jobs_of_rows import answers_of_job, openai_row
 from media_models import noise, saved
@@ -306,6 +309,22 @@ def test_ids_of_a_video_whose_text_joins_are_complete(models: Any):
     taken, refused = llm.generate(given, GREEDY, use_tqdm=False, on_error="row")
     assert list(taken.outputs[0].token_ids) == alone[2][1]
     assert "texts of videos join" in str(refused.error)
+
+
+@pytest.mark.stress
+def test_template_without_videos_is_completed(models: Any, tmp_path: Path):
+    """SmolVLM2's own: transformers has another one for videos."""
+    llm, _ = models("smolvlm")
+    theirs = importlib.import_module("transformers.models.smolvlm.processing_smolvlm").DEFAULT_CHAT_TEMPLATE
+    part = {"type": "video", "video": CLIP.frames}
+    talk = [{"role": "user", "content": [part, QUESTION]}]
+    found = [llm.chat(talk, GREEDY, chat_template=each, use_tqdm=False)[0] for each in (SMOLVLM, theirs)]
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    folder = shutil.copytree(image_folder("smolvlm"), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": SMOLVLM}))
+    rows = [openai_row("a", CHAT, conversation(URL))]
+    (row,) = answers_of_job(tmp_path, folder, rows, media_root=tmp_path)
+    assert row["response"]["body"]["usage"]["prompt_tokens"] == len(found[0].prompt_token_ids or ())
 
 
 def test_plan_says_what_a_video_takes():
