@@ -18,6 +18,7 @@ from spmd_worker.media.page_rules import (
     granite_docling,
     kimi,
     lfm2_vl,
+    minicpmv4_6,
     opened,
 )
 from spmd_worker.media.processor_settings import (
@@ -51,17 +52,19 @@ _SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)
 class ImageProcessor:
     """`kind` is that of `VisionConfig`; numbers that a kind does not use are 0.
 
-    A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size`
-    of which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with
-    as many of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most `longest_edge`,
-    and black up to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of
-    `resize_unit` too. The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short
-    side to `short_edge` and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square
-    first if set; DeepSeek-VL pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-
-    OneVision cut sizes of `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL and Aya make
-    `min_crops` to `max_crops` tiles, Llama 4 and Command A up to `max_crops`, Granite-Docling `dense_crops` of
-    pages that fit `dense_rule`; LFM2-VL makes `min_crops` to `max_crops` tiles of images of more than `tolerance`
-    times `max_pixels`, if it `splits`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts.
+    A pixel becomes (pixel * scale - mean) / std. Towers read patches of `patch_size`, `merge_size` x `merge_size` of
+    which make a token in kinds that take pictures of any size: Qwen with `min_pixels` to `max_pixels`, GLM with as many
+    of two frames, Gemma 4 with at most `max_pixels`, Kimi with about `max_pixels`, at most `longest_edge`, and black up
+    to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of `resize_unit` too.
+    The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge`
+    and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square first if set; DeepSeek-VL
+    pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA- OneVision cut sizes of
+    `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL and Aya make `min_crops` to `max_crops`
+    tiles, Llama 4 and Command A up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`;
+    LFM2-VL makes `min_crops` to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it
+    `splits`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts. MiniCPM-V resizes to about the
+    pixels of `side` x `side`, and makes up to `max_crops` slices of larger images, if it `splits`; its images have
+    numbers if `is_numbered`.
     """
 
     kind: str
@@ -86,6 +89,7 @@ class ImageProcessor:
     tolerance: float = 0.0
     dense_crops: int = 0
     dense_rule: tuple[float, ...] = ()
+    is_numbered: bool = False
 
 
 def normalised_by(vision: VisionConfig, processor: ImageProcessor) -> VisionConfig:
@@ -374,6 +378,7 @@ class _Rule:
 _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
 _GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
 _LFM2: Final = ("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles", "do_image_splitting")
+_SLICED: Final = ("max_slice_nums", "slice_mode", "downsample_mode", "use_image_id")
 _TILED: Final = ("max_patches", "min_patches", "fine_route")
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
@@ -401,6 +406,7 @@ _RULES: Final = {
     "pixtral": _PIXTRAL,
     "lighton_ocr": _Rule(_lighton, overrides=("size",)),
     "lfm2_vl": _Rule(lfm2_vl, (HALVES, HALVES), 2, _LFM2),
+    "minicpmv4_6": _Rule(minicpmv4_6, (HALVES, HALVES), overrides=_SLICED),
     "granite_docling": _Rule(granite_docling, overrides=_TILED),
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }

@@ -1,7 +1,7 @@
 """Tokens of the largest image that a processor makes of any picture, or a little more: memory is planned for them."""
 
 from collections.abc import Callable
-from math import ceil, isqrt
+from math import ceil, isqrt, sqrt
 from typing import Final
 
 from spmd_worker.media.image_processor import ImageProcessor
@@ -48,6 +48,13 @@ def _lfm2(processor: ImageProcessor) -> int:
     return _qwen(processor) + processor.tokens_per_crop * processor.max_crops * processor.splits
 
 
+def _minicpm(processor: ImageProcessor) -> int:
+    """Each slice, and the complete image. Sides are rounded up by half a token at most, or to a complete one."""
+    side, ratio = processor.side / (processor.patch_size * processor.merge_size), sqrt(MAX_ASPECT_RATIO)
+    most = max(side**2 + side * (ratio + 1 / ratio) / 2 + 1, side * ratio + 1, 1)
+    return ceil(most) * (processor.max_crops * processor.splits + 1)
+
+
 def _kimi(processor: ImageProcessor) -> int:
     """Patches that a line of the picture fills in part are counted as none before it shrinks, and as one behind."""
     merge, most, found = processor.merge_size, processor.max_pixels // processor.patch_size**2, 0
@@ -92,6 +99,7 @@ _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
     **dict.fromkeys(("glm4v", "paddleocr_vl", "exaone4_5"), _qwen),
     "kimi_k25": _kimi,
     "lfm2_vl": _lfm2,
+    "minicpmv4_6": _minicpm,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

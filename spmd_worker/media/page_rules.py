@@ -1,10 +1,11 @@
-"""Rules of `image_processor.py`: Kimi K2.5, Granite-Docling, LFM2-VL, Aya Vision, Command A Vision."""
+"""Rules of `image_processor.py`: Kimi K2.5, Granite-Docling, LFM2-VL, Aya Vision, Command A Vision, MiniCPM-V 4.6."""
 
 from dataclasses import replace
 from typing import Final
 
 from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, TowerSizes, Values, check_is_towers
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.families.minicpm_vision import MERGE_SIZES
 from spmd_worker.model_config.families.vision_files import side_of
 
 _HUB_SECTION: Final = "media_proc_cfg"
@@ -135,4 +136,19 @@ def _of_cohere(settings: ProcessorSettings, model: ConfigReader, tower: TowerSiz
         "side": side,
         "tokens_per_crop": (side // tower.patch // scale) ** 2,
         "max_crops": settings.integer("max_patches", 12, 1, MAX_CROPS),
+    }
+
+
+def minicpmv4_6(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """MiniCPM-V 4.6: any size of about the pixels of a square, and slices of larger images."""
+    patch = settings.integer("patch_size", 14, 1, 512)
+    check_is_towers(settings, "patch_size", patch, tower.patch)
+    merge = MERGE_SIZES[settings.of("downsample_mode").choice("downsample_mode", tuple(MERGE_SIZES), "16x")]
+    return {
+        "patch_size": patch,
+        "merge_size": merge,
+        "side": settings.integer("scale_resolution", 448, 1, MAX_SIDE),
+        "max_crops": settings.integer("max_slice_nums", 9, 1, MAX_CROPS),
+        "splits": settings.of("slice_mode").flag("slice_mode", True),
+        "is_numbered": settings.of("use_image_id").flag("use_image_id", True),
     }

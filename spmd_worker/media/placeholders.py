@@ -19,6 +19,8 @@ from spmd_worker.replica.sequence.media_items import MediaItem
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 """Token ids of a text, without special tokens around it."""
 _MISMATCH: Final = "placeholder_mismatch"
+IMAGE_NUMBER: Final = "\0"
+"""Stands in an image's text for its number among those of the prompt."""
 _MAX_JOINED_LINE_ENDS: Final = 64
 """No vocabulary has a token of more line ends."""
 
@@ -68,7 +70,8 @@ class Placeholders:
         pieces, groups = re.split(self._markers, text), by_source(images)
         if len(pieces) != len(groups) + 1:
             raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
-        return pieces[0] + "".join([each[0].text + piece for each, piece in zip(groups, pieces[1:], strict=True)])
+        pairs = zip(groups, pieces[1:], strict=True)
+        return pieces[0] + "".join([_text_of(each, number) + piece for number, (each, piece) in enumerate(pairs)])
 
     def in_ids_order(
         self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode
@@ -101,7 +104,10 @@ class Placeholders:
         groups = by_source(images)
         around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
         video_id, row_id = (self._video_id(encode), self._id_of(self.row_token, encode)) if around else (-1, -1)
-        texts = [self._ids_of(each, row_id if _is_video(each) else image_id, encode) for each in groups]
+        texts = [
+            self._ids_of(each, number, row_id if _is_video(each) else image_id, encode)
+            for number, each in enumerate(groups)
+        ]
         num_rows = sum([image.num_rows for image in images])
         num_given = sum([ids.count(each) for each in {image_id, row_id}])
         shown = [
@@ -199,9 +205,9 @@ class Placeholders:
         ids = encode(self.video_token)
         return -1 if self.frame_token and len(ids) != 1 else self._id_of(self.video_token, encode)
 
-    def _ids_of(self, images: Sequence[PreparedMedia], token_id: int, encode: Encode) -> list[int]:
+    def _ids_of(self, images: Sequence[PreparedMedia], number: int, token_id: int, encode: Encode) -> list[int]:
         """Ids of the text of an image or of a video."""
-        ids, num_rows = list(encode(images[0].text)), _num_rows(images)
+        ids, num_rows = list(encode(_text_of(images, number))), _num_rows(images)
         if ids.count(token_id) != num_rows:
             one = "video" if _is_video(images) else self.medium.one
             what = f"{'video' if _is_video(images) else self.medium.name} tokens of the {num_rows} of a {one}"
@@ -219,6 +225,11 @@ def by_source(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
         else:
             groups.append([image])
     return groups
+
+
+def _text_of(group: Sequence[PreparedMedia], number: int) -> str:
+    """The text of an image or a video, of this number in the prompt."""
+    return group[0].text.replace(IMAGE_NUMBER, str(number))
 
 
 def _is_video(group: Sequence[PreparedMedia]) -> bool:
@@ -373,6 +384,14 @@ _INTERNVL: Final = (
 _AYA_TOKENS: Final = tuple([f"<|{each}|>" for each in ("IMG_PATCH", "START_OF_IMG", "END_OF_IMG")])
 _AYA: Final = ("<image>", "<image>", "<|IMG_PATCH|>", ("<image>", *_AYA_TOKENS))
 _COMMAND_A: Final = ("<|IMG_PATCH|>", "<|IMG_PATCH|>", "<|IMG_PATCH|>", (*_AYA_TOKENS, "<|IMG_LINE_BREAK|>"))
+_MINICPM: Final = (
+    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
+    (
+        "<|image_pad|>",
+        "<|video_pad|>",
+        *(f"<{end}{each}>" for each in ("image", "slice", "image_id") for end in ("", "/")),
+    ),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -404,6 +423,7 @@ PLACEHOLDERS: Final = {
         "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
         "aya_vision": _AYA,
+        "minicpmv4_6": _MINICPM,
         "cohere2_vision": _COMMAND_A,
         "llama4": (
             *("<|image|>", "<|image|>", "<|patch|>"),
@@ -475,6 +495,13 @@ def command_a_text(num_tiles: int, rows_per_tile: int) -> str:
     """Tiles with a break behind each, the last of which is the complete image."""
     tile = f"{run_text('cohere2_vision', rows_per_tile)}<|IMG_LINE_BREAK|>"
     return f"<|START_OF_IMG|>{tile * num_tiles}<|END_OF_IMG|>"
+
+
+def minicpm_text(slices: Sequence[Sequence[int]], num_rows: int, *, is_numbered: bool) -> str:
+    """The complete image of `num_rows`, with its number, and behind it lines of slices, by their numbers of rows."""
+    lines = ["".join([f"<slice>{run_text('minicpmv4_6', each)}</slice>" for each in line]) for line in slices]
+    before = f"<image_id>{IMAGE_NUMBER}</image_id>" * is_numbered
+    return f"{before}<image>{run_text('minicpmv4_6', num_rows)}</image>" + "\n".join(lines)
 
 
 def pixtral_text(num_lines: int, num_columns: int) -> str:

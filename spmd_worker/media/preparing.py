@@ -201,6 +201,28 @@ def _lfm2(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     return _Parts(crops, text, num_rows + per_tile * (len(crops) - 1))
 
 
+def _minicpm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The complete image, and slices of one of more pixels."""
+    side, unit, size = processor.side, processor.patch_size * processor.merge_size, _size_of(pixels)
+    grid = sizes.minicpm_grid(*size, side, processor.max_crops) if processor.splits else (1, 1)
+    is_cut = grid != (1, 1)
+    crops = [_resized(pixels, sizes.minicpm_size(*size, side, unit, grows=not is_cut), processor)]
+    lines: list[list[int]] = []
+    if is_cut:
+        height, width = sizes.minicpm_tiles_size(*size, grid, side, unit)
+        resized = _resized(pixels, (height, width), processor)
+        tile = height // grid[0], width // grid[1]
+        crops += [
+            resized[top : top + tile[0], left : left + tile[1]]
+            for top in range(0, height, tile[0])
+            for left in range(0, width, tile[1])
+        ]
+        lines = [[tile[0] // unit * (tile[1] // unit)] * grid[1]] * grid[0]
+    num_rows = len(crops[0]) // unit * (crops[0].shape[1] // unit)
+    text = placeholders.minicpm_text(lines, num_rows, is_numbered=processor.is_numbered)
+    return _Parts(crops, text, num_rows + sum(map(sum, lines)))
+
+
 def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     """Tiles, of dense pages more, and behind several the complete image."""
     side, least, most = processor.side, processor.min_crops, processor.max_crops
@@ -291,4 +313,5 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "smolvlm": _smolvlm,
     "granite_docling": _granite,
     "lfm2_vl": _lfm2,
+    "minicpmv4_6": _minicpm,
 }

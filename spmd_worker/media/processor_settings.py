@@ -142,6 +142,7 @@ _CLASSES: Final = {
     "smolvlm_vision": (224, 32),
     "granite_docling_vision": (512, 16),
     "siglip2_vision_model": (0, 16),
+    "minicpmv4_6_vision": (0, 16),
     "gemma4_vision": (0, 16),
     "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
@@ -184,6 +185,7 @@ _DEFAULTS: Final = {
     "smolvlm": ("smolvlm_vision", 224, 32),
     "granite_docling": ("granite_docling_vision", 512, 16),
     "lfm2_vl": ("siglip2_vision_model", 0, 16),
+    "minicpmv4_6": ("minicpmv4_6_vision", 0, 16),
 }
 """Kind -> tower of a config.json without vision_config."""
 

@@ -90,6 +90,8 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if config.num_unmerged:
+        return _minicpm_elements(config, hidden_size)
     if config.merge_sizes:
         return _paths_elements(config, hidden_size)
     if vision.kind == "glm4v":
@@ -112,6 +114,13 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
     norms = 2 * width
     others = {"internvl": norms, "lfm2_vl": norms * config.norms_tokens, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
+
+
+def _minicpm_elements(config: TowerConfig, hidden_size: int) -> int:
+    """Elements of the merger between layers, of windows of four patches, and of the one behind them."""
+    size, width, inner = config.hidden_size, 4 * config.hidden_size, 4 * config.intermediate_size
+    between = 4 * size * (size + 1) + 2 * size + 2 * width + inner * (width + 1) + size * (inner + 1)
+    return between + 2 * width + width * (width + 1) + hidden_size * (width + 1)
 
 
 def _paths_elements(config: TowerConfig, hidden_size: int) -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from spmd_worker.model_config.encoder_part import AudioInput
 
 FRAMES_PER_SECOND = 100
+WINDOWS_AT_ONCE = 64
+"""Windows of four patches that MiniCPM-V's tower merges at once: each takes a block of attention's."""
 Numbers = tuple[float, float, float]
 """One for each channel."""
 
@@ -65,9 +67,10 @@ class TowerConfig:
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
     the number of tokens of a square. `merge_sizes` are the patches a side of a token for which it has layers, if it has
-    them for several (Granite-Docling); tokens are normed before them with `norms_tokens`. `pinpoints` are the sizes of
-    pictures made of squares, in pixels, and pictures of more than `max_crops` squares are resampled to that
-    (LLaVA-OneVision). `drops_first_row`: the first of a square's rows, a class token's, takes no token.
+    them for several (Granite-Docling, MiniCPM-V, whose first `num_unmerged` layers see single patches); tokens are
+    normed before them with `norms_tokens`. `pinpoints` are the sizes of pictures made of squares, in pixels, and
+    pictures of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a
+    square's rows, a class token's, takes no token.
     """
 
     names: TowerNames
@@ -106,6 +109,7 @@ class TowerConfig:
     projector_eps: float = 1e-6
     num_crop_tokens: int = 0
     merge_sizes: tuple[int, ...] = ()
+    num_unmerged: int = 0
     norms_tokens: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
     max_crops: int = 0

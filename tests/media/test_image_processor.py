@@ -75,6 +75,9 @@ EXPECTED = {
     "aya_vision": ImageProcessor(
         *("aya_vision", 14, CLIP_MEAN, CLIP_STD), side=56, tokens_per_crop=4, min_crops=1, max_crops=6
     ),
+    "minicpmv4_6": ImageProcessor(
+        *("minicpmv4_6", 14, HALVES, HALVES), merge_size=4, side=168, max_crops=5, splits=True, is_numbered=True
+    ),
     "cohere2_vision": ImageProcessor(
         *("cohere2_vision", 14, CLIP_MEAN, CLIP_STD), side=56, tokens_per_crop=4, max_crops=6
     ),
@@ -183,6 +186,7 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 384, "tokens_per_crop": 144, "min_crops": 1, "max_crops": 12},
     ),
+    "minicpmv4_6": ({"vision_config": {"patch_size": 14}}, {}, {"side": 448, "merge_size": 4, "max_crops": 9}),
     "cohere2_vision": ({}, {}, {"side": 512, "patch_size": 16, "tokens_per_crop": 256, "max_crops": 12}),
     "lfm2_vl": (
         {},
@@ -359,6 +363,10 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("aya_vision", {"min_patches": 7}, {}, r"min_patches=7 must be a whole number from 1 to 6"),
     ("aya_vision", {"size": {"height": 84, "width": 84}}, {}, r"must be the size that the tower has.* 56, not 84"),
+    ("minicpmv4_6", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has.* 14, not 16"),
+    ("minicpmv4_6", {"max_slice_nums": 0}, {}, r"max_slice_nums=0 must be a whole number from 1 to 64"),
+    ("minicpmv4_6", {"downsample_mode": 4}, {}, r"downsample_mode=4 is not supported"),
+    ("minicpmv4_6", {"use_image_id": "no"}, {}, r"use_image_id='no' must be true or false"),
     ("cohere2_vision", {"patch_size": 16}, {}, r"patch_size=16 must be the root of the 4 tokens"),
     ("cohere2_vision", {"crop_to_patches": 1}, {}, r"crop_to_patches=1 must be true or false"),
     ("cohere2_vision", {}, {"downsample_factor": 3}, r"downsample_factor=3 must divide the 4 patches of a side"),

@@ -24,7 +24,7 @@ from spmd_worker.media import resize
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.patches import normalise, patches, qwen_patches
-from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.placeholders import IMAGE_NUMBER, PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
 from spmd_worker.media.sizes import (
@@ -64,6 +64,8 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     if kind == "lfm2_vl":
         rows = values[np.asarray(inputs["pixel_attention_mask"]) > 0]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
+    if kind == "minicpmv4_6":
+        return values[0].reshape(3, patch, -1, patch).transpose(2, 0, 1, 3).reshape(-1, 3 * patch**2)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
@@ -265,6 +267,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     "few pixels too many": ("lfm2_vl", {"max_pixels_tolerance": 3.1}, {}, None),
     "no tiles of Command A": ("cohere2_vision", {"crop_to_patches": False}, {}, None),
     "many tiles of Command A": ("cohere2_vision", {"max_patches": 12, "image_mean": [0.5] * 3}, {}, None),
+    "many slices": ("minicpmv4_6", {"max_slice_nums": 9, "scale_resolution": 84}, {}, None),
+    "no slices": ("minicpmv4_6", {"slice_mode": False}, {}, None),
+    "small tokens": ("minicpmv4_6", {"downsample_mode": "4x"}, {}, None),
     "some tiles of Aya": ("aya_vision", {"min_patches": 3, "crop_to_patches": False}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
     "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
@@ -326,6 +331,7 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {**SIGLIP, "image_size": 512, "patch_size": 16}},
         {"size": {"height": 512, "width": 512}, "max_patches": 12, "patch_size": 16},
     ),
+    "minicpmv4_6": ({}, {"scale_resolution": 448, "max_slice_nums": 9}),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
     "granite_docling": ({"vision_config": {}}, {"size": {"height": 512, "width": 512}, "max_patches": 32}),
     "lfm2_vl": (
@@ -414,5 +420,8 @@ def test_chat_placeholders_expand_as_text(kind: str, tmp_path: Path):
     text = ChatTemplate(source, {}).render([{"role": "user", "content": content}], content_format="openai")
     images = prepared(PROMPTS["two"], media_processor(tmp_path, kind))
     expanded = placeholders.expand_text(text, images)
-    first, second = (placeholders.written.replace(placeholders.marker, image.text) for image in images)
+    first, second = (
+        placeholders.written.replace(placeholders.marker, image.text.replace(IMAGE_NUMBER, str(number)))
+        for number, image in enumerate(images)
+    )
     assert expanded == f"{first} or\n{second}"

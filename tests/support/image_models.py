@@ -21,6 +21,7 @@ from media_models import (
     GEMMA4_SPECIAL,
     KIMI_SPECIAL,
     LFM2_SPECIAL,
+    MINICPM_SPECIAL,
     MODELS,
     PAGE_SPECIAL,
     byte_tokenizer,
@@ -99,6 +100,7 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "qwen4": {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": [3], "eos_token_id": 5},
+    "minicpmv4_6": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "mistral3": {"sliding_window": None},
     "mistral_large4": {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 0, 3], "index_topk": 48},
     "pixtral": {"sliding_window": None},
@@ -135,6 +137,8 @@ def tokenizer_of_images(kind: str) -> Tokenizer:
         return byte_tokenizer(*EXAONE_SPECIAL)
     if kind == "lfm2_vl":
         return byte_tokenizer(*LFM2_SPECIAL)
+    if kind == "minicpmv4_6":
+        return byte_tokenizer(*MINICPM_SPECIAL)
     if kind in ("aya_vision", "cohere2_vision"):
         return byte_tokenizer(*COHERE_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
@@ -309,6 +313,7 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
         "batch_num_images",
         "pixel_attention_mask",
         "spatial_shapes",
+        "target_sizes",
     )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
     if kind == "lfm2_vl":

@@ -251,6 +251,12 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
             {"patch_size": 2, "image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
             | {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"},
         ),
+        "minicpmv4_6": (
+            *("minicpmv4_6", "MiniCPMV4_6Processor"),
+            {"image_token": "<|image_pad|>", "image_start_token": "<image>", "image_end_token": "</image>"}
+            | {"slice_start_token": "<slice>", "slice_end_token": "</slice>", "slice_mode": True}
+            | {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+        ),
         "mistral3": ("pixtral", "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
         "pixtral": ("pixtral", "PixtralProcessor", {"patch_size": 16, "spatial_merge_size": 1}),
         "lighton_ocr": (
@@ -280,7 +286,12 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
     for method in _METHODS:
         if hasattr(class_, method):
             setattr(stub, method, getattr(class_, method).__get__(stub))
-    return [class_.replace_image_token(stub, inputs, index, **more) for index in range(num_images)]
+    if kind == "minicpmv4_6":
+        more = {"image_token_divisor": 16}
+    texts = [class_.replace_image_token(stub, inputs, index, **more) for index in range(num_images)]
+    if kind == "minicpmv4_6":
+        texts = class_._prepend_local_ids(stub, ["<|image_pad|>" * num_images], texts, "<|image_pad|>")
+    return texts
 
 
 _METHODS = (

@@ -88,6 +88,7 @@ MODEL_TYPES: Final = {
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
     "AyaVisionForConditionalGeneration": "aya_vision",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv4_6",
     "Cohere2VisionForConditionalGeneration": "cohere2_vision",
     "StableLmForCausalLM": "stablelm",
     "PhiForCausalLM": "phi",

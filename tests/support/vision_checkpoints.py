@@ -51,6 +51,12 @@ _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_
     "floor_scale": 16,
     "attn_scale": 0.3,
 }
+_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16} | {
     "v_head_dim": 16,
     "num_key_value_heads": 2,
@@ -93,9 +99,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3_5",
         {
             "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
-            "linear_num_key_heads": 2,
-        }
-        | {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+            **_NETS,
+        },
         {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
     ),
     "qwen4": (
@@ -289,6 +294,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "projector_hidden_size": 24,
         },
     ),
+    "minicpmv4_6": (
+        "MiniCPMV4_6",
+        {"model_type": "qwen3_5_text", **_NETS},
+        {
+            "vision_config": {**_VIT, "num_hidden_layers": 4, "insert_layer_id": 3, "image_size": 112},
+            "insert_layer_id": 1,
+        },
+    ),
     "lfm2_vl_plain": (
         "Lfm2Vl",
         {**_LFM2, "layer_types": ["conv"]},
@@ -440,6 +453,10 @@ def image_of(name: str, number: int) -> ImagePixels:
     if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
+    if name.startswith("minicpm"):
+        sizes = ((4, 8),), ((8, 4), (4, 4), (4, 4)), ((12, 8), (8, 12), (8, 12))
+        crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
+        return ImagePixels(crops, sizes[number][0], (99, 98))
     if name.startswith("lfm2"):
         sizes = ((6, 8),), ((4, 10),), ((6, 6), (6, 6), (12, 4))
         crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
@@ -468,6 +485,8 @@ def in_bfloat16(pixels: Any) -> Tensor:
 
 
 def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dict[str, Tensor]:
+    if name.startswith("minicpm"):
+        return _packed(image, config.vision_config.patch_size)
     if name.startswith("lfm2"):
         return _padded(image, config.vision_config.patch_size)
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
@@ -504,6 +523,16 @@ def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dic
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
 
 
+def _packed(image: ImagePixels, size: int) -> dict[str, Tensor]:
+    """Patches of all pictures one beside the other, and their lines and columns."""
+    shapes = [(len(each) // size, each.shape[1] // size) for each in image.crops]
+    patches = torch.cat([patches_of(normalised(each), size) for each in image.crops]).view(-1, 3, size, size)
+    return {
+        "pixel_values": patches.permute(1, 2, 0, 3).reshape(1, 3, size, -1),
+        "target_sizes": torch.tensor(shapes, dtype=torch.int32),
+    }
+
+
 def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
     """Patches of pictures of several sizes, the channels of a pixel side by side, behind them zeros."""
     shapes = [(len(each) // size, each.shape[1] // size) for each in image.crops]
@@ -524,13 +553,17 @@ def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
 def their_rows(
     name: str, image: ImagePixels, dtype: torch.dtype = torch.float32, *, is_fine: bool = False
 ) -> tuple[Tensor, ...]:
-    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling."""
+    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling, and of
+    MiniCPM-V.
+    """
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     if name == "llama4":
         # A change of dtype leaves their imaginary part out.
         model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
     inputs = _inputs(name, image, model.config, is_fine=is_fine)
+    if name.startswith("minicpm") and is_fine:
+        inputs["downsample_mode"] = "4x"
     if not name.startswith(_LIKE_QWEN):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     if name == "llama4":

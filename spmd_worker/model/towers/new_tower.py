@@ -13,6 +13,7 @@ from spmd_worker.model.towers.glm import GlmTower
 from spmd_worker.model.towers.granite import GraniteDoclingTower
 from spmd_worker.model.towers.kimi import KimiTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
+from spmd_worker.model.towers.minicpm import MiniCpmTower
 from spmd_worker.model.towers.naflex import NaflexTower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
@@ -57,6 +58,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "smolvlm": SmolvlmTower,
     "granite_docling": GraniteDoclingTower,
     "lfm2_vl": NaflexTower,
+    "minicpmv4_6": MiniCpmTower,
     "qwen2_audio": WhisperTower,
     "audioflamingo3": WhisperTower,
     "glmasr": WhisperTower,

@@ -171,9 +171,16 @@ def beside_images(row: Family, models: str) -> Family:
     return replace(row, models=models, names=names, rope=rope, text=TextPart(), vision="qwen3_5")
 
 
+_QWEN3_5_BESIDE: Final = beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B")
 DELTA_ROWS: Final[dict[str, Family]] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B"),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_BESIDE,
+    "MiniCPMV4_6ForConditionalGeneration": replace(
+        _QWEN3_5_BESIDE,
+        models="MiniCPM-V 4.6",
+        names=replace(_QWEN3_5_BESIDE.names, ignored_prefixes=("model.vision_tower.", "model.merger.", "mtp.")),
+        vision="minicpmv4_6",
+    ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": beside_images(
         _QWEN3_5_MOE, "Qwen3.5, Qwen3.6 with experts: 35B-A3B, 122B-A10B, 397B-A17B"

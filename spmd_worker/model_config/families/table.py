@@ -306,7 +306,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("PerceptionLMForConditionalGeneration", "QianfanOCRForConditionalGeneration"),
         "Lfm3VlForConditionalGeneration",
         *("Florence2ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),
-        *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
+        "MiniCPMV4_7ForConditionalGeneration",
         *("NemotronH_Omni_Reasoning_V3", "FuyuForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
     ),
     _SPEECH: (

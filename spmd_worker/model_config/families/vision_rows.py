@@ -15,6 +15,7 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.kimi_vision import kimi_k25
+from spmd_worker.model_config.families.minicpm_vision import minicpmv4_6
 from spmd_worker.model_config.families.siglip_rows import (
     aya_vision,
     cohere2_vision,
@@ -417,6 +418,7 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "idefics3": smolvlm,
     "granite_docling": granite_docling,
     "lfm2_vl": lfm2_vl,
+    "minicpmv4_6": minicpmv4_6,
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""

@@ -34,7 +34,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, naflex, pixtral, qwen, squares
+from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, minicpm, naflex, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
 from spmd_worker.model.towers.layers import JoinedGates, TowerLinear, TowerTable
@@ -158,6 +158,7 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
+    "minicpmv4_6": [{"eps": 1e-6}, {"num_heads": 1}, {"num_unmerged": 3}, {"projector_eps": 0.03}],
     "lfm2_vl": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}, {"projector_activation": "silu"}],
     "granite_docling": [{"added_layers": (0, 1)}, {"projector_eps": 0.03}, {"num_heads": 1}],
 }
@@ -200,6 +201,7 @@ right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 right_resampled, right_taps = glm.resampled, qwen._taps
 right_sines = granite.square_positions
+right_nearest = minicpm.nearest_places
 right_halves, right_merged = JoinedGates.weight_slices, SquareTower._merged
 
 
@@ -267,6 +269,10 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         lambda side, size: right_sines(side, size).roll(size // 2, 1),
     ),
     "halves of the gates exchanged": ("aya_vision", JoinedGates, "weight_slices", exchanged_halves),
+    "lines and columns of the nearest exchanged": (
+        *("minicpmv4_6", minicpm, "nearest_places"),
+        lambda length, side: right_nearest(length, side).flip(0),
+    ),
     "patches of a token exchanged": (
         *("cohere2_vision", SquareTower, "_merged"),
         lambda tower, x: right_merged(tower, x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2)),
@@ -330,13 +336,14 @@ def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
     assert all(map(torch.equal, alone, together))
 
 
-def test_fine_route_has_rows_of_transformers():
-    """Four times as many, by layers of its own."""
-    name = "granite_docling"
+@pytest.mark.parametrize(("name", "num_rows"), [("granite_docling", (16, 48)), ("minicpmv4_6", (8, 16))])
+def test_fine_route_has_rows_of_transformers(name: str, num_rows: tuple[int, int]):
+    """Four times as many, by layers of its own or without a merger."""
     model = new_model(name, config_of(name, merge_size=2))
-    for image in (image_of(name, number) for number in range(2)):
+    for number in range(2):
+        image = image_of(name, number)
         ours, theirs = our_rows(model, image), their_rows(name, image, is_fine=True)
-        assert len(ours[0]) == 16 * len(image.crops)
+        assert len(ours[0]) == num_rows[number]
         assert difference(ours, theirs) < TOLERANCE
 
 
