@@ -210,7 +210,7 @@ def _modules(model_config: ModelConfig, index: int, parts: Sequence[str]) -> lis
     fused = {ours: module for module, of_module in names.fused.items() for ours in of_module}
     number = model_config.layer_numbers[index]
     inside = [fused.get(each) or names.parts.get(each, each) for each in parts]
-    return list(dict.fromkeys(names.in_layer(number, index, each) for each in inside))
+    return list(dict.fromkeys(f"{names.layers}.{number}.{names.in_layer(index, each)}" for each in inside))
 
 
 def _formats_of(model_config: ModelConfig, modules: Sequence[str]) -> set[WeightFormat | None]:

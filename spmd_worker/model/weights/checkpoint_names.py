@@ -112,7 +112,7 @@ class CheckpointNames:
         return f"{self._names.layers}.{self._numbers[index]}."
 
     def _in_layer(self, index: int, name: str) -> str:
-        return self._names.in_layer(self._numbers[index], index, name)
+        return self._layer_prefix(index) + self._names.in_layer(index, name)
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
         """Index of the layer of a tensor, and its name in the layer; None for a tensor of no layer of the model."""

@@ -111,9 +111,9 @@ class Names:
     rope_factors: str = ""
     audio: AudioNames = AudioNames()
 
-    def in_layer(self, number: int, index: int, name: str) -> str:
-        """The full name of what layer `index` of ours has, which has this number in the checkpoint."""
-        return f"{self.layers}.{number}.{name.replace('#', str(index % self.layers_in_one))}"
+    def in_layer(self, index: int, name: str) -> str:
+        """The name inside of its layer of what layer `index` of ours has."""
+        return name.replace("#", str(index % self.layers_in_one))
 
     def canonical(self, name: str) -> str:
         """The name here, of which `name` may be an alias."""
