@@ -14,8 +14,8 @@ from spmd_worker.base.errors import ModelConfigError
 MAX_INT: Final = 2**31 - 1
 MAX_LAYERS: Final = 1_024
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
-_MIN_NUMBER: Final = 1e-12
-_MAX_NUMBER: Final = 1e12
+MIN_NUMBER: Final = 1e-12
+MAX_NUMBER: Final = 1e12
 _MAX_KEY: Final = 80
 
 
@@ -105,6 +105,6 @@ def checked_integer(value: Any, where: str, least: int, most: int) -> int:
 
 def checked_number(value: Any, where: str) -> float:
     """`value` as a float above 0, in a range that float32 can compute with. Raises ModelConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _MIN_NUMBER <= value <= _MAX_NUMBER:
-        raise ModelConfigError(f"{where}={shown(value)} must be a number from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise ModelConfigError(f"{where}={shown(value)} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}")
     return float(value)

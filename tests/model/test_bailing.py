@@ -223,9 +223,11 @@ def test_missing_keys_have_the_defaults_of_transformers():
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"kda_lower_bound": 0}, "kda_lower_bound=0 must be a number below 0"),
-    ({"kda_lower_bound": "x"}, "kda_lower_bound='x' must be a number below 0"),
-    ({"kda_lower_bound": float("nan")}, "kda_lower_bound=nan must be a number below 0"),
+    ({"kda_lower_bound": 0}, "kda_lower_bound=0 must be a number from -1e+12 to -1e-12"),
+    ({"kda_lower_bound": "x"}, "kda_lower_bound='x' must be a number from -1e+12 to -1e-12"),
+    ({"kda_lower_bound": float("nan")}, "kda_lower_bound=nan must be a number from -1e+12 to -1e-12"),
+    ({"kda_lower_bound": -1e300}, "kda_lower_bound=-1e+300 must be a number from -1e+12 to -1e-12"),
+    ({"kda_lower_bound": -(10**400)}, "must be a number from -1e+12 to -1e-12"),
     ({"layer_group_size": 0}, "layer_group_size=0 must be a whole number from 1"),
     ({"layer_types": ["full_attention"]}, "must list 42 of linear_attention and full_attention"),
     ({"head_dim": 0}, "head_dim=0 must be a whole number from 1"),

@@ -456,7 +456,8 @@ def readings(architecture: str) -> list[Any]:
         {**whole, **other} for other in ({"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 3})
     ]
     files += [{**whole, "mlp_layer_types": ["sparse"] * 5, "routed_scaling_factor": 2.0, "n_group": 2}]
-    files += [{**whole, "q_lora_rank": None}, {**whole, "mlp_layer_types": ["sparse"] * 5}]
+    files += [{**whole, key: None} for key in ("q_lora_rank", "rope_parameters")]
+    files += [{**whole, "mlp_layer_types": ["sparse"] * 5}]
     found: list[Any] = []
     for config in files:
         try:

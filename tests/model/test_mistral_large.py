@@ -108,7 +108,9 @@ def test_layers_that_read_latents_have_none():
 
 def test_missing_keys_have_the_defaults_of_transformers():
     theirs, path = transformers.MistralLarge4Config().text_config, Path("config.json")
-    for config in ({}, {"text_config": {}}, {"text_config": {"model_type": "mistral_large4_text"}}):
+    kind = {"model_type": "mistral_large4_text"}
+    for text in (None, {}, kind, {**kind, "rope_parameters": None}):
+        config = {} if text is None else {"text_config": text}
         ours = model_config_of({"architectures": [ARCHITECTURE], **config}, path)
         assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in theirs.no_rope_layers]
         assert [layer.experts is None for layer in ours.layers] == [kind == "dense" for kind in theirs.mlp_layer_types]

@@ -123,7 +123,10 @@ class RotaryEmbedding:
             assert self._axes is not None, "a model whose tokens have three positions has sections"
             # Contiguous: cosines of strided tensors may have other bits.
             turned_by = rope_positions.t().float().index_select(1, self._axes)
-        radians = turned_by * self._frequencies_at(positions, regimes)
+        frequencies = self._frequencies_at(positions, regimes)
+        if self._factors is not None:
+            frequencies = frequencies * self._factors.alpha.exp()
+        radians = turned_by * frequencies
         amplitude = self._amplitude if self._amplitudes is None else self._amplitudes[regimes].unsqueeze(1)
         cos, sin = radians.cos() * amplitude, radians.sin() * amplitude
         sin = -sin if self._rope.is_backward else sin
@@ -152,8 +155,6 @@ class RotaryEmbedding:
         """[R / 2], or [T, R / 2] if tokens differ."""
         if self._rope.rope_type == "longrope":
             return self._frequencies[regimes]
-        if self._factors is not None:
-            return self._frequencies * self._factors.alpha.exp()
         # One pair has the same frequency under every base.
         if self._rope.rope_type != "dynamic" or self._rotary_size == 2:
             return self._frequencies

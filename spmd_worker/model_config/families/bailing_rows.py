@@ -7,7 +7,7 @@ Compared with transformers, and broken, in tests/model/test_bailing.py.
 from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.model_config.config_reader import ConfigReader, checked_number
+from spmd_worker.model_config.config_reader import MAX_NUMBER, MIN_NUMBER, ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.families.family import GATE_UP, Attention, Family, FeedForward, Names, Rope
 from spmd_worker.model_config.families.latent_rows import latent_ropes, read_latent, score_scale
@@ -35,9 +35,10 @@ def _delta(reader: ConfigReader, layer: LayerConfig) -> DeltaConfig:
     if reader.flag("kda_safe_gate", True):
         least = reader.get("kda_lower_bound")
         is_number = isinstance(least, int | float) and not isinstance(least, bool)
-        if not is_number or not least < 0:
-            raise reader.error("kda_lower_bound", "must be a number below 0, the least logarithm of a decay")
-        bound = -checked_number(-least, reader.where("kda_lower_bound"))
+        if not is_number or not MIN_NUMBER <= -least <= MAX_NUMBER:
+            rule = f"must be a number from {-MAX_NUMBER:g} to {-MIN_NUMBER:g}, the least logarithm of a decay"
+            raise reader.error("kda_lower_bound", rule)
+        bound = float(least)
     return DeltaConfig(
         num_key_heads=num_heads,
         num_value_heads=num_heads,

@@ -5,8 +5,9 @@ Compared with transformers, and broken, in tests/model/test_latent_rows.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
@@ -23,6 +24,12 @@ from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.model_config.rope import RopeParameters, rotated_layers
 
 _SOURCES: Final = "kv_source_layers"
+
+
+def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """A rope that is null is the class's, as a missing one is."""
+    del path
+    return {key: value for key, value in config.items() if key != "rope_parameters" or value is not None}
 
 
 def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
@@ -202,6 +209,7 @@ MISTRAL_LARGE_ROWS: Final[dict[str, Family]] = {
         head=Head(cap_key="final_logit_softcapping"),
         text=TextPart(),
         vision="mistral_large4",
+        newer=_newer,
         file_keys={"head_dim": "qk_rope_head_dim", "q_lora_rank": ""},
         defaults=_DEFAULTS,
     ),

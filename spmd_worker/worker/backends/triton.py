@@ -262,7 +262,7 @@ class TritonDevice(DeviceBackend):
         experts = [layer.experts for layer in self.resolved.model_config.layers if layer.experts is not None]
         most = self.resolved.config.scheduler.max_num_batched_tokens
         means = (triton_experts.MAX_FEW_ROWS, triton_experts.MAX_SOME_ROWS)
-        counts = {mean * each.num_experts // each.num_chosen + 1 for mean in means for each in experts}
+        counts = {mean * each.num_choices // each.num_chosen + 1 for mean in means for each in experts}
         counts.add(triton_experts.ROUTER_FEW_TOKENS + 1)
         return tuple(sorted((count for count in counts if count <= most), reverse=True))
 
