@@ -58,7 +58,7 @@ class ImageProcessor:
     to complete tokens, Pixtral with at most `longest_edge`, LightOnOCR with sides of multiples of `resize_unit` too.
     The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge`
     and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square first if set; DeepSeek-VL
-    pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA- OneVision cut sizes of
+    pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-OneVision cut sizes of
     `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL and Aya make `min_crops` to `max_crops`
     tiles, Llama 4 and Command A up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`;
     LFM2-VL makes `min_crops` to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it

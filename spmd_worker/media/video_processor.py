@@ -278,10 +278,13 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
         key, other = names if settings.of(names[0]).get(names[0]) is not None else names[::-1]
         words = f"does not go with {other}={found[other]}: min_frames must be at most max_frames{WAY_OUT}"
         raise settings.of(key).error(key, words)
-    if settings.of("num_frames").get("num_frames") is not None:
+    is_rated = settings.given.get("fps") is not None
+    if is_rated and settings.given.get("num_frames") is not None:
+        raise settings.given.error("num_frames", f"does not go with fps: give one of them{WAY_OUT}")
+    if not is_rated and settings.of("num_frames").get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
-    elif settings.of("fps").get("fps") is None:
-        found["num_frames"] = rule.num_frames
+    elif rule.num_frames and settings.of("fps").get("fps") is None:
+        found["num_frames"] = min(max(rule.num_frames, found["min_frames"]), found["max_frames"])
     rate = settings.of("fps").number("fps", rule.fps)
     if rate > _MOST_FPS:
         raise settings.of("fps").error("fps", f"must be at most {_MOST_FPS:g}{WAY_OUT}")

@@ -39,16 +39,19 @@ def sampled_indices(total: int, fps: float, sampling: Sampling, processor: Video
     """Indices of the frames that are taken of `total`, `fps` of which are a second. Raises MediaError."""
     wanted = sampling.num_frames
     if wanted is None and sampling.fps is None and processor.num_frames:
-        wanted = processor.num_frames
+        wanted = max(processor.num_frames, sampling.min_frames or 1)
+        wanted = min(wanted, sampling.max_frames or wanted)
         if processor.rule.num_frames:
             # Shorter videos have all of their frames.
-            wanted = min(max(wanted, sampling.min_frames or 1), sampling.max_frames or total, total)
+            wanted = min(wanted, total)
     if wanted is not None and wanted > total:
         raise MediaError("video_too_short", f"the video has {total} frames, and num_frames={wanted} asks for more")
     by_number, by_rate = _RULES[processor.rule.sampling]
     if wanted is not None:
         return by_number(total, wanted)
-    least, most = sampling.min_frames or processor.min_frames, sampling.max_frames or processor.max_frames
+    # A caller's bound moves the processor's other one.
+    least = sampling.min_frames or min(processor.min_frames, sampling.max_frames or processor.min_frames)
+    most = sampling.max_frames or max(processor.max_frames, least)
     is_callers = sampling.fps is not None
     return by_rate(_Wish(total, fps, sampling.fps or processor.fps, least, most, is_callers))
 
@@ -155,7 +158,7 @@ def _at_steps(wish: _Wish, step: float, end: int) -> list[int]:
 def _smolvlm(wish: _Wish) -> list[int]:
     """Frames at equal distances, of long videos without their first and last second."""
     first, last, seconds = 0, wish.total - 1, wish.total / wish.fps
-    number = max(min(round(seconds * wish.rate), wish.most), wish.least)
+    number = min(max(min(round(seconds * wish.rate), wish.most), wish.least), wish.total)
     if seconds - 2 > wish.most * wish.rate:
         first, last = int(wish.fps), min(int(wish.total - wish.fps), last)
     if first >= last:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from media_models import MODELS, PINPOINTS, media_folder, media_processor
 
+from spmd_worker.base.config.schema import IMAGE_PROCESSOR_KEYS
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media import image_processor
 from spmd_worker.media.image_processor import (
     CLIP_MEAN,
     CLIP_STD,
@@ -419,3 +421,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path):
     (folder / "config.json").unlink()
     with pytest.raises(ModelConfigError, match=r"config.json does not exist"):
         read(folder, "gemma3")
+
+
+def test_keys_of_a_run_are_those_of_kinds():
+    """A key that a kind takes and a run does not could never be given."""
+    taken = {key for rule in image_processor._RULES.values() for key in rule.overrides}
+    assert taken - {"min_pixels", "max_pixels"} == {*IMAGE_PROCESSOR_KEYS}

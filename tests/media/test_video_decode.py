@@ -98,7 +98,13 @@ def test_callers_numbers_replace_those_of_the_model():
     assert decoded(file_of(), num_frames=3).indices == [0, 14, 29]
     assert decoded(file_of(), fps=1.0, min_frames=2).indices == [0, 14, 29]
     assert len(decoded(file_of(), fps=10.0, max_frames=7).indices) == 7
-    assert decoded(file_of(), replace(QWEN2, num_frames=4)).indices == [0, 7, 15, 22]
+    numbered = replace(QWEN2, num_frames=4)
+    assert decoded(file_of(), numbered).indices == [0, 7, 15, 22]
+    assert decoded(file_of(), numbered, max_frames=2).indices == [0, 15]
+    # A bound beyond the model's other one.
+    assert len(decoded(file_of(), replace(QWEN2, max_frames=8), fps=10.0, min_frames=12).indices) == 12
+    squares = replace(SQUARES, kind="smolvlm", layout="smolvlm", min_frames=4)
+    assert decoded(file_of(), squares, max_frames=2).indices == [0, 29]
     assert decoded(file_of(frames=1, packets=1)).indices == [0]
 
 

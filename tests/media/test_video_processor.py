@@ -46,6 +46,26 @@ def test_given_values_replace_those_of_the_file(tmp_path: Path):
     assert (found.min_pixels, found.max_pixels, found.num_frames, found.min_frames) == (4096, 50176, 8, 2)
 
 
+@pytest.mark.parametrize(
+    ("file", "given", "numbers"),
+    [
+        ({}, {"max_frames": 5}, (5, 1, 5)),
+        ({}, {"min_frames": 9}, (9, 9, 768)),
+        ({"num_frames": 6}, {"fps": 1}, (0, 1, 768)),
+        ({"fps": 3}, {"num_frames": 6}, (6, 1, 768)),
+    ],
+)
+def test_given_numbers_of_frames_have_an_effect(
+    tmp_path: Path, file: dict[str, Any], given: dict[str, Any], numbers: tuple[int, int, int]
+):
+    """In a model with a number of its own."""
+    found = read(tmp_path, "internvl", given, video_preprocessor_config={"size": 56, **file})
+    assert found is not None
+    assert (found.num_frames, found.min_frames, found.max_frames) == numbers
+    with pytest.raises(ModelConfigError, match="num_frames=2 does not go with fps"):
+        read(tmp_path / "both", "internvl", {"num_frames": 2, "fps": 1}, video_preprocessor_config={"size": 56})
+
+
 def test_smolvlm_has_its_numbers_under_other_names(tmp_path: Path):
     side = {"max_image_size": {"longest_edge": 64}}
     sampling = {"fps": 3, "max_frames": 9, "video_size": {"longest_edge": 512}}
