@@ -145,6 +145,16 @@ def test_choice_of_runs_stays_below_the_plan():
     assert planned - choice_bytes(config, 4) < most / 2
 
 
+def test_ranks_with_fewer_heads_choose_for_more_tokens():
+    """Keys and values of two heads on one rank, or of one on each: twice as many tokens have scores at a time."""
+    config = _with_indexer(read_model_files(qwen4_folder("qwen4")).model_config, num_chosen=12_288)
+    config = replace(config, max_position_embeddings=1 << 20)
+    of_one_head = choice_bytes(with_layers(config, num_kv_heads=1), 4)
+    assert of_one_head > choice_bytes(config, 4)
+    assert of_one_head == choice_bytes(config, 4, 2)
+    assert activation_bytes(config, RankLayout(tensor_parallel_size=2), 0, "float32", 1, 1) > of_one_head
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("name", ["qwen4", "qwen4_sigmoid"])
 def test_greedy_rows_are_transformers_in_any_schedule(name: str):

@@ -330,7 +330,8 @@ def activation_bytes(
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others += DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
-    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
+    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    of_step += choice_bytes(model_config, DTYPE_BYTES[dtype], layout.tensor_parallel_size)
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
         num_distances = 2 * model_config.max_position_embeddings + 1
