@@ -338,7 +338,7 @@ def activation_bytes(
         of_step += max(share.num_heads for _, share in kinds) * num_distances * DTYPE_BYTES["float32"]
     if most_drafts:
         states = [state_layer(layer, model_config.hidden_size, share, most_drafts) for layer, share in kinds]
-        width = max([state.saved[1] for state in states if state is not None], default=0)
+        width = max([max(each.saved[1], each.second_saved[1]) for each in states if each is not None], default=0)
         of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
