@@ -188,7 +188,7 @@ class DecoderStack(nn.Module):
         `states` are those of each layer, if any layer has them.
 
         `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache; three more
-        rows are those of the first tokens of runs, in a model that chooses keys by runs. `media`
+        rows are those of the first tokens of runs, in a model that chooses keys by runs of several. `media`
         are rows of images, on the first stage: tokens' own ids there, perhaps beyond the vocabulary, do not count, and
         `media.added` is added to the stream behind the first layers. The same bits in any chunks.
 
@@ -231,7 +231,7 @@ class DecoderStack(nn.Module):
         choice: list[Tensor] | None = [] if self._shares_choice else None
         of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams > 1 else {}
         if self._indexer is not None:
-            firsts = None if rope_positions is None else rope_positions[3:]
+            firsts = None if rope_positions is None else rope_positions[-3:]
             of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
             of_streams["runs"] = step_runs(*of_runs)
         carried: list[Tensor] | None = [] if self._carries_outputs else None

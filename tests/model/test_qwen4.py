@@ -145,6 +145,27 @@ def test_choice_of_runs_stays_below_the_plan():
     assert planned - choice_bytes(config, 4) < most / 2
 
 
+def test_ranks_with_fewer_heads_choose_for_more_tokens():
+    """Keys and values of two heads on one rank, or of one on each: twice as many tokens have scores at a time."""
+    config = _with_indexer(read_model_files(qwen4_folder("qwen4")).model_config, num_chosen=12_288)
+    config = replace(config, max_position_embeddings=1 << 20)
+    of_one_head = choice_bytes(with_layers(config, num_kv_heads=1), 4)
+    assert of_one_head > choice_bytes(config, 4)
+    assert of_one_head == choice_bytes(config, 4, 2)
+    assert activation_bytes(config, RankLayout(tensor_parallel_size=2), 0, "float32", 1, 1) > of_one_head
+
+
+def test_drafts_are_planned_by_the_widest_convolution():
+    config = read_model_files(qwen4_folder("qwen4")).model_config
+    streams = config.layers[0].gated_streams
+    assert streams is not None
+    config = with_layers(config, gated_streams=replace(streams, num_streams=16))
+    without, planned = (
+        activation_bytes(config, RankLayout(1), 0, "float32", 80, 8, most_drafts=most) for most in (0, 2)
+    )
+    assert planned - without == 3 * (16 * config.hidden_size + 3) * (80 + 2 * 8) * 4
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("name", ["qwen4", "qwen4_sigmoid"])
 def test_greedy_rows_are_transformers_in_any_schedule(name: str):

@@ -48,6 +48,7 @@ CASES = {
     "qwen3_vl": Case(family_folder, family_reference, THREE, num_added=3),
     "qwen3_5_images": Case(delta_folder, delta_reference, THREE),
     "qwen4_images": Case(qwen4_folder, qwen4_reference, {**THREE, "run_length": 4}),
+    "qwen4_images_tokens": Case(qwen4_folder, qwen4_reference, THREE),
     "gemma3_images": Case(family_folder, family_reference, SIGHT),
     "gemma4": Case(image_folder, image_reference, {**SIGHT, "sees_in_windows": True}),
     "gemma4_clipped": Case(image_folder, image_reference, {"input_token_id": 3}),
@@ -58,11 +59,14 @@ CASES = {
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }
 """Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid, and in one that chooses
-keys by runs; sight, with a window shorter than an image, the same in some layers; layers' own inputs; neighbours as
-pairs; experts, of a part of the head.
+keys by runs, also of one token; sight, with a window shorter than an image, the same in some layers; layers' own
+inputs; neighbours as pairs; experts, of a part of the head.
 """
 IMAGES = ((3, 2, 4), (20, 3, 2))
-IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen4_images", "gemma3_images", "gemma4", "gemma4_clipped")
+IN_GATE = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen4_images", "qwen4_images_tokens"),
+    *("gemma3_images", "gemma4", "gemma4_clipped"),
+)
 CASE_MARKS = [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.stress) for name in CASES]
 
 

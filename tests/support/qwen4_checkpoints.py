@@ -47,6 +47,10 @@ QWEN4_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"ple_layer_ids": [3], "ple_embed_dim": 36, "ple_conv_kernel_size": 3, "indexer_compress_ratio": 6},
     ),
     "qwen4_images": ("Qwen4ExpConfig", "Qwen4ExpForConditionalGeneration", {"text_config": TEXT}),
+    "qwen4_images_tokens": (
+        *("Qwen4ExpConfig", "Qwen4ExpForConditionalGeneration"),
+        {"text_config": {**TEXT, "indexer_compress_ratio": 1}},
+    ),
 }
 """Classes of configuration and model, and what the configuration is made of."""
 

@@ -25,17 +25,20 @@ def rows_at_once(indexer: IndexerConfig, token_size: int) -> int:
     return max(1, min(_MAX_ROWS, _MAX_ELEMENTS // (indexer.num_chosen * token_size)))
 
 
-def choice_bytes(model_config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes that a step takes for the choice of tokens that see as many keys as a row may have, and for attention to
-    it, in the layer that takes most; 0 if all tokens see all keys. What each token of the step takes is not in it.
+def choice_bytes(model_config: ModelConfig, dtype_bytes: int, num_ranks: int = 1) -> int:
+    """Bytes that a step takes, on one of so many ranks that share heads, for the choice of tokens that see as many keys
+    as a row may have, and for attention to it, in the layer that takes most; 0 if all tokens see all keys. What each
+    token of the step takes is not in it.
     """
-    kinds = dict.fromkeys((layer.chooser, _token_size(layer)) for layer in model_config.layers)
+    kinds = dict.fromkeys((layer.chooser, _token_size(layer, num_ranks)) for layer in model_config.layers)
     num_keys = model_config.max_model_len
     return max([0, *(_of_kind(indexer, size, num_keys, dtype_bytes) for indexer, size in kinds if indexer is not None)])
 
 
-def _token_size(layer: LayerConfig) -> int:
-    return 2 * layer.num_kv_heads * layer.head_size if layer.latent is None else layer.latent.key_size
+def _token_size(layer: LayerConfig, num_ranks: int) -> int:
+    if layer.latent is not None:
+        return layer.latent.key_size
+    return 2 * max(layer.num_kv_heads // num_ranks, 1) * layer.head_size
 
 
 def _of_kind(indexer: IndexerConfig, token_size: int, num_keys: int, dtype_bytes: int) -> int:

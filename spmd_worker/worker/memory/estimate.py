@@ -330,14 +330,15 @@ def activation_bytes(
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others += DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
-    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
+    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    of_step += choice_bytes(model_config, DTYPE_BYTES[dtype], layout.tensor_parallel_size)
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
         num_distances = 2 * model_config.max_position_embeddings + 1
         of_step += max(share.num_heads for _, share in kinds) * num_distances * DTYPE_BYTES["float32"]
     if most_drafts:
         states = [state_layer(layer, model_config.hidden_size, share, most_drafts) for layer, share in kinds]
-        width = max([state.saved[1] for state in states if state is not None], default=0)
+        width = max([max(each.saved[1], each.second_saved[1]) for each in states if each is not None], default=0)
         of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
