@@ -59,7 +59,8 @@ def check(names: list[str], tmp_path: Path, layouts: list[str]) -> None:
             num_preemptions, num_hits = first[f"{name} {layout} counts"]
             # Blocks behind the windows of LFM3 go back to the pool, so no row of it is preempted.
             assert num_preemptions > 0 or layout == "data" or name == "lfm3"
-            assert num_hits > 0
+            # Replicas take rows as they have room: the second time each row may be the other's.
+            assert num_hits > 0 or layout == "data"
 
 
 def compare(found: list[Any], expected: list[Any], layout: str) -> None:
