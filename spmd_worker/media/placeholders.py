@@ -51,6 +51,11 @@ class Placeholders:
         """The token that takes rows of frames."""
         return self.frame_token or self.video_token
 
+    def without_videos(self) -> "Placeholders":
+        """Those of a model of the kind that takes no videos: what stands for one is a text like others."""
+        reserved = tuple([each for each in self.reserved if each != self.written_video])
+        return Placeholders(self.kind, self.written, self.marker, self.image_token, reserved, self.medium)
+
     def check_reserved(self, text: str) -> None:
         """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
         for token in self.reserved:

@@ -292,18 +292,16 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
 
 
 def _of_smolvlm(settings: ProcessorSettings) -> ProcessorSettings:
-    """Settings with SmolVLM's names: `num_frames` is a most, and older files have `video_sampling` in its stead."""
+    """Settings by SmolVLM's names: `num_frames` is a most, and older files have `video_sampling` in its stead."""
     sampling = settings.file.object("video_sampling")
-    file, given = (
-        {
-            ("max_frames" if key == "num_frames" else key): value
-            for key, value in each.config.items()
-            if value is not None
-        }
-        for each in (settings.file, settings.given)
-    )
-    file |= {key: sampling.get(key) for key in ("fps", "max_frames") if sampling.get(key) is not None}
-    return ProcessorSettings(replace(settings.file, config=file), replace(settings.given, config=given))
+    older = {key: sampling.get(key) for key in ("fps", "max_frames") if sampling.get(key) is not None}
+    file, given = map(_with_most, (replace(settings.file, config={**settings.file.config, **older}), settings.given))
+    return ProcessorSettings(replace(file, file_keys={"num_frames": ""}) if "max_frames" in older else file, given)
+
+
+def _with_most(reader: ConfigReader) -> ConfigReader:
+    has_most = reader.get("num_frames") is not None
+    return replace(reader, file_keys={"num_frames": "", **({"max_frames": "num_frames"} if has_most else {})})
 
 
 def _cap_tokens(settings: ProcessorSettings, default: int) -> int:

@@ -109,14 +109,21 @@ class DecoderLayer(nn.Module):
         if self.mlp is None:
             return part, residual
         x = normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
+        options = self._feed_forward_options(metadata, adapters, routes)
+        if carried is not None:
+            options["carried"] = carried
+        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+
+    def _feed_forward_options(
+        self, metadata: AttentionMetadata, adapters: StepAdapters | None, routes: list[Tensor] | None
+    ) -> dict[str, Any]:
+        """Arguments of the feed-forward beside its input and `is_fused`."""
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
         if routes is not None and self.config.experts is not None:
             options["routes"] = routes
-        if carried is not None:
-            options["carried"] = carried
-        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+        return options
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
         """The feed-forward of `x`: a part that is still to be added to the stream, or None."""

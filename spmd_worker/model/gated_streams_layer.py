@@ -61,10 +61,6 @@ class Layer(DecoderLayer):
         output = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **more)
         inject(residual, self._complete(output), gates)
         x, gates = self.mlp_hyper_connection.mixed(residual)
-        options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
-        if adapters is not None:
-            options["adapters"] = adapters
-        if routes is not None and self.config.experts is not None:
-            options["routes"] = routes
+        options = self._feed_forward_options(metadata, adapters, routes)
         inject(residual, self._complete(self.mlp(x, is_fused=is_fused, **options)), gates)
         return None, residual

@@ -83,6 +83,13 @@ class ConfigReader:
         is_plain = key.isprintable() and len(key) < _MAX_KEY
         return replace(self, config=value or {}, section=f"{self.section}{key if is_plain else shown(key)}.")
 
+    def kinds(self, key: str, num_layers: int, known: Sequence[str]) -> list[str]:
+        """A list of one of `known` for each layer."""
+        listed = self.get(key)
+        if not isinstance(listed, list) or len(listed) != num_layers or any(each not in known for each in listed):
+            raise self.error(key, f"must list {num_layers} of {', '.join(known)}")
+        return listed
+
     def error(self, key: str, rule: str) -> ModelConfigError:
         """An error about the key's value."""
         return ModelConfigError(f"{self.where(key)}={shown(self.get(key))} {rule}")

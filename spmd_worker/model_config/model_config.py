@@ -216,7 +216,7 @@ class ModelConfig:
 
     @property
     def takes_ids(self) -> bool:
-        """Whether layers compute with ids of tokens, which embeddings in their place do not have."""
+        """Whether layers need ids of tokens, which embeddings in their place do not have."""
         return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
 
     @property

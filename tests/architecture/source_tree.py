@@ -40,7 +40,7 @@ class Module:
 
     @cached_property
     def importing(self) -> "list[tuple[ast.AST, bool]]":
-        """Of `nodes` those that may import something: few, and asked about again and again."""
+        """The few of `nodes` that may import something, which are asked about again and again."""
         return [(node, runs) for node, runs in self.nodes if isinstance(node, _IMPORTING)]
 
     @cached_property

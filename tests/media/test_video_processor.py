@@ -58,7 +58,7 @@ def test_given_values_replace_those_of_the_file(tmp_path: Path):
 def test_given_numbers_of_frames_have_an_effect(
     tmp_path: Path, file: dict[str, Any], given: dict[str, Any], numbers: tuple[int, int, int]
 ):
-    """In a model with a number of its own."""
+    """Bounds in a model with a number of its own."""
     found = read(tmp_path, "internvl", given, video_preprocessor_config={"size": 56, **file})
     assert found is not None
     assert (found.num_frames, found.min_frames, found.max_frames) == numbers
@@ -136,6 +136,7 @@ OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
         ({"fps": 1e9}, "must be at most 1000"),
         ({"fps": -1}, "fps"),
         ({"num_frames": 0}, "num_frames"),
+        ({"max_image_size": 64, "num_frames": "x"}, "num_frames='x'"),
         ({"min_frames": 9, "max_frames": 3}, "max_frames=3 does not go with min_frames=9"),
         ({"max_frames": 3}, "max_frames=3 does not go with min_frames=4"),
         ({"min_frames": 999}, "min_frames=999 does not go with max_frames=768"),
@@ -154,7 +155,7 @@ def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[s
 
 
 def test_omni_models_have_bounds_of_their_class(tmp_path: Path):
-    """As transformers, which gives its video processor these in place of the file's."""
+    """transformers gives its video processor these in place of the file's."""
     images = replace(media_processor(tmp_path, "qwen2_5_vl"), kind="qwen2_5_omni")
     folder = tmp_path / "qwen2_5_vl"
     found = read_video_processor(folder, images)

@@ -73,7 +73,7 @@ def test_shards_equal_transformers_and_stages_one_rank():
 
 
 def test_all_checkpoint_tensors_are_viewed_and_loaded():
-    """By names of files and of transformers' memory; on two ranks together all of each."""
+    """Names of files and of transformers' memory; two ranks together read all of each."""
     tensors = load_file(bailing_folder(NAME) / "model.safetensors")
     assert {"model.layers.0.attention.q_conv1d.weight", "model.layers.1.mlp.gate.expert_bias"} < set(tensors)
     assert tensors["model.layers.0.attention.A_log"].shape == (4,)
@@ -229,7 +229,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kda_lower_bound": -1e300}, "kda_lower_bound=-1e+300 must be a number from -1e+12 to -1e-12"),
     ({"kda_lower_bound": -(10**400)}, "must be a number from -1e+12 to -1e-12"),
     ({"layer_group_size": 0}, "layer_group_size=0 must be a whole number from 1"),
-    ({"layer_types": ["full_attention"]}, "must list 42 of linear_attention and full_attention"),
+    ({"layer_types": ["full_attention"]}, "must list 42 of linear_attention, full_attention"),
     ({"head_dim": 0}, "head_dim=0 must be a whole number from 1"),
     ({"kda_safe_gate": 3}, "kda_safe_gate=3"),
     ({"n_group": 7}, "num_experts=512 cannot be cut into n_group=7 equal groups"),

@@ -517,7 +517,7 @@ TIED_BY_DEFAULT = {
 KIMI = ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
 """Whose class does so too, and whose cases are in latent_checkpoints.py."""
 OTHER_NAMES = ("LightOnOCRForConditionalGeneration",)
-"""Of a case's class."""
+"""Second names of a row, whose cases have the first."""
 
 
 def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | None) -> dict[str, Any]:
@@ -734,7 +734,7 @@ def each_with_new_entries() -> list[Any]:
         is_repeated = each in NESTED_FAMILIES or each in NOTICED or names <= seen
         mark = NOTICED.get(each, pytest.mark.stress if is_repeated else pytest.mark.matrix)
         seen |= names if mark != pytest.mark.stress else set()
-        found += [] if each in FIRST_FAMILIES else [pytest.param(each, marks=mark)]
+        found += [] if each in (*FIRST_FAMILIES, *OTHER_NAMES) else [pytest.param(each, marks=mark)]
     return found
 
 

@@ -1,5 +1,5 @@
-"""What LongCat-Flash has beside other latent attention: experts without weights, experts that are added two layers
-later, two of our layers for one of the file; and its keys of config.json.
+"""Parts of LongCat-Flash that other latent attention does not have: experts without weights, experts that are added
+two layers later, two of our layers for one of the file; and its keys of config.json.
 """
 
 import shutil

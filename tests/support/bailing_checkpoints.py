@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from mamba_checkpoints import stir_hybrid
+from kimi_checkpoints import stirred
 from reference_models import without_defaults
 from run_folder import made_once
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
@@ -85,15 +84,7 @@ def thinned_bailing_folder(name: str) -> Path:
 @cache
 def bailing_reference(name: str) -> BailingHybridForCausalLM:
     """transformers' model with the weights of the folder."""
-    config = BailingHybridConfig(**BAILING_CASES[name])
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = BailingHybridForCausalLM(config).float().eval()
-    stir_hybrid(model)
-    generator = torch.Generator().manual_seed(8)
-    for each, value in sorted(model.named_buffers()):
-        if each.endswith("e_score_correction_bias"):
-            value.copy_(0.5 * torch.randn(value.shape, generator=generator))
-    return model
+    return stirred(BailingHybridForCausalLM, BailingHybridConfig(**BAILING_CASES[name]))
 
 
 def _thin(folder: Path, name: str) -> None:

@@ -430,7 +430,7 @@ class CheckpointNames:
         return found[1].startswith(("self_attn.k_", "self_attn.v_"))
 
     def _is_of_identity(self, name: str) -> bool:
-        """Whether it is of an expert without weights: transformers writes some."""
+        """Whether a tensor is of an expert without weights: transformers writes some."""
         found = self._layer_of(name)
         experts = None if found is None else self._model_config.layers[found[0]].experts
         number = None if found is None else _EXPERT.match(found[1])

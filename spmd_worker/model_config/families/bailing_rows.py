@@ -54,14 +54,11 @@ def _delta(reader: ConfigReader, layer: LayerConfig) -> DeltaConfig:
 
 
 def _full_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has full attention: listed, or the last of each group."""
-    listed = reader.get("layer_types")
-    if listed is None:
-        size = reader.count("layer_group_size")
-        return [(layer + 1) % size == 0 for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
-        raise reader.error("layer_types", f"must list {num_layers} of {' and '.join(_KINDS)}")
-    return [each == _KINDS[1] for each in listed]
+    """Flags of layers with full attention: listed, or the last of each group."""
+    if reader.get("layer_types") is not None:
+        return [each == _KINDS[1] for each in reader.kinds("layer_types", num_layers, _KINDS)]
+    size = reader.count("layer_group_size")
+    return [(layer + 1) % size == 0 for layer in range(num_layers)]
 
 
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")

@@ -25,15 +25,12 @@ from spmd_worker.model_config.rope import RopeParameters, read_rope
 _KINDS: Final = ("linear_attention", "full_attention")
 
 
-def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
-    """Kind of each layer: listed, or every `full_attention_interval`th is a full one."""
-    listed = reader.get("layer_types")
-    if listed is None:
-        every = reader.count("full_attention_interval", 4)
-        return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
-        raise reader.error("layer_types", f"must list {num_layers} of {', '.join(_KINDS)}")
-    return listed
+def layer_types(reader: ConfigReader, num_layers: int, *others: str) -> list[str]:
+    """Kind of each layer: listed, `others` too, or every `full_attention_interval`th is a full one."""
+    if reader.get("layer_types") is not None:
+        return reader.kinds("layer_types", num_layers, (*_KINDS, *others))
+    every = reader.count("full_attention_interval", 4)
+    return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
 
 
 def _delta(reader: ConfigReader, defaults: Mapping[str, int], **others: Any) -> DeltaConfig:
@@ -64,7 +61,7 @@ def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple
     reader.choice("attn_output_gate", (True,), True)
     return tuple(
         layer if kind == "full_attention" else replace(layer, mixer="delta", delta=delta, rope=None, output_gate="")
-        for kind, layer in zip(_layer_types(reader, len(layers)), layers, strict=True)
+        for kind, layer in zip(layer_types(reader, len(layers)), layers, strict=True)
     )
 
 
@@ -90,7 +87,7 @@ def _olmo_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple
 
 
 def _olmo_layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
-    kinds = _layer_types(reader, num_layers)
+    kinds = layer_types(reader, num_layers)
     has_full = reader.get("layer_types") is not None or _KINDS[1] in kinds
     return kinds if has_full else [*kinds[:-1], _KINDS[1]]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
-from spmd_worker.model_config.families.delta_rows import DELTA_ROWS, beside_images, qwen_delta
+from spmd_worker.model_config.families.delta_rows import DELTA_ROWS, beside_images, layer_types, qwen_delta
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.model_config.stream_config import (
@@ -23,27 +23,16 @@ from spmd_worker.model_config.stream_config import (
 )
 
 _LINEAR: Final = "linear_attention"
-_KINDS: Final = (_LINEAR, "full_attention", "indexed_attention")
-"""Files have the second word for what transformers calls by the third."""
+_INDEXED: Final = "indexed_attention"
+"""transformers' word for what files call full attention."""
 _MOST_STREAMS: Final = 64
 _MOST_NGRAM_HEADS: Final = 1024
 _MOST_TOKENS: Final = 64
 """Bounds of counts that no model has, whose tables would be computed for long."""
 
 
-def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
-    """Kind of each layer: listed, or every `full_attention_interval`th attends."""
-    listed = reader.get("layer_types")
-    if listed is None:
-        every = reader.count("full_attention_interval", 4)
-        return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
-        raise reader.error("layer_types", f"must list {num_layers} of {', '.join(_KINDS)}")
-    return listed
-
-
 def _qwen4_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    kinds, norm = _layer_types(reader, len(layers)), layers[0].norm
+    kinds, norm = layer_types(reader, len(layers), _INDEXED), layers[0].norm
     gate = reader.choice("output_gate_type", ("silu", "swish", "sigmoid"), layers[0].activation)
     delta = replace(qwen_delta(reader, norm.eps), gate_activation="sigmoid" if gate == "sigmoid" else "silu")
     indexer = _indexer(reader, layers[0].head_size) if set(kinds) != {_LINEAR} else None

@@ -384,7 +384,7 @@ _LARGE_NAMES: Final = TowerNames(
         *("vision_language_adapter.w_in", "vision_language_adapter.w_out"),
     ),
 )
-"""In memory transformers has queries and keys in another order."""
+"""Names that transformers has in memory, of queries and keys in another order."""
 
 
 VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {

@@ -122,7 +122,7 @@ def test_chosen_keys_are_of_highest_scores(*, is_native: bool, has_ties: bool, m
 def test_tokens_have_equal_bits_alone_and_together(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """In blocks of other sizes, and in parts of other sizes."""
+    """Blocks of other sizes, and parts of other sizes."""
     kernels, whole = cpu_kernels(dtype)[0], []
     for block_size, most in ((4, 64), (16, 3)):
         monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)

@@ -93,7 +93,7 @@ def new_step(block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, i
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_tokens_see_the_best_runs(*, is_native: bool, monkeypatch: pytest.MonkeyPatch):
-    """Of keys in several tiles; controls see one run less, or none of the tokens behind the last run."""
+    """Keys in several tiles; controls see one run less, or none of the tokens behind the last run."""
     monkeypatch.setattr(chosen_keys, "TILE", 16)
     step = new_step(8, torch.float32, torch.float32, is_native=is_native)
     found = step.attend(list(range(len(ROWS)))).double()
@@ -105,7 +105,7 @@ def test_tokens_see_the_best_runs(*, is_native: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_runs_are_seen_alike_alone_and_together(*, dtype: torch.dtype, is_fp8: bool, monkeypatch: pytest.MonkeyPatch):
-    """In blocks of other sizes, and in parts of other sizes."""
+    """Blocks of other sizes, and parts of other sizes."""
     whole, rows = [], list(range(len(ROWS)))
     for block_size, most in ((2, 64), (16, 3)):
         monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)

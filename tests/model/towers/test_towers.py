@@ -269,9 +269,9 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         lambda side, size: right_sines(side, size).roll(size // 2, 1),
     ),
     "halves of the gates exchanged": ("aya_vision", JoinedGates, "weight_slices", exchanged_halves),
-    "lines and columns of the nearest exchanged": (
+    "nearest places of the next line and column": (
         *("minicpmv4_6", minicpm, "nearest_places"),
-        lambda length, side: right_nearest(length, side).flip(0),
+        lambda length, side: right_nearest(length, side).roll(1, 0),
     ),
     "patches of a token exchanged": (
         *("cohere2_vision", SquareTower, "_merged"),
@@ -292,7 +292,7 @@ def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.Monke
     expected = [their_rows(name, image) for image in images]
     monkeypatch.setattr(*patched)
     for image, rows in zip(images, expected, strict=True):
-        assert difference(our_rows(model, image), rows) > 500 * TOLERANCE
+        assert difference(our_rows(model, image), rows) > 1000 * TOLERANCE
 
 
 @pytest.mark.gate("gemma4_clipped", "qwen2_vl", "qwen3_vl_heads_of_72", "llava", "gemma3", "llama4", "glm4v", "qwen3_5")
