@@ -23,9 +23,16 @@ from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
 from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
 
 CPU_S: Final = 5
+_PIXELS_PER_S: Final = 4_000_000
+"""A fifth of what an idle core prepares of the slowest kind: a machine's other work must not decide a row's answer."""
 MEMORY_BYTES: Final = 512 << 20
 _MEMORY_PER_PIXEL: Final = 20
 """Decoded, turned, composited and as an array, and the coefficients of a progressive JPEG."""
+
+
+def cpu_seconds(limits: MediaLimits) -> int:
+    """Seconds of computing that an image or a frame may take."""
+    return CPU_S + limits.max_image_pixels // _PIXELS_PER_S
 
 
 class IsolatedPreparer:
@@ -35,7 +42,7 @@ class IsolatedPreparer:
         of_video = None if video is None else asdict(video)
         start = {"processor": asdict(processor), "limits": asdict(limits), "video": of_video}
         memory_bytes = MEMORY_BYTES + limits.max_image_bytes + _MEMORY_PER_PIXEL * limits.max_image_pixels
-        self._process = BoundedProcess(__name__, start, CPU_S, memory_bytes)
+        self._process = BoundedProcess(__name__, start, cpu_seconds(limits), memory_bytes)
 
     @property
     def pid(self) -> int | None:
