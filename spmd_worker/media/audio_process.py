@@ -29,7 +29,9 @@ from spmd_worker.media.prepared import AudioFeatures
 from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
 
 CPU_S: Final = 60
-"""An hour of MP3 takes a few seconds, of FLAC with eight channels most of this."""
+_SPEED: Final = 60
+"""Seconds of audio for one more second of computing. An hour of MP3 takes a few seconds, of FLAC with eight channels
+half of both: a machine's other work must not decide a row's answer."""
 MEMORY_BYTES: Final = 640 << 20
 _MEMORY_PER_SECOND: Final = 4 * (3 * SAMPLING_RATE + 2 * 48_000)
 """Samples in blocks and as one array; samples that a caller gives, twice."""
@@ -42,7 +44,7 @@ class IsolatedAudioPreparer:
         self._settings = settings
         start = {"settings": asdict(settings), "limits": asdict(limits)}
         memory_bytes = MEMORY_BYTES + 3 * limits.max_audio_bytes + _MEMORY_PER_SECOND * limits.max_audio_s
-        self._process = BoundedProcess(__name__, start, CPU_S, memory_bytes)
+        self._process = BoundedProcess(__name__, start, CPU_S + limits.max_audio_s // _SPEED, memory_bytes)
 
     @property
     def pid(self) -> int | None:

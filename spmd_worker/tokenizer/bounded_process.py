@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, Final
 
 PAYLOAD: Final = "payload"
 _WALL_S: Final = 120.0
-"""Limit for a busy machine, on which seconds of computing take longer, and for a process that was stopped."""
+_WALL_FACTOR: Final = 10
+"""Limits for a process that was stopped. On a busy machine seconds of computing may take as many times longer."""
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """Address space that numpy reserves for each thread would count as memory."""
 _PIECE_BYTES: Final = 1 << 16
@@ -108,6 +109,7 @@ class _Child:
         assert self.process.stdout is not None, "a pipe"
         self._input, self._output = self.process.stdin, self.process.stdout
         self._cpu_s = int(start["cpu_s"])
+        self._wall_s = _WALL_S + _WALL_FACTOR * self._cpu_s
         self._start = pack(start)
         self._answered = select.poll()
         self._answered.register(self._output, select.POLLIN)
@@ -122,7 +124,7 @@ class _Child:
             self._input.write(self._start + request)
             self._input.flush()
         self._start = b""
-        deadline_s = time.monotonic() + _WALL_S
+        deadline_s = time.monotonic() + self._wall_s
         line = b""
         while not line.endswith(b"\n"):
             line += self._read(1, deadline_s)
@@ -147,7 +149,7 @@ class _Child:
         while len(content) < num_bytes:
             left_s = max(deadline_s - time.monotonic(), 0.0)
             if not self._answered.poll(left_s * 1000):
-                raise BoundedProcessError(f"it did not end within {_WALL_S:g} s")
+                raise BoundedProcessError(f"it did not end within {self._wall_s:g} s")
             piece = os.read(self._output.fileno(), min(num_bytes - len(content), _PIECE_BYTES))
             if not piece:
                 raise self._ended(self.process.wait())

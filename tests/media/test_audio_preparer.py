@@ -259,6 +259,7 @@ def test_hours_of_audio_end_by_their_limits():
 def test_audio_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch):
     """Five hours where days are allowed: more computing than this process may do."""
     monkeypatch.setattr(audio_process, "CPU_S", 2)
+    monkeypatch.setattr(audio_process, "_SPEED", 1 << 21)
     helper = IsolatedAudioPreparer(SETTINGS, AudioLimits(max_audio_s=1 << 20))
     with pytest.raises(MediaError, match="decoding was ended: it took more than 2 s of computing"):
         list(helper.prepare(silence(5 * 3600), b""))
