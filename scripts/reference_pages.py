@@ -146,7 +146,7 @@ them: an 8B model takes 5.9 or 9.1 GB instead of 16. On GPUs [experts in MXFP4 a
 VLLM_HEAD = f"""# Names of vLLM
 
 {GENERATED}
-Every keyword, field, method and import of vLLM 0.32, and what it does here, for people who move a script over. Replace
+Every keyword, field, method and import of vLLM 0.34, and what it does here, for people who move a script over. Replace
 the import by `from spmd_worker import LLM, SamplingParams`: each name works as this page says, or raises an error with
 the sentence of this page.
 

@@ -152,6 +152,7 @@ class LLM:
     wake_up = _forward(WorkerCalls, WorkerCalls.wake_up)
     collective_rpc = _forward(WorkerCalls, WorkerCalls.collective_rpc)
     apply_model = _forward(WorkerCalls, WorkerCalls.apply_model)
+    get_model_inspection = _forward(WorkerCalls, WorkerCalls.get_model_inspection)
     worker_event = _forward(WorkerCalls, WorkerCalls.worker_event)
     start_profile = _forward(WorkerCalls, WorkerCalls.start_profile)
     stop_profile = _forward(WorkerCalls, WorkerCalls.stop_profile)

@@ -18,6 +18,9 @@ from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
 _NO_GRAMMAR: Final = "beams are not constrained: use generate with structured_outputs, or leave it out"
 
+_OF_BEAMS: Final = TokenRules(num_beam_tokens=0)
+"""No rules, for log-probabilities of allowed tokens alone."""
+
 
 def _positive(value: Any) -> int | None:
     number = plain_int(value)
@@ -38,7 +41,8 @@ class BeamSearchParams:
 
     `skip_special_tokens` applies to the beams' text. `include_stop_str_in_output` is accepted for vLLM and has no
     effect: beams have all their tokens. `temperature` is 0; `structured_outputs` and `watermarking` are not supported.
-    `token_rules` are as in `SamplingParams`: a beam has allowed tokens alone. Encoder-decoder models set their own.
+    `allowed_token_ids` and `token_rules` are as in `SamplingParams`: a beam has allowed tokens alone, and its
+    log-probability is the model's own. Encoder-decoder models set their own rules.
     """
 
     beam_width: int
@@ -50,6 +54,7 @@ class BeamSearchParams:
     structured_outputs: Any = None
     skip_special_tokens: bool = True
     watermarking: Any = None
+    allowed_token_ids: tuple[int, ...] | None = None
     token_rules: TokenRules | None = None
 
     def __post_init__(self) -> None:
@@ -75,12 +80,20 @@ class BeamSearchParams:
             if asks(value):
                 raise ValueError(f"{name}={shown(value)} is rejected: {reason}")
             object.__setattr__(self, name, None)
+        object.__setattr__(self, "allowed_token_ids", self.step_params.allowed_token_ids)
 
     @property
     def step_params(self) -> SamplingParams:
         """Parameters of a step: enough top log-probabilities to refill all beams if `beam_width` of them end."""
+        rules = None if self.allowed_token_ids is None else _OF_BEAMS
         return SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=2 * self.beam_width, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=2 * self.beam_width,
+            ignore_eos=True,
+            detokenize=False,
+            allowed_token_ids=self.allowed_token_ids,
+            token_rules=rules,
         )
 
 

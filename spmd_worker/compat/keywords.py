@@ -1,4 +1,4 @@
-"""Table of every keyword of vLLM's `LLM(...)` and `EngineArgs(...)`, of 0.32 and of older releases that scripts still
+"""Table of every keyword of vLLM's `LLM(...)` and `EngineArgs(...)`, of 0.34 and of older releases that scripts still
 name, with its effect here; `resolve_keywords` applies it.
 
 A keyword has the same meaning here, another name here, no effect, or is rejected with the reason and the alternative. A
@@ -140,7 +140,7 @@ _WITHOUT_EFFECT: Final = {
         "disable_custom_all_reduce=false attention_backend attention_config kernel_config linear_backend "
         "moe_backend all2all_backend disable_cascade_attn=false use_fp64_gumbel=false enable_flashinfer_autotune "
         "enable_bf16x3_router_gemm enable_batch_sharded_sampling gdn_prefill_backend kda_prefill_backend "
-        "kda_decode_backend sparse_indexer_topk_backend=auto enable_hc_sp=false "
+        "kda_decode_backend sparse_indexer_topk_backend=auto enable_hc_sp=false monokernel=false "
         "disable_nccl_for_dp_synchronization data_parallel_backend=mp dcp_comm_backend dcp_q_replicate "
         "dcp_kv_cache_interleave_size=1 cp_kv_cache_interleave_size=1 kv_sharing_fast_prefill=false"
     ),
@@ -151,15 +151,16 @@ _WITHOUT_EFFECT: Final = {
         "num_scheduler_steps=1 multi_step_stream_outputs=true num_lookahead_slots=0 use_v2_block_manager=true "
         "disable_hybrid_kv_cache_manager disable_async_output_proc=false stream_interval=1 max_num_queued_reqs "
         "max_num_queued_tokens enable_dbo=false ubatch_size=0 dbo_decode_token_threshold=32 "
-        "dbo_prefill_token_threshold=512 dp_sync_interval=1"
+        "dbo_prefill_token_threshold=512 dp_sync_interval=1 max_num_inflight_kv_loads cache_aware_admission_window=0 "
+        "cache_aware_admission_threshold=0.5"
     ),
     "cached blocks are found by a digest of everything that they depend on": (
         "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit"
     ),
     "safetensors are always read in parallel and without a copy": (
         "max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads "
-        "safetensors_prefetch_block_size ignore_patterns use_tqdm_on_load=true pt_load_map_location=cpu "
-        "config_format=auto"
+        "safetensors_prefetch_block_size shuffle_safetensors_files=false ignore_patterns use_tqdm_on_load=true "
+        "pt_load_map_location=cpu config_format=auto"
     ),
     "prompts may be token ids without a tokenizer; `detokenize=False` disables text": "skip_tokenizer_init=false",
     "use our own statistics: `get_metrics`, `llm_engine.watch_steps`, `start_profile(folder)`": (
@@ -202,7 +203,7 @@ _WITHOUT_EFFECT: Final = {
     ),
     "tokens of videos are not pruned": "video_pruning_rate video_pruning_method",
     "images are encoded in the ranks of the model": "ec_manager_config",
-    "the supported families have no layers of this kind": (
+    "states of layers have one form, of their model, and one implementation on each device": (
         "mamba_config mamba_cache_dtype=auto mamba_ssm_cache_dtype=auto mamba_block_size mamba_cache_mode=none "
         "enable_mamba_shared_prefix_checkpoint=false mamba_backend mamba_ssu_algorithm "
         "enable_mamba_cache_stochastic_rounding=false mamba_cache_philox_rounds=0 replayssm_buffer_len "
@@ -224,8 +225,11 @@ _WITHOUT_EFFECT: Final = {
         "speculative_disable_by_batch_size disable_logprobs_during_spec_decoding "
         "allow_deprecated_quantization=false fault_tolerance_config io_processor_plugin"
     ),
-    "every engine can sleep and wake up": "enable_sleep_mode=false",
-    "an option of vLLM's own allocator or weight transfer": "enable_cumem_allocator enable_nccl_comm_suspend=false",
+    "every engine can sleep and wake up": "enable_sleep_mode=false sleep_mode_backend=cumem",
+    "an option of vLLM's own allocator or weight transfer": (
+        "enable_cumem_allocator enable_nccl_comm_suspend=false enable_extensible_kv_cache"
+    ),
+    "every rank watches the others, and a rank that stands still ends the run with its name": "watchdog_config",
     "`weight_transfer_config` names a transport of vLLM's servers": "weight_transfer_config",
     "read by platforms of vLLM's": "additional_config override_neuron_config",
     "`logprobs` has its own limit, `-1` asks for all": "max_logprobs=20",
@@ -286,6 +290,7 @@ _REJECTED: Final = {
     "a failure of one rank ends all ranks, and a job resumes: leave it out": "enable_fault_tolerance=false",
     "`spmd-worker-replay` replays a run's step log: leave it out": "enable_trace_replay=false",
     "the only loader has no settings: leave it out": "model_loader_extra_config",
+    "processes are not saved: leave it out": "checkpoint_prepare_on_startup=false",
     "attention is computed in the model's dtype: leave it out": "override_attention_dtype",
 }
 """Reason and alternative -> names, with neutral values, vLLM's default first; None and empty values are neutral."""

@@ -26,9 +26,11 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "get_world_size": "",
     "collective_rpc": "under torchrun each rank has one worker, so one result; callables do not cross processes",
     "apply_model": "the function gets this rank's shard under the checkpoint's names, without a forward pass",
+    "get_model_inspection": "as the worker's",
     "reset_prefix_cache": "no `reset_running_requests` while requests are unanswered; `reset_connector` has no effect",
     "reset_mm_cache": "drops the rows of images on every rank; no effect in text models",
-    "sleep": '`mode` None is "keep" at level 0; at the others unanswered requests are an error then, not aborted',
+    "sleep": '`mode` None is "keep" at level 0; at the others unanswered requests are an error then, not aborted; '
+    "`reset_connector` has no effect",
     "wake_up": "after level 2 all weights must be loaded before anything is computed; ends a pause that `sleep` began",
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",
@@ -61,7 +63,12 @@ CALL_KEYWORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "reward": {"truncate_prompt_tokens": _TRUNCATED},
     "pause_generation": {"wait_for_inflight_requests": 'give mode="wait"'},
     "wait_for_completion": {"output_type": "every output is a RequestOutput: leave it out"},
-    "start_profile": {"profile_prefix": "give the folder to write to: start_profile(folder)"},
+    "start_profile": {
+        "profile_prefix": "give the folder to write to: start_profile(folder)",
+        "delay_iterations": "call start_profile when the steps begin: leave it out",
+        "max_iterations": "call stop_profile when they end: leave it out",
+        "profiler_kwargs": "torch's profiler is started in one way: leave it out",
+    },
     "encode": {"prompt_token_ids": 'give prompts, such as [{"prompt_token_ids": ids}]'},
 }
 """Keywords of older releases and other programs, and their alternatives."""

@@ -27,7 +27,7 @@ _MTP_FAMILIES: Final = (
     *("deepseek", "dots3_note", "mimo", "mimo_v2", "glm4_moe", "glm4_moe_lite", "glm_ocr"),
     *("ernie", "nemotron_h", "exaone_moe", "exaone4_5", "qwen3_next", "qwen4_exp", "qwen3_5"),
     *("longcat_flash", "bailing_hybrid_v3", "minimax_m3", "bailing_hybrid", "kimi_k3", "pangu_ultra_moe", "step3p5"),
-    *("hy_v3", "hy_v4", "gemma4", "inkling", "glm5_next"),
+    *("hy_v3", "hy_v4", "gemma4", "inkling", "glm5_next", "nemotron3_5_transcribe", "step5"),
 )
 METHOD_ALIASES: Final[Mapping[str, str]] = {"[ngram]": "ngram", **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES}}
 """Other names of vLLM's for a method; whether a checkpoint has layers for `mtp` is checked when it is read."""
@@ -38,8 +38,12 @@ KEYS_WITHOUT_EFFECT: Final[Mapping[str, str]] = {
         "drafts are computed as the model is",
     ),
     **dict.fromkeys(("disable_padded_drafter_batch", "disable_mqa_scorer"), "batches are not padded"),
-    "disable_eagle_block_drop": "blocks of the prefix cache are named when their tokens are verified",
+    **dict.fromkeys(
+        ("disable_eagle_block_drop", "disable_lookahead_block_hashes"),
+        "blocks of the prefix cache are named when their tokens are verified",
+    ),
     "disable_logprobs": "log-probabilities are those of decoding without drafts",
+    "suffix_decoding_corpus_tokens": "suffix_decoding_max_cached_requests bounds the trees",
     "disable_log_stats": "drafts are counted in any case",
     "code_revision": "no code is loaded",
 }
@@ -70,9 +74,13 @@ REJECTED_KEYS: Final[Mapping[str, str]] = {
         (
             *("posterior_threshold", "typical_acceptance_sampler_posterior_threshold"),
             *("posterior_alpha", "typical_acceptance_sampler_posterior_alpha"),
+            *("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
         ),
         "drafts that are merely typical change answers: leave it out",
     ),
+    "draft_decode_context_parallel_size": "drafts are divided as the model is: leave it out",
+    "draft_lm_head_quantization": "drafts share the model's head as it is: leave it out",
+    **dict.fromkeys(("xpress_topc", "speculator_options"), "an option of methods that are not supported: leave it out"),
     "speculative_token_tree": "a row drafts one path: leave it out",
     "dspark_draft_topk": "dspark is not supported: leave it out",
 }

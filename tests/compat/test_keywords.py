@@ -25,7 +25,7 @@ from spmd_worker.worker.worker import Worker
 
 FOLDER = "a model"
 
-# The named parameters of vLLM 0.32's LLM, without those that LLM alone has there.
+# The named parameters of vLLM 0.34's LLM, without those that LLM alone has there.
 VLLM_LLM = (
     "runner",
     "convert",
@@ -73,7 +73,9 @@ VLLM_ENGINE = (
     *("enable_shm_tensor_arena", "sparse_indexer_topk_backend", "kda_decode_backend", "elastic_ep_max_dp_size"),
     *("long_prefill_token_threshold_adaptive", "max_lora_cls_labels", "aux_output_config", "custom_histogram_buckets"),
     *("engram_config", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "swa_bounded_replay"),
-    "enable_mamba_shared_prefix_checkpoint",
+    *("enable_mamba_shared_prefix_checkpoint", "enable_extensible_kv_cache", "max_num_inflight_kv_loads"),
+    *("cache_aware_admission_window", "cache_aware_admission_threshold", "monokernel", "sleep_mode_backend"),
+    *("checkpoint_prepare_on_startup", "shuffle_safetensors_files", "watchdog_config"),
 )
 
 # What a trainer's colocate mode passes, and what an inference script of another framework asks the signature for.

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.finding(number="D12")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
-# What `vllm` offers in 0.32, and what scripts import from its modules.
+# What `vllm` offers in 0.34, and what scripts import from its modules.
 VLLM_NAMES = (
     *(
         "LLM",
@@ -50,7 +50,7 @@ VLLM_ABSENT = (
     "FlexibleArgumentParser",
 )
 
-# The fields of vLLM 0.32's SamplingParams in their order, up to those that a script gives by place.
+# The fields of vLLM 0.34's SamplingParams in their order, up to those that a script gives by place.
 VLLM_ORDER = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
@@ -209,6 +209,12 @@ def test_model_config_has_attributes_read_by_scripts(llm: LLM, monkeypatch: pyte
     assert (plain.vocab_size, plain.rope.theta, plain.to_dict()["rope"]) == (3, 1, {"theta": 1})
     with pytest.raises(AttributeError, match="'nothing'"):
         _ = plain.nothing
+
+
+def test_model_inspection_names_modules_and_slices(llm: LLM):
+    said = llm.get_model_inspection()
+    assert said == llm.collective_rpc("get_model_inspection")[0]
+    assert "embed_tokens" in said
 
 
 def test_profile_without_a_folder_is_rejected(llm: LLM):

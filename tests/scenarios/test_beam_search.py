@@ -114,6 +114,23 @@ def test_beams_with_rules_are_transformers(llm: LLM):
     assert sorted(each[1] for each in found(output, PROMPTS[0])) == [0, 1, 2]
 
 
+def _always(allowed: list[int], *_: object) -> list[int]:
+    return allowed
+
+
+def test_beams_of_allowed_tokens_are_transformers(llm: LLM):
+    """Log-probabilities are the model's own; the narrow list has fewer tokens than beams want."""
+    for allowed in ([3, *range(50, 90)], [9, 8]):
+        params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True, allowed_token_ids=allowed)
+        outputs = llm.beam_search(PROMPTS, params)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            expected, scores = transformers_beams(prompt, 2, 4, prefix_allowed_tokens_fn=partial(_always, allowed))
+            assert found(output, prompt) == expected
+            assert [each.cum_logprob for each in output.sequences] == pytest.approx(scores, abs=1e-4)
+    (output,) = llm.beam_search(PROMPTS[:1], replace(params, allowed_token_ids=[7]))
+    assert found(output, PROMPTS[0]) == [[7] * 4]
+
+
 EVEN = tuple(range(0, 211, 2))
 """End of sequence in the tests below, or these models would never come to it."""
 
@@ -161,6 +178,7 @@ def test_beams_may_fill_max_model_len(llm: LLM):
         ),
         ({"watermarking": True}, r"watermarking=True .*rejected"),
         ({"skip_special_tokens": 1}, r"skip_special_tokens=1 must .*true"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids is empty"),
         ({"temperature": 0.7}, r"temperature=0\.7 must be 0: "),
     ],
 )
@@ -170,9 +188,9 @@ def test_parameters_that_cannot_be_are_named(given: dict[str, object], words: st
 
 
 def test_fields_are_positional_in_the_order_of_vllm():
-    given = (2, 3, True, 0.0, 0.5, True, None, False, None)
+    given = (2, 3, True, 0.0, 0.5, True, None, False, None, (4, 5))
     names = ("beam_width", "max_tokens", "ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output")
-    names += ("structured_outputs", "skip_special_tokens", "watermarking")
+    names += ("structured_outputs", "skip_special_tokens", "watermarking", "allowed_token_ids")
     assert BeamSearchParams(*given) == BeamSearchParams(**dict(zip(names, given, strict=True)))
     assert BeamSearchParams(2, 3, structured_outputs={}, watermarking=False) == BeamSearchParams(2, 3)
 

@@ -51,8 +51,8 @@ class WorkerCalls:
         takes full tensors by name, as `update_weights` does. `parameter.checkpoint_slice` is the slice of a parameter:
         as text "rows 192 to 288 of 288", as `ranges`, and of a full tensor `checkpoint_slice.of(tensor)`. The module
         has no forward pass. A parameter of a packed weight (linear layers on the CPU) is a copy, made on access and
-        kept until `func` returns: access a few per call if memory is short. `collective_rpc("get_model_inspection")`
-        reports shapes and slices without copies. The prefix cache is invalidated, even without a change.
+        kept until `func` returns: access a few per call if memory is short. `get_model_inspection` reports shapes
+        and slices without copies. The prefix cache is invalidated, even without a change.
 
         Raises ValueError for an invalid change, with nothing changed on this rank but weights that are not copies
         (norms, the embedding; all if nothing is packed); unless all ranks rejected the same call, the next call that
@@ -60,6 +60,11 @@ class WorkerCalls:
         number, so every rank makes the same number of calls if some may be rejected.
         """
         return self._engine.changes.apply_model(_with_host_signals(func) if callable(func) else func)
+
+    def get_model_inspection(self) -> str:
+        """Text that shows this rank's model: its modules, and the slices of the checkpoint that it has."""
+        first, *_ = self.collective_rpc("get_model_inspection")
+        return str(first)
 
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
         """Change the state of all workers between the same two steps on every rank, or of none.
@@ -174,11 +179,12 @@ class WorkerCalls:
         """Ids of the loaded prompt adapters, the same on every rank."""
         return self._engine.prompt_adapters.list()
 
-    def sleep(self, level: int = 1, mode: str | None = None) -> None:
+    def sleep(self, level: int = 1, mode: str | None = None, reset_connector: bool = True) -> None:
         """Release memory until `wake_up`, on every rank or on none; every rank calls this. `level` 1 keeps the weights,
         in host memory, and drops the cache; 2 drops both. Adapters are kept, in host memory. On the CPU, level 1 leaves
         the weights where they are. The prefix cache is invalidated. Each rank's bytes and seconds are logged. Level 0
-        releases nothing: generation pauses, with the cache as it is.
+        releases nothing: generation pauses, with the cache as it is. `reset_connector` is accepted for vLLM and has no
+        effect: the host tier is invalidated too, and a connector's blocks are named by the weights' version.
 
         While asleep, `reset_prefix_cache` and `set_weight_version` can be called, and `load_weights` once the weights
         are awake; a second `sleep` is allowed, and level 2 after 1 drops the weights. Calls that compute raise

@@ -85,6 +85,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (-1,),
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
+    "return_weight_versions": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }
@@ -96,6 +97,7 @@ _INSTEAD: Final = {
     "thinking_token_budget": "max_tokens or stop",
     "repetition_detection": "repetition_penalty or frequency_penalty",
     "return_tokens_as_token_ids": "return_token_ids",
+    "return_weight_versions": "a script: weight_versions of LLM.generate's outputs",
     "truncation_side": "a text that is cut at its end",
 }
 

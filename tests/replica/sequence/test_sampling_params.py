@@ -87,7 +87,7 @@ def test_best_of_is_a_row_key():
 
 # Names of vLLM: fields that are assigned, listed and inspected.
 
-# The fields of vLLM 0.32's SamplingParams, private ones and those it fills itself aside.
+# The fields of vLLM 0.34's SamplingParams, private ones and those it fills itself aside.
 VLLM_FIELDS = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
