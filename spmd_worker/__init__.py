@@ -16,6 +16,7 @@ _MODULES = {
     "replica.sequence.prompt_adapter_request": ("PromptAdapterRequest",),
     "replica.sequence.sampling_params": ("SamplingParams", "RequestOutputKind"),
     "replica.sequence.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
+    "replica.sequence.repetition": ("RepetitionDetectionParams",),
     "replica.sequence.token_rules": ("TokenRules", "TimestampRules"),
     "replica.sequence.pooling_params": ("PoolingParams",),
     "replica.sequence.outputs": (

@@ -74,6 +74,7 @@ def _ends(counters: SchedulerCounters) -> list[tuple[str, int]]:
         "length": counters.num_finished_by_length,
         "abort": counters.num_aborted,
         "error": counters.num_failed,
+        "repetition": counters.num_finished_by_repetition,
     }
     return [("stop", counters.num_finished - sum(others.values())), *others.items()]
 

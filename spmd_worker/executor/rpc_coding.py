@@ -44,6 +44,7 @@ from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
+from spmd_worker.replica.sequence.repetition import RepetitionDetectionParams
 from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
@@ -101,6 +102,7 @@ _RECORDS: Final[dict[str, type]] = {
         ResolvedRun,
         ScoredRows,
         RopeParameters,
+        RepetitionDetectionParams,
         RoutedTokens,
         SamplingParams,
         ShiftedRow,

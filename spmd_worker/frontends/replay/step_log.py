@@ -33,7 +33,7 @@ from spmd_worker.replica.sequence.events import AddAdapter, AddPromptAdapter
 
 STEP_LOG_NAME: Final = "steps.log"
 """File in a run directory, with job.step_log=true."""
-FORMAT_VERSION: Final = 13
+FORMAT_VERSION: Final = 14
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")

@@ -482,6 +482,8 @@ class Scheduler:
             self.counters.num_failed += 1
         elif FinishReason.ABORT in reasons:
             self.counters.num_aborted += 1
+        elif FinishReason.REPETITION in reasons:
+            self.counters.num_finished_by_repetition += 1
         elif FinishReason.LENGTH in reasons:
             self.counters.num_finished_by_length += 1
 

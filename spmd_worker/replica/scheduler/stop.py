@@ -1,11 +1,11 @@
-"""Stop conditions of a sequence: end-of-sequence ids, stop ids, stop strings, length.
+"""Stop conditions of a sequence: end-of-sequence ids, stop ids, stop strings, length, repetition.
 
 A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are searched in the text as it
 grows, also across token boundaries; only sequences that have them are decoded here.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence, SequenceKey
@@ -23,6 +23,9 @@ class TextDecoder(Protocol):
     def flush(self) -> str:
         """Returns the text that was held back."""
 
+
+REPETITION_DETECTED: Final = "repetition_detected"
+"""vLLM's `stop_reason` of an answer that repeats itself."""
 
 DecoderFactory = Callable[[Sequence], TextDecoder]
 
@@ -50,6 +53,8 @@ class StopChecker:
         request, sampling = sequence.request, sequence.request.sampling
         if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
             return
+        if sampling.repetition_detection is not None:
+            return
         sequence.num_outputs_plain = self.max_output_tokens(request)
         eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
         sequence.end_ids = (*eos_token_ids, *sampling.stop_token_ids)
@@ -70,16 +75,20 @@ class StopChecker:
         if sequence.finish_reason is None:
             num_tokens = sequence.num_prompt_tokens - sequence.request.num_encoder_positions + num_outputs
             is_at_end = num_tokens >= self._max_model_len
-            if not is_at_end and num_outputs != sampling.max_tokens:
+            if is_at_end or num_outputs == sampling.max_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+            elif num_outputs >= sampling.min_tokens and _repeats(sequence):
+                sequence.finish_reason, sequence.stop_reason = FinishReason.REPETITION, REPETITION_DETECTED
+            else:
                 return False
-            sequence.finish_reason = FinishReason.LENGTH
         self.forget(sequence)
         return True
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the decoder of a sequence that ended or was aborted; its held-back text joins its text."""
         decoder = self._decoders.pop(sequence.key, None)
-        if decoder is not None and not isinstance(sequence.stop_reason, str):
+        has_stop_string = sequence.finish_reason is FinishReason.STOP and isinstance(sequence.stop_reason, str)
+        if decoder is not None and not has_stop_string:
             sequence.text = (sequence.text or "") + decoder.flush()
 
     def _check_text(self, sequence: Sequence) -> None:
@@ -101,6 +110,11 @@ class StopChecker:
             start, stop_string = match
             sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop_string
+
+
+def _repeats(sequence: Sequence) -> bool:
+    detection = sequence.request.sampling.repetition_detection
+    return detection is not None and detection.is_found(sequence.output_token_ids)
 
 
 def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> tuple[int, str] | None:

@@ -17,6 +17,7 @@ from spmd_worker.base.config.plain_values import asks, plain_bool, plain_float, 
 from spmd_worker.base.config.schema import MAX_LOGPROBS
 from spmd_worker.base.names import hint, with_keyword_hints
 from spmd_worker.replica.sequence.record_checks import INT64, INT65, NOT_SENT, Integer65, sent_fields
+from spmd_worker.replica.sequence.repetition import RepetitionDetectionParams, as_repetition_detection
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from spmd_worker.replica.sequence.token_rules import TokenRules, as_token_rules
 
@@ -64,6 +65,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "allowed exactly where the grammar can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
     "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
+    "repetition_detection": "a mapping too",
     "token_rules": "only here: rules of transformers' generation_config.json, such as `suppress_tokens` and Whisper's "
     "timestamps; a mapping too. Encoder-decoder models set them by themselves",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
@@ -86,7 +88,6 @@ REJECTED: Final[Mapping[str, str]] = {
     ),
     "use_beam_search": "call LLM.beam_search instead",
     "thinking_token_budget": "the end of thinking is not detected: use max_tokens or stop",
-    "repetition_detection": "no row ends because it repeats itself: use repetition_penalty or frequency_penalty",
     "logprob_token_ids": "log-probabilities are those of the top-k tokens: logprobs=-1 gives all",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
     "routed_experts_prompt_start": "return_routed_experts returns those of all prompt tokens: slice the result",
@@ -178,7 +179,7 @@ class SamplingParams(_Freezable):
     bad_words: tuple[str, ...] = ()
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
-    repetition_detection: Any = field(default=None, metadata=NOT_SENT)
+    repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
     trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
     watermarking: Any = field(default=None, metadata=NOT_SENT)
@@ -617,6 +618,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "structured_outputs": _as_constraint,
     "guided_decoding": _as_constraint,
     "token_rules": _as_rules,
+    "repetition_detection": as_repetition_detection,
     "skip_reading_prefix_cache": _as_optional_flag,
     **dict.fromkeys((*_INTEGERS, *_OPTIONAL_INTEGERS), _as_integer),
     **dict.fromkeys(_FLAGS, _as_flag),

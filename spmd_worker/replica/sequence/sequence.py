@@ -42,10 +42,13 @@ class SequenceKey(NamedTuple):
 
 
 class FinishReason(Enum):
-    """OpenAI's finish reasons. ERROR: its logits were not finite; GRAMMAR_ERROR: its grammar allowed no token."""
+    """OpenAI's finish reasons, and vLLM's. ERROR: its logits were not finite; GRAMMAR_ERROR: its grammar allowed no
+    token; REPETITION: it repeats itself (`repetition_detection`).
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
     GRAMMAR_ERROR = "grammar_error"

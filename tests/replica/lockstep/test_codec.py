@@ -44,6 +44,7 @@ from spmd_worker.replica.sequence.metadata import (
 )
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.replica.sequence.record_checks import sent_fields
+from spmd_worker.replica.sequence.repetition import RepetitionDetectionParams
 from spmd_worker.replica.sequence.request import Request
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -58,6 +59,7 @@ OTHER_SAMPLING = SamplingParams(
     stop=("é", "end"),
     temperature=0.25,
     structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" ", around="start: @form"),
+    repetition_detection=RepetitionDetectionParams(5, 2, 3),
     token_rules=TokenRules(suppress_tokens=(1, 2), timestamps=TimestampRules(9, 4)),
 )
 FULL_PLAN = StepPlan(

@@ -354,9 +354,11 @@ def test_request_is_counted_by_the_worst_end_of_its_samples():
     run.admit(4, max_tokens=6)
     run.step()
     run.abort(3)
+    run.admit(4, max_tokens=6, n=2, repetition_detection={"max_pattern_size": 2, "min_count": 2})
+    run.finish(lambda key, position: 5 if key.sample_index else position)
     counters = run.scheduler.counters
     found = (counters.num_finished, counters.num_finished_by_length, counters.num_failed, counters.num_aborted)
-    assert found == (4, 1, 1, 1)
+    assert (*found, counters.num_finished_by_repetition) == (5, 1, 1, 1, 1)
 
 
 def test_prompt_logprobs_arrive_by_chunk_and_after_preemption():

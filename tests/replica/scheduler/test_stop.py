@@ -3,12 +3,16 @@
 The decoder of these tests turns token i into `PIECES[i]`, and holds back what a real one would (half a character).
 """
 
+import random
+import re
+
 import pytest
 from scheduler_runs import EOS, Run
 from tokenizer_folders import write_llama_style
 
 from spmd_worker.replica.scheduler import stop
 from spmd_worker.replica.scheduler.stop import StopChecker, first_match
+from spmd_worker.replica.sequence.repetition import RepetitionDetectionParams
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import FinishReason, Sequence
@@ -43,6 +47,10 @@ class FakeDecoder:
         return text
 
 
+def repeats(most: int, least: int, count: int) -> dict[str, object]:
+    return {"repetition_detection": {"max_pattern_size": most, "min_pattern_size": least, "min_count": count}}
+
+
 def ending(tokens: list[int], max_model_len: int = 1000, num_prompt_tokens: int = 3, **sampling: object) -> Sequence:
     """Feed tokens until the checker says that the sequence has ended, which must be at the last one or never."""
     checker = StopChecker((EOS,), max_model_len, lambda sequence: FakeDecoder())
@@ -71,6 +79,13 @@ def ending(tokens: list[int], max_model_len: int = 1000, num_prompt_tokens: int 
         ([5, 5, EOS], {"max_tokens": 3}, FinishReason.STOP, None),
         ([5, 5], {"max_tokens": 3}, None, None),
         ([5, 5, 5], {"max_tokens": 3, "min_tokens": 3}, FinishReason.LENGTH, None),
+        ([4, 5, 5, 5], {**repeats(1, 1, 3)}, FinishReason.REPETITION, "repetition_detected"),
+        ([4, 5, 4, 5, 4, 5], {**repeats(2, 2, 3)}, FinishReason.REPETITION, "repetition_detected"),
+        ([4, 5, 4, 5, 4], {**repeats(4, 1, 3)}, None, None),
+        ([5, 5, 5, 5], {**repeats(1, 0, 2), "min_tokens": 4}, FinishReason.REPETITION, "repetition_detected"),
+        ([5, 5, 5], {**repeats(1, 0, 3), "max_tokens": 3}, FinishReason.LENGTH, None),
+        ([EOS, EOS], {**repeats(2, 0, 2), "ignore_eos": True}, FinishReason.REPETITION, "repetition_detected"),
+        ([5] * 9, {"repetition_detection": {"max_pattern_size": 0, "min_count": 2}}, None, None),
     ],
 )
 def test_ids_and_lengths_end_a_sequence(tokens, sampling, reason, stop_reason):
@@ -232,3 +247,32 @@ def test_stop_string_of_fallback_bytes_ends_sequence_immediately(tmp_path, token
     assert has_ended == (expected is not None)
     if expected is not None:
         assert (sequence.text, sequence.finish_reason, sequence.stop_reason) == expected
+
+
+def test_repetitions_are_those_of_a_plain_comparison():
+    """Each tail of random answers of two tokens, cut into patterns; in three of four none is found."""
+    generator, num_found, num_tried = random.Random(3), 0, 0
+    for _ in range(300):
+        tokens = generator.choices([3, 4], k=generator.randrange(1, 25))
+        most, count = generator.randrange(1, 7), generator.randrange(2, 5)
+        least = generator.randrange(most + 1)
+        found = RepetitionDetectionParams(most, least, count).is_found(tokens)
+        tails = [tokens[-size * count :] for size in range(max(least, 1), most + 1) if size * count <= len(tokens)]
+        assert found == any(tail == tail[: len(tail) // count] * count for tail in tails)
+        num_found, num_tried = num_found + found, num_tried + 1
+    assert 0.1 < num_found / num_tried < 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3, "repetition_detection=3 must be a mapping with max_pattern_size, min_pattern_size, min_count"),
+        ({"max_size": 3}, "repetition_detection: unknown key 'max_size'"),
+        ({"max_pattern_size": 3, "min_count": 1}, "repetition_detection.min_count=1 must be 2 or more"),
+        ({"min_pattern_size": 3}, "min_pattern_size=3 must not exceed max_pattern_size=0"),
+        ({"max_pattern_size": 1.5}, "max_pattern_size=1.5 must be a whole number from 0 to 4096"),
+    ],
+)
+def test_patterns_that_cannot_be_are_named(given: object, words: str):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SamplingParams(repetition_detection=given)
