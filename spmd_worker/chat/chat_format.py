@@ -31,6 +31,12 @@ REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "mistral": ("[THINK]", "[/THINK]"),
 }
 
+THINKING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
+    **REASONING_MARKERS,
+    "harmony": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
+"""Markers of what a budget of reasoning counts."""
+
 _CALL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": (PYTHON_TAG,),

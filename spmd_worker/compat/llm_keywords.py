@@ -107,6 +107,7 @@ class LLMKeywords(_Others, total=False):
     classifier_from_token: list[str] | None
     default_prompt_name: str | None
     allow_any_dimensions: bool | None
+    reasoning_format: str | None
     enable_lora: bool | None
     max_loras: int | None
     max_lora_rank: int | None

@@ -17,6 +17,7 @@ from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.encoder_limits import encoder_limits
 from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
+from spmd_worker.engine.thinking_budget import ThinkingBudget
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
@@ -77,6 +78,7 @@ class Requests:
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
             nums_chosen=tuple({layer.experts.num_chosen for layer in model_config.layers if layer.experts is not None}),
+            thinking=ThinkingBudget(resolved.config.model, tokenizer),
             allows_priority=resolved.config.scheduler.policy == "priority",
             max_step_tokens=resolved.config.scheduler.max_num_batched_tokens,
         )
@@ -243,7 +245,10 @@ class Requests:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
             regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
-            given = (token_ids, self._normalised(sampling), stream, regime, pooling, adapter, given_rows)
+            normalised = self._normalised(sampling)
+            if self.limits.thinking is not None:
+                normalised = self.limits.thinking.resolved(normalised, token_ids)
+            given = (token_ids, normalised, stream, regime, pooling, adapter, given_rows)
             request = Request(request_id, *given, num_virtual, items, priority)
             # The workers have the text that an encoder reads: its ids.
             held = () if encoder is not None and not media else items

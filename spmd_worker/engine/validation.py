@@ -10,6 +10,7 @@ from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.encoder_limits import EncoderLimits, check_encoder_input
 from spmd_worker.engine.request_error import RequestError
+from spmd_worker.engine.thinking_budget import ThinkingBudget
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
@@ -67,7 +68,8 @@ class RequestLimits:
     which are rejected without it; `rows` reads prompts of embeddings, `images` images, whose limits are `media`. With
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
     which `encoder_prompts` reads. `architecture` is the model's, for errors. `nums_chosen` are the numbers of experts
-    that sparse layers choose for a token. `max_step_tokens` is `scheduler.max_num_batched_tokens`.
+    that sparse layers choose for a token. `thinking` knows the markers of reasoning. `max_step_tokens` is
+    `scheduler.max_num_batched_tokens`.
     """
 
     vocab_size: int
@@ -82,6 +84,7 @@ class RequestLimits:
     encoder: EncoderLimits | None = None
     encoder_prompts: EncoderPrompts | None = None
     nums_chosen: tuple[int, ...] = ()
+    thinking: ThinkingBudget | None = None
     allows_priority: bool = False
     max_step_tokens: int = 0
 
@@ -286,6 +289,8 @@ class RequestLimits:
             reason = "has no experts" if not self.nums_chosen else "has layers that choose different numbers of experts"
             message = f"return_routed_experts=True, but the model {reason}: leave it out"
             raise RequestError("experts_unsupported", message)
+        if sampling.thinking_token_budget is not None and self.thinking is not None:
+            self.thinking.markers()
         if sampling.structured_outputs is not None:
             self._check_grammar(sampling.structured_outputs)
         try:

@@ -49,7 +49,7 @@ from spmd_worker.replica.sequence.routed_experts import RoutedTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.step import StepResult
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
+from spmd_worker.replica.sequence.token_rules import ThinkingRules, TimestampRules, TokenRules
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.resolved_draft import DraftRun
 from spmd_worker.worker.worker_base import WorkerReport
@@ -113,6 +113,7 @@ _RECORDS: Final[dict[str, type]] = {
         TimestampRules,
         TokenRules,
         TextTransform,
+        ThinkingRules,
         TowerConfig,
         TowerNames,
         VisionConfig,

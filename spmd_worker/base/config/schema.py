@@ -166,10 +166,11 @@ class ModelOptions:
         "`mistral`, `harmony`, or `none`, which leaves them in the content; auto goes by the chat template",
         choices=("auto", "none", "hermes", "llama3_json", "mistral", "harmony"),
     )
-    reasoning_format: str = command_option(
+    reasoning_format: str = option(
         "auto",
-        "syntax of the model's reasoning, which chat rows get back as `reasoning_content`: `think`, `mistral`, "
-        "`harmony`, or `none`, which leaves it in the content; auto goes by the chat template",
+        "syntax of the model's reasoning, which chat rows get back as `reasoning_content` and `thinking_token_budget` "
+        "counts: `think`, `mistral`, `harmony`, or `none`, which leaves it in the content; auto goes by the chat "
+        "template",
         choices=("auto", "none", "think", "mistral", "harmony"),
     )
     enable_lora: bool = vllm_option(False, "accept LoRA adapters; `adapters` sets it")

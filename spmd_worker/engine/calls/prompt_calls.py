@@ -137,7 +137,7 @@ class PromptCalls:
                 continue_final_message,
                 tools,
                 tool_choice,
-                ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format),
+                self._formats(tool_call_format, reasoning_format),
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._encoder.render(messages, options, sampling_params)
@@ -168,13 +168,18 @@ class PromptCalls:
 
         `tools`, `tool_choice` and `sampling_params` are those of the call of `chat`: with tools, tool calls in the text
         become `tool_calls`; reasoning becomes `reasoning_content`. Their formats are detected from the chat template,
-        or given as in `model.tool_call_format` and `model.reasoning_format`. Other text stays content. Raises
-        ConfigError for a model folder without a tokenizer, ValueError for invalid tools.
+        or given as in `model.tool_call_format` and `model.reasoning_format` (a keyword of `LLM` too). Other text stays
+        content. Raises ConfigError for a model folder without a tokenizer, ValueError for invalid tools.
         """
         tokenizer = self._engine.need_tokenizer()
-        model = ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format)
+        model = self._formats(tool_call_format, reasoning_format)
         options = ChatOptions(self._chat_template, tools=tools, tool_choice=tool_choice, model=model)
         return answer_messages(output, options, tokenizer, sampling_params or SamplingParams())
+
+    def _formats(self, tool_call_format: str, reasoning_format: str) -> ModelOptions:
+        """The formats of a call, where it says nothing those of the run."""
+        own = self._engine.config.model.reasoning_format if reasoning_format == "auto" else reasoning_format
+        return ModelOptions(tool_call_format=tool_call_format, reasoning_format=own)
 
     def score_tokens(
         self,

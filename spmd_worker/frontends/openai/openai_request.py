@@ -82,8 +82,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "length_penalty": (1, 1.0),
     "logprob_token_ids": (),
     "truncation_side": ("left",),
-    "thinking_token_budget": (-1,),
-    "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "return_weight_versions": (False,),
     "kv_transfer_params": (),
@@ -94,8 +92,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 _INSTEAD: Final = {
     "use_beam_search": "a script that calls LLM.beam_search",
     "logprob_token_ids": "logprobs, a number of alternatives",
-    "thinking_token_budget": "max_tokens or stop",
-    "repetition_detection": "repetition_penalty or frequency_penalty",
     "return_tokens_as_token_ids": "return_token_ids",
     "return_weight_versions": "a script: weight_versions of LLM.generate's outputs",
     "truncation_side": "a text that is cut at its end",

@@ -228,7 +228,8 @@ class RowError:
     video_outside_root, video_unreadable, video_too_large, video_too_short, video_too_long, too_many_videos,
     reserved_token, placeholder_mismatch,
     audio_unsupported, audio_missing, audio_outside_root, audio_unreadable, audio_empty, audio_too_large,
-    audio_too_long, audio_changed, too_many_audios, experts_unsupported, encoder_unsupported, encoder_input_missing; and
+    audio_too_long, audio_changed, too_many_audios, experts_unsupported, reasoning_unknown, encoder_unsupported,
+    encoder_input_missing; and
     non_finite_logits, grammar_failed and non_finite_vector, for a row that ran and could not be completed.
     """
 

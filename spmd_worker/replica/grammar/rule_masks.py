@@ -1,7 +1,8 @@
 """Masks of `TokenRules`: the tokens that may follow, from the record and the row's tokens alone.
 
-The rules of transformers' logits processors: ForcedBOSToken, ForcedEOSToken, SuppressTokens, SuppressTokensAtBegin,
-MinNewTokensLength, NoRepeatNGram and WhisperTimeStamp. The last one's comparison of probabilities is the sampler's.
+`thinking`, and the rules of transformers' logits processors: ForcedBOSToken, ForcedEOSToken, SuppressTokens,
+SuppressTokensAtBegin, MinNewTokensLength, NoRepeatNGram and WhisperTimeStamp. The last one's comparison of
+probabilities is the sampler's.
 
 V: vocabulary.
 """
@@ -15,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
+from spmd_worker.replica.sequence.token_rules import ThinkingRules, TimestampRules, TokenRules
 
 BYTES_PER_WORD: Final = 4
 _NUM_KEPT: Final = 64
@@ -37,9 +38,11 @@ def allowed_tokens(
         prompt_token_ids, output_token_ids = prompt_token_ids[:cut], [*prompt_token_ids[cut:], *output_token_ids]
     num_outputs = len(output_token_ids)
     forced = _forced(rules, num_outputs, max_tokens, eos_token_ids)
+    if not forced and rules.thinking is not None:
+        forced = end_of_thinking(rules.thinking, output_token_ids)
     position = min(num_outputs - rules.begin_index, 1)
     waits = num_outputs < rules.min_new_tokens
-    if forced or not rules.needs_output_ids:
+    if forced or not (rules.no_repeat_ngram_size or rules.timestamps):
         return _fixed_bits(rules, forced, position, eos_token_ids if waits else (), vocab_size)
     allowed = _fixed(rules, position, eos_token_ids if waits else (), vocab_size).copy()
     size = rules.no_repeat_ngram_size
@@ -48,6 +51,31 @@ def allowed_tokens(
     if rules.timestamps is not None:
         _forbid_timestamps(allowed, rules.timestamps, output_token_ids[rules.begin_index :])
     return _packed(allowed)
+
+
+def end_of_thinking(thinking: ThinkingRules, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The next token of the end's marker, if an answer's reasoning has used up its budget; else ()."""
+    if len(token_ids) < thinking.least_outputs:
+        return ()
+    begin, end = thinking.begin_token_ids, thinking.end_token_ids
+    start, num_open = (_behind(begin, token_ids, 0), 0) if thinking.num_open is None else (0, thinking.num_open)
+    while start is not None and (closed := _behind(end, token_ids, start)) is not None:
+        start, num_open = _behind(begin, token_ids, closed), 0
+    if start is None or len(token_ids) - start + num_open < thinking.budget:
+        return ()
+    # A part of the marker may be there.
+    tail = tuple(token_ids[max(start, len(token_ids) - len(end) + 1) :])
+    return (end[next(size for size in range(len(tail), -1, -1) if tail[len(tail) - size :] == end[:size])],)
+
+
+def _behind(marker: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | None:
+    """Position behind the first marker from `start` on; None if there is none."""
+    with suppress(ValueError):
+        while True:
+            start = token_ids.index(marker[0], start) + 1
+            if tuple(token_ids[start - 1 : start - 1 + len(marker)]) == marker:
+                return start - 1 + len(marker)
+    return None
 
 
 def repeating_tokens(size: int, *token_ids: Sequence[int]) -> list[int]:

@@ -66,6 +66,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "repetition_detection": "a mapping too",
+    "thinking_token_budget": "tokens between the markers of `model.reasoning_format`; not with harmony's channels",
     "token_rules": "only here: rules of transformers' generation_config.json, such as `suppress_tokens` and Whisper's "
     "timestamps; a mapping too. Encoder-decoder models set them by themselves",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
@@ -87,7 +88,6 @@ REJECTED: Final[Mapping[str, str]] = {
         "allowed_token_ids, bad_words or logit_bias"
     ),
     "use_beam_search": "call LLM.beam_search instead",
-    "thinking_token_budget": "the end of thinking is not detected: use max_tokens or stop",
     "logprob_token_ids": "log-probabilities are those of the top-k tokens: logprobs=-1 gives all",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
     "routed_experts_prompt_start": "return_routed_experts returns those of all prompt tokens: slice the result",
@@ -178,7 +178,7 @@ class SamplingParams(_Freezable):
     extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
     bad_words: tuple[str, ...] = ()
     skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
+    thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
     trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
@@ -425,6 +425,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("logprobs", _is_num_logprobs, _LOGPROBS_RULE),
     ("prompt_logprob_start", lambda row: row >= 0, "must be 0 or more"),
     ("truncate_prompt_tokens", lambda length: length == -1 or length >= 1, _LENGTH_RULE),
+    ("thinking_token_budget", lambda budget: budget >= 0, "must be 0 or more, or -1 for none"),
     ("stream_interval", lambda num_steps: num_steps >= 1, "must be 1 or more"),
     ("presence_penalty", _is_openai_penalty, "must be from -2 to 2"),
     ("frequency_penalty", _is_openai_penalty, "must be from -2 to 2"),
@@ -435,7 +436,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
 _INTEGERS: Final = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS: Final = (
     *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
-    *("prompt_logprob_start", "truncate_prompt_tokens", "stream_interval"),
+    *("prompt_logprob_start", "truncate_prompt_tokens", "stream_interval", "thinking_token_budget"),
 )
 _FLAGS: Final = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
@@ -471,6 +472,11 @@ def _as_integer(name: str, value: Any) -> int | None:
     if number is not None and number not in (INT65 if name == "seed" else INT64):
         raise ValueError(f"{name}={shown(value)} must fit 64 bits")
     return number
+
+
+def _as_budget(name: str, value: Any) -> int | None:
+    number = _as_integer(name, value)
+    return None if number == -1 else number
 
 
 def _as_flag(name: str, value: Any) -> bool:
@@ -621,6 +627,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "repetition_detection": as_repetition_detection,
     "skip_reading_prefix_cache": _as_optional_flag,
     **dict.fromkeys((*_INTEGERS, *_OPTIONAL_INTEGERS), _as_integer),
+    "thinking_token_budget": _as_budget,
     **dict.fromkeys(_FLAGS, _as_flag),
     **dict.fromkeys(_FLOATS, _as_float),
 }

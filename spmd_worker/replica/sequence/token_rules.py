@@ -5,7 +5,8 @@ nothing. `replica/grammar/rule_masks.py` makes masks of them, and the sampler co
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
@@ -37,6 +38,33 @@ class TimestampRules:
 
 @with_keyword_hints()
 @dataclass(frozen=True, slots=True)
+class ThinkingRules:
+    """Reasoning has at most `budget` tokens between `begin_token_ids` and `end_token_ids`: then the end follows,
+    whatever its probability. `num_open`: the prompt begins it and has so many of the tokens; None: it does not.
+    """
+
+    budget: int
+    begin_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    num_open: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", _number("budget", self.budget))
+        for name in ("begin_token_ids", "end_token_ids"):
+            ids = _token_ids(name, getattr(self, name))
+            if not ids:
+                raise ValueError(f"{name} is empty: give the token ids of the marker")
+            object.__setattr__(self, name, ids)
+        object.__setattr__(self, "num_open", _number("num_open", self.num_open, is_optional=True))
+
+    @property
+    def least_outputs(self) -> int:
+        """Tokens of an answer before which the budget cannot be used up."""
+        return self.budget + (len(self.begin_token_ids) if self.num_open is None else -self.num_open)
+
+
+@with_keyword_hints()
+@dataclass(frozen=True, slots=True)
 class TokenRules:
     """Rules of one row's answer. Positions count from its first token.
 
@@ -45,6 +73,7 @@ class TokenRules:
     are not its first token, `suppress_tokens` none of its tokens. `forced_eos_token_id` is the last of `max_tokens`.
     `min_new_tokens`: no end-of-sequence token comes before.
     `no_repeat_ngram_size` n: no n tokens in a row occur twice in prompt and answer. `timestamps`: Whisper's rules.
+    `thinking`: the budget of reasoning (`SamplingParams.thinking_token_budget`).
 
     `num_beam_tokens` None: no beam. A beam's row has its answer so far as the last of its prompt's tokens, this many;
     its log-probabilities are the model's own, of allowed tokens alone, and its last token is not forced.
@@ -62,6 +91,7 @@ class TokenRules:
     no_repeat_ngram_size: int = 0
     timestamps: TimestampRules | None = None
     num_beam_tokens: int | None = None
+    thinking: ThinkingRules | None = None
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -71,6 +101,7 @@ class TokenRules:
         for name in ("min_new_tokens", "no_repeat_ngram_size"):
             object.__setattr__(self, name, _number(name, getattr(self, name) or 0))
         object.__setattr__(self, "timestamps", _record("timestamps", self.timestamps, TimestampRules))
+        object.__setattr__(self, "thinking", _record("thinking", self.thinking, ThinkingRules))
 
     def __len__(self) -> int:
         """Number of token ids that rules name."""
@@ -84,19 +115,24 @@ class TokenRules:
     @property
     def needs_output_ids(self) -> bool:
         """Whether the next token depends on which tokens the answer has, not only on how many."""
-        return self.timestamps is not None or self.no_repeat_ngram_size > 0
+        return self.timestamps is not None or self.no_repeat_ngram_size > 0 or self.thinking is not None
 
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether the next token depends on tokens of the prompt."""
         return self.no_repeat_ngram_size > 0 or bool(self.num_beam_tokens)
 
+    def allows_all(self, num_outputs: int) -> bool:
+        """Whether no rule can apply to an answer that has at most so many tokens."""
+        return self.thinking is not None and num_outputs < self.thinking.least_outputs and _is_thinking_alone(self)
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Every token id that a rule names."""
         stamps = () if self.timestamps is None else (self.timestamps.first_token_id, self.timestamps.end_token_id)
         last = () if self.forced_eos_token_id is None else (self.forced_eos_token_id,)
-        lists = (self.first_tokens, self.forced_tokens, self.suppress_tokens, self.begin_suppress_tokens)
+        markers = () if self.thinking is None else (self.thinking.begin_token_ids, self.thinking.end_token_ids)
+        lists = (*[getattr(self, name) for name in _LISTS], *markers)
         return (*[token_id for each in lists for token_id in each], *last, *stamps)
 
 
@@ -138,6 +174,11 @@ def _number(name: str, value: Any, is_optional: bool = False) -> Any:
     if number is None or not 0 <= number <= INT64[-1]:
         raise ValueError(f"{name}={shown(value)} must be a whole number from 0 to {INT64[-1]}")
     return number
+
+
+@lru_cache(maxsize=64)
+def _is_thinking_alone(rules: TokenRules) -> bool:
+    return replace(rules, thinking=None) == NO_RULES
 
 
 NO_RULES: Final = TokenRules()

@@ -230,6 +230,9 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
     for sequence, _, num_samples in scheduled:
         request, sampling = sequence.request, sequence.request.sampling
         constraint, rules = sampling.structured_outputs, sampling.token_rules
+        num_outputs = len(sequence.output_token_ids) + len(sequence.draft_token_ids)
+        if rules is not None and rules.allows_all(num_outputs):
+            rules = None
         if constraint is not None or rules is not None:
             reports = sampling.needs_logprobs or sampling.return_sampling_mask
             allows_forced = (not sampling.forbids_tokens, not reports)

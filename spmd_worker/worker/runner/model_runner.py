@@ -267,7 +267,9 @@ class ModelRunner:
         batch = self._chosen.filled(batch, scheduled, num_ahead)
         if self._grammars is not None and batch.rows and batch.rows is not self._unconstrained:
             constrained = constrained_rows(scheduled)
-            self._unconstrained = () if constrained else batch.rows
+            # A rule of a budget applies later than in its first step.
+            is_free = not constrained and all(each.sampling.token_rules is None for each in batch.rows)
+            self._unconstrained = batch.rows if is_free else ()
             self._grammars.begin(constrained)
         cache = self._cache_engine.layer_caches
         if is_encoder:

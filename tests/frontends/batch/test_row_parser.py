@@ -535,7 +535,7 @@ VLLM_KEYS = {
     "use_beam_search": (False, True, "LLM.beam_search"),
     "length_penalty": (1.0, 0.5, "length_penalty=0.5"),
     "truncation_side": ("left", "right", "a text that is cut"),
-    "thinking_token_budget": (-1, 50, "max_tokens or stop"),
+    "return_weight_versions": (False, True, "weight_versions of LLM.generate's outputs"),
     "return_tokens_as_token_ids": (False, True, "return_token_ids"),
     "logprob_token_ids": (None, [5], "logprobs"),
     "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),

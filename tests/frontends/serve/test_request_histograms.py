@@ -119,7 +119,7 @@ def test_metrics_are_read_as_prometheus_reads_them():
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert len(families) == text.count("# TYPE ")
     ends = {each.labels["finished_reason"]: each.value for each in families["vllm:request_success"].samples}
-    assert ends == {"length": 2, "stop": 1, "abort": 1, "error": 0}
+    assert ends == {"length": 2, "stop": 1, "abort": 1, "error": 0, "repetition": 0}
     found = {}
     for family in families.values():
         if family.type != "histogram":

@@ -51,7 +51,7 @@ from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
-from spmd_worker.replica.sequence.token_rules import TimestampRules, TokenRules
+from spmd_worker.replica.sequence.token_rules import ThinkingRules, TimestampRules, TokenRules
 
 FULL_POOLING = PoolingParams(task="embed", normalize=True, use_activation=False, dimensions=5)
 OTHER_SAMPLING = SamplingParams(
@@ -60,7 +60,10 @@ OTHER_SAMPLING = SamplingParams(
     temperature=0.25,
     structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" ", around="start: @form"),
     repetition_detection=RepetitionDetectionParams(5, 2, 3),
-    token_rules=TokenRules(suppress_tokens=(1, 2), timestamps=TimestampRules(9, 4)),
+    thinking_token_budget=7,
+    token_rules=TokenRules(
+        suppress_tokens=(1, 2), timestamps=TimestampRules(9, 4), thinking=ThinkingRules(5, (1,), (2, 3), 4)
+    ),
 )
 FULL_PLAN = StepPlan(
     step=9,
