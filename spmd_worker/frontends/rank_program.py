@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from spmd_worker.base.config.options import command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
 from spmd_worker.base.files import describe_os_error
+from spmd_worker.base.liveness.error_file import write_elastic_file
 from spmd_worker.base.liveness.failure_diagnosis import is_secondary
 from spmd_worker.base.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.base.liveness.signals import EndingSignals
@@ -217,16 +219,15 @@ def run_rank(
 
 
 def fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: threading.Event | None = None) -> int:
-    """Print an error once, on rank 0, or on another rank if rank 0 has no error; returns `code`. `is_ending` is set
-    when the launcher ends this rank because rank 0 has left.
+    """Print an error once, on rank 0, or on another rank if rank 0 has no error; returns `code`. torchrun's summary, its
+    last lines, gets the error too. `is_ending` is set when the launcher ends this rank because rank 0 has left.
     """
-    message = without_credentials(message)
-    if environment.is_leader:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    message, rank = without_credentials(message), environment.rank
+    # The launcher ends all ranks when one has ended: another one must not end rank 0 before it has printed.
+    if not environment.is_leader and (is_ending or threading.Event()).wait(_PATIENCE_S):
         return code
-    # The launcher ends all ranks when one has ended: this one must not end rank 0 before it has printed.
-    if not (is_ending or threading.Event()).wait(_PATIENCE_S):
-        print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
+    print(f"{'' if environment.is_leader else f'[rank {rank}] '}error: {message}", file=sys.stderr, flush=True)
+    write_elastic_file(message, message, time.time())
     return code
 
 

@@ -180,6 +180,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
     if watchdog is not None:
         watchdog.before_exit = partial(lock.note, ENDING)
     check_output(config.job)
+    lock.name_holder()
     lock.note("reads the input")
     is_ranged = index is not None or config.job.shard is not None
     scan = InputScan(reader, config.job.max_rows, index, reads_are_checked=is_ranged)

@@ -162,6 +162,12 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     raise InvalidRequestError(f"url={shown(url)} is not supported: use one of {', '.join(URLS)}", "unsupported_url")
 
 
+def check_supported(fields: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for a key that no body takes either, unless its value is neutral."""
+    of_none = {key: fields[key] for key in fields if key in _UNSUPPORTED and key in _UNSUPPORTED_IN_CHAT}
+    check_neutral(of_none, _UNSUPPORTED_IN_CHAT, _INSTEAD_IN_CHAT)
+
+
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
     check_keys(body, _COMPLETION_KEYS, " in body")
     check_neutral(body, _UNSUPPORTED, _INSTEAD)

@@ -48,6 +48,14 @@ _MAX_INTEGER: Final = 2**31 - 1
 """The maximum of any sampling key except `seed`: kernels take 32 bits."""
 
 
+_STRUCTURED_KEY: Final = "structured_outputs"
+_GUIDED: Final = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""Keys of vLLM before 0.12 -> fields of `structured_outputs`."""
+
+
 @contextlib.contextmanager
 def invalid_request(prefix: str = "", errors: type[ValueError] = ValueError) -> Iterator[None]:
     """Convert `errors`, and always RequestError, to InvalidRequestError."""
@@ -68,6 +76,8 @@ def check_keys(given: Iterable[str], known: Sequence[str], where: str = "") -> N
             continue
         nearest = difflib.get_close_matches(key[:100], known, n=1)
         hint = f": did you mean {nearest[0]!r}?" if nearest else "."
+        if key in _GUIDED and _STRUCTURED_KEY in known:
+            hint = f': give "{_STRUCTURED_KEY}": {{"{_GUIDED[key]}": ...}}.'
         raise InvalidRequestError(
             f"unknown key {key[:100]!r}{where}{hint} Known keys: {', '.join(known)}", "unknown_key"
         )

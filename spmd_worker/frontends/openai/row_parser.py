@@ -13,7 +13,7 @@ from spmd_worker.base.files import JsonError, parse_json_object
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.audio_request import PLAIN_KEYS as AUDIO_KEYS
 from spmd_worker.frontends.openai.audio_request import plain_audio_row
-from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, parse_openai
+from spmd_worker.frontends.openai.openai_request import BODY_KEYS, OPENAI_ROW_KEYS, check_supported, parse_openai
 from spmd_worker.frontends.openai.pooling_request import PLAIN_KEYS as POOLING_KEYS
 from spmd_worker.frontends.openai.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.frontends.openai.prompt_values import (
@@ -154,6 +154,7 @@ def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], d
     if fields.get("audio") is not None:
         return plain_audio_row(index, custom_id, fields, defaults)
     fields = {key: value for key, value in fields.items() if key not in (*PLAIN_TASKS, "audio")}
+    check_supported({key: fields[key] for key in fields if key not in _PLAIN_KEYS})
     for key in fields:
         if key in BODY_KEYS and key not in _PLAIN_KEYS:
             own = f"; a plain row takes {_PLAIN_NAMES[key]}" if key in _PLAIN_NAMES else ""

@@ -111,6 +111,21 @@ def test_ended_run_is_never_resumed_from_its_leftovers(tmp_path: Path):
     assert run(config)["resumed_rows"] == 0
 
 
+def test_rejected_output_names_the_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The check of the output emptied the file that names the job."""
+    write_input(tmp_path)
+
+    def look(*_: Any) -> None:
+        with pytest.raises(ConfigError) as caught, RunLock(tmp_path / "new", tmp_path / "out.jsonl"):
+            pass
+        assert f" is in use by a running job (process {os.getpid()}, started " in str(caught.value)
+        raise Ended
+
+    monkeypatch.setattr(open_job, "write_manifest", look)
+    with pytest.raises(Ended):
+        run(config_of(tmp_path))
+
+
 @pytest.mark.gate("7")
 @pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
 def test_interrupted_job_resumes_without_repeating_a_row(

@@ -437,6 +437,10 @@ def test_error_messages_name_key_value_and_way_out():
     assert misplaced.code == "unknown_key"
     assert misplaced.message.startswith("'response_format' is a key of an OpenAI row's body")
     assert misplaced.message.endswith("a plain row takes structured_outputs")
+    unsupported = parse({"prompt": "a", "use_beam_search": True}).message
+    assert unsupported == "use_beam_search=True is not supported: give a script that calls LLM.beam_search"
+    for fields in ({"prompt": "a", "guided_choice": ["b"]}, completion(guided_choice=["b"])):
+        assert ': give "structured_outputs": {"choice": ...}. Known keys: ' in parse(fields).message
     assert parse({"prompt": "a", "max_tokens": -1}).message == "max_tokens=-1 must be 1 or more"
     assert parse({"prompt": "a", "messages": [1]}).message == "the row has prompt and messages: give one of them"
     assert "use one of /v1/completions, /v1/chat" in parse(body_row("/v1/responses", input="a")).message

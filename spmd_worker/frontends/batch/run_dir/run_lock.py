@@ -27,6 +27,7 @@ class RunLock:
         way_out = f"give another {'job.run_dir' if key == 'job.output' else key}"
         self._lock = FileLock(run_dir / LOCK_NAME, f"{self._run_key}={run_dir}", way_out)
         self._held = ExitStack()
+        self._output_lock: FileLock | None = None
 
     def __enter__(self) -> "RunLock":
         if self._output is not None:
@@ -39,7 +40,8 @@ class RunLock:
                 # The output's partial file is its lock: no other file is left next to the output.
                 partial, owned = partial_path(self._output), f"{self._key}={self._output}"
                 lock = held.enter_context(FileLock(partial, owned, "give another file", is_temporary=True))
-                lock.note("runs the job")
+                self._output_lock = lock
+                self.name_holder()
             if not has_lock:
                 make_folder(self._run_key, self._run_dir)
                 held.enter_context(self._lock)
@@ -49,6 +51,11 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+    def name_holder(self) -> None:
+        """Write this process into the output's lock, again after a check that emptied the file."""
+        if self._output_lock is not None:
+            self._output_lock.note("runs the job")
 
     def note(self, doing: str) -> None:
         """Write the job's current activity, for rejected processes to read."""
