@@ -284,12 +284,16 @@ class Mamba1Config:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Choice of the keys that a token sees in a layer of latent attention (https://arxiv.org/abs/2512.02556): the
-    `num_chosen` ones of the highest scores, ties by position, all if there are no more.
+    """Choice of the keys that a token sees (https://arxiv.org/abs/2512.02556): the `num_chosen` ones of the highest
+    scores, ties by position, all if there are no more.
 
-    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent.
-    The first numbers of both are rotated like the layer's queries, as many; neighbours are paired if `is_interleaved`.
-    A layer whose choice `is_shared` takes that of the layer before it, and has no projections and no such key.
+    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent,
+    or its keys and values. The first numbers of both are rotated like the layer's queries, as many; neighbours are
+    paired if `is_interleaved`. A layer whose choice `is_shared` takes that of the layer before it, and has no
+    projections and no such key.
+
+    With `block_size` above 1 blocks of so many positions are chosen, by their best key, for each key-value head by a
+    query of its own; the token's own block and those before it, `num_local` in all, precede others.
     """
 
     num_heads: int
@@ -297,6 +301,13 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
+    block_size: int = 1
+    num_local: int = 0
+
+    @property
+    def num_seen(self) -> int:
+        """Keys that a token sees at most."""
+        return self.num_chosen * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +437,8 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound). With `has_down_bias` the output of a dense feed-forward has a
+    min(act(gate), bound) * max(min(up, bound), -bound). The activation "swigluoai" is that of `ExpertsConfig.limit`, but
+    with all gates before all ups: its `bound` is of the gate itself. With `has_down_bias` the output of a dense feed-forward has a
     bias, also where the other parts have none (`has_mlp_bias`).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
@@ -436,7 +448,7 @@ class LayerConfig:
     feed-forward.
 
     Heads of values have `value_size` numbers, 0 for the head size; they are multiplied by `value_multiplier` and cached
-    with zeros behind them, as wide as keys.
+    with zeros behind them, as wide as keys. An `indexer` chooses blocks of keys (`latent` has that of latent attention).
 
     Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
     and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
@@ -495,6 +507,7 @@ class LayerConfig:
     relative_bias: RelativeBias | None = None
     distances: DistanceConfig | None = None
     alibi: float = 0.0
+    indexer: IndexerConfig | None = None
 
     @property
     def value_head_size(self) -> int:
@@ -533,10 +546,19 @@ class LayerConfig:
         return self.has_attention or self.mixer == "latent"
 
     @property
+    def choice(self) -> IndexerConfig | None:
+        """The choice of the keys that a token sees; None if it sees all."""
+        return self.indexer if self.latent is None else self.latent.indexer
+
+    @property
+    def index_size(self) -> int:
+        """Numbers that are cached of a token for the choice in this layer."""
+        return 0 if self.choice is None or self.choice.is_shared else self.choice.head_size
+
+    @property
     def takes_choice(self) -> bool:
         """Whether a token sees the keys that another layer has chosen for it."""
-        latent = self.latent
-        return latent is not None and latent.indexer is not None and latent.indexer.is_shared
+        return self.choice is not None and self.choice.is_shared
 
     @property
     def is_plain_attention(self) -> bool:
@@ -553,6 +575,7 @@ class LayerConfig:
             and self.distances is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
+            and self.indexer is None
             and not self.value_size
             and {self.key_multiplier, self.value_multiplier, *self.attention_multipliers, *self.mlp_multipliers}
             == {1.0}

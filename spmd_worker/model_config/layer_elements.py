@@ -72,11 +72,15 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
     gates = (LinearSizes(hidden_size, (num_gates,)),) if num_gates else ()
     query = share.num_heads * size * (1 + (layer.output_gate == "number"))
     keys = tuple([share.num_kv_heads * each for each in (size, value_size)[: layer.num_key_projections]])
+    indexer = layer.indexer
+    # Queries of this rank's key-value heads; every rank has the key.
+    choosing = () if indexer is None else (share.num_kv_heads * indexer.head_size, indexer.head_size)
     return (
         LinearSizes(hidden_size, (query, *keys)),
         LinearSizes(share.num_heads * value_size, (hidden_size,)),
         *gates,
         *_distance_linears(layer, hidden_size, share),
+        *((LinearSizes(hidden_size, choosing),) if choosing else ()),
     )
 
 
@@ -89,8 +93,9 @@ def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of sinks, biases, and norms of queries and keys."""
+    """Elements of sinks, biases, and norms of queries and keys, an indexer's too."""
     size = layer.head_size
+    of_indexer = 0 if layer.indexer is None else 2 * layer.indexer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
     projections = _attention_linears(layer, hidden_size, share)[0]
     others += sum(projections.num_outputs) * layer.has_qkv_bias
@@ -104,7 +109,7 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
-    return others
+    return others + of_indexer
 
 
 def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

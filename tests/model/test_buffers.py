@@ -124,7 +124,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
-    with_bias |= {"MiMoV2FlashForCausalLM"}
+    with_bias |= {"MiMoV2FlashForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     others = {
         "ApertusForCausalLM",

@@ -61,6 +61,21 @@ def without_choice_biases(model: DecoderForCausalLM) -> None:
         layer.gate.choice_bias.data.zero_()
 
 
+def with_indexers(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The indexer of every layer that has one with other fields."""
+    layers = [
+        layer if layer.indexer is None else replace(layer, indexer=replace(layer.indexer, **changes))
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers))
+
+
+def without_choice_queries(model: DecoderForCausalLM) -> None:
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.q_norm.weight.data.fill_(-1.0)
+
+
 def without_head_bias(model: DecoderForCausalLM) -> None:
     model.lm_head.bias.data.zero_()
 
@@ -85,6 +100,13 @@ IN_CONFIG: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("phimoe", "softmax of the chosen", lambda config: with_experts(config, score="softmax_chosen")),
     ("phimoe", "another jitter", lambda config: with_experts(config, jitter=0.01)),
     ("phimoe_long", "another factor", lambda config: with_ropes(config, short_mscale=1.0)),
+    ("minimax_m3", "all keys", lambda config: with_indexers(config, num_chosen=32)),
+    ("minimax_m3", "own block by its score", lambda config: with_indexers(config, num_local=0)),
+    ("minimax_m3", "blocks of another size", lambda config: with_indexers(config, block_size=2, num_chosen=4)),
+    ("minimax_m3", "gates of other families", lambda config: with_layers(config, activation="silu")),
+    ("minimax_m3", "other bounds", lambda config: with_layers(config, bound=9.0)),
+    ("minimax_m3", "other bounds of experts", lambda config: with_experts(config, bound=9.0)),
+    ("minimax_m3_text", "own block always", lambda config: with_indexers(config, num_local=1)),
     ("step3p7", "no bounds", lambda config: with_layers(config, bound=0.0)),
     ("step3p7", "no bounds of experts", lambda config: with_experts(config, bound=0.0)),
     ("step3p7", "one base for all layers", with_one_rope),
@@ -104,6 +126,7 @@ IN_WEIGHTS = [
     ("mimo_v2_flash", without_sinks),
     *((name, without_choice_biases) for name in ("step3p7", "ernie_moe", "exaone_moe", "hy_v3", "solar_open")),
     *((name, without_choice_biases) for name in ("afmoe", "laguna", "mimo_v2_flash")),
+    *(("minimax_m3", change) for change in (without_choice_biases, without_choice_queries)),
     ("ernie_moe", without_head_bias),
     ("phimoe", without_head_bias),
 ]

@@ -36,7 +36,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),
     "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
-    "experts": ((*_EXPERTS, "step3p7"), expert_folder),
+    "experts": ((*_EXPERTS, "step3p7", "minimax_m3", "minimax_m3_text"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }
 Kept = dict[tuple[str, bytes, int], torch.Tensor]

@@ -174,8 +174,7 @@ class Run:
         for layer in self.model.model_config.layers:
             sizes = max(layer.num_kv_heads // num_ranks, 1), layer.head_size
             latent = layer.latent
-            index_size = latent.own_indexer.head_size if latent is not None and latent.own_indexer is not None else 0
-            kept = BlockLayer(*sizes, layer.head_size if latent is None else 0, index_size)
+            kept = BlockLayer(*sizes, layer.head_size if latent is None else 0, layer.index_size)
             shapes.append(block_shape_of(backend, kept, BLOCK_SIZE))
         dtype = self.model.model.dtype
         # NaN where nothing was written: a key that should not be looked at shows.

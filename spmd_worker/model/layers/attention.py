@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.distances import StepDistances, distance_scores
+from spmd_worker.model.layers.indexer import BlockIndexer
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
@@ -99,6 +100,7 @@ class Attention(nn.Module):
             total, start, stop = (each * num_gates for each in (layer.num_heads, *heads))
             gates = (OutputPart("g_proj", total, start, stop),)
             self.g_proj = ColumnParallelLinear(context, hidden_size, gates, has_bias=False)
+        self.indexer = None if layer.indexer is None else BlockIndexer(context, layer, hidden_size)
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
         assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
         has_values_norm = layer.norms_values and not self._reads_other
@@ -149,6 +151,9 @@ class Attention(nn.Module):
                 query = self._query(projected, angles)
             else:
                 query, key, value = self._query_key_value(projected, angles)
+                if self.indexer is not None:
+                    layer_cache, index_cache = self.indexer.parts_of(layer_cache)
+                    choosing = self.indexer.write(x, angles, index_cache, metadata, adapters)
                 self._backend.write(key, value, layer_cache, metadata)
             if wanted is not None:
                 if not len(wanted.rows):
@@ -160,7 +165,11 @@ class Attention(nn.Module):
             if distances is not None:
                 assert wanted is None, "sequences are complete"
                 more["distance_scores"] = self._distance_scores(query, key, distances, adapters)
-            attended = self._backend.attend(query, *of_layer, **more)
+            if self.indexer is None:
+                attended = self._backend.attend(query, *of_layer, **more)
+            else:
+                caches = layer_cache, index_cache
+                attended = self.indexer.attend(query, choosing, caches, metadata, self.scale, wanted)
             attended = attended[..., : self._value_size].flatten(1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters

@@ -35,6 +35,7 @@ from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.minimax_rows import MINIMAX_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
@@ -252,6 +253,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **MAMBA_ROWS,
     **MAMBA1_ROWS,
     **LLAMA4_ROWS,
+    **MINIMAX_ROWS,
     **GEMMA4_ROWS,
     **ENCODER_DECODER_ROWS,
 }
@@ -282,7 +284,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: (*("DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),),
+    _INDEXER: ("DeepseekV4ForCausalLM",),
     _STREAMS: (
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),

@@ -72,6 +72,11 @@ class AttentionBackend(Protocol):
         int64 [N].
         """
 
+    def read_heads(
+        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, D], of `dtype`, of key-value `heads`, in blocks at offsets, int64 [N] each."""
+
     def attend(
         self,
         query: Tensor,

@@ -135,6 +135,17 @@ class CpuBackend(AttentionBackend):
         cells = layer_cache.view(len(layer_cache), -1, self._block_size, pair)
         return from_cache(cells[blocks, :, offsets].flatten(1), dtype)
 
+    def read_heads(
+        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        (blocks, offsets), pair = places, 2 if self._dtype == torch.bfloat16 else 1
+        # Keys of a head, then its values: [D / pair, block size, pair] and [block size / pair, D, pair].
+        parts = layer_cache.unflatten(1, (-1, 2, self._block_size * head_size))
+        keys = parts[:, :, 0].unflatten(2, (head_size // pair, self._block_size, pair))
+        values = parts[:, :, 1].unflatten(2, (self._block_size // pair, head_size, pair))
+        found = keys[blocks, heads, :, offsets].flatten(1), values[blocks, heads, offsets // pair, :, offsets % pair]
+        return from_cache(found[0], dtype), from_cache(found[1], dtype)
+
     def attend(
         self,
         query: Tensor,

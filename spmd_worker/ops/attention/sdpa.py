@@ -53,6 +53,13 @@ class SdpaBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, offsets, 0], dtype)
 
+    def read_heads(
+        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        blocks, offsets = places
+        keys, values = (from_cache(layer_cache[blocks, part, offsets, heads], dtype) for part in (0, 1))
+        return keys, values
+
     def attend(
         self,
         query: Tensor,

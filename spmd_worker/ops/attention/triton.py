@@ -172,6 +172,13 @@ class TritonBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, 0, offsets], dtype)
 
+    def read_heads(
+        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        blocks, offsets = places
+        keys, values = (from_cache(layer_cache[blocks, part, heads, offsets], dtype) for part in (0, 1))
+        return keys, values
+
     def attend(
         self,
         query: Tensor,

@@ -150,7 +150,7 @@ class TritonDevice(DeviceBackend):
         if self.resolved.model_config.encoder_part is not None:
             return "of encoder-decoder models"
         layers = self.resolved.model_config.layers
-        if any(layer.latent is not None and layer.latent.indexer is not None for layer in layers):
+        if any(layer.choice is not None for layer in layers):
             return "of models whose tokens see keys that an indexer chooses"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""

@@ -371,10 +371,11 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
-        indexer = layer.latent.indexer
-        if indexer is not None and indexer.num_chosen < model_config.max_model_len:
-            # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
-            elements += 2 * indexer.num_chosen + share.num_heads * (layer.head_size + layer.latent.rank)
+    if layer.choice is not None and layer.choice.num_seen < model_config.max_model_len:
+        # The choice, int32, of each head with blocks; queries and outputs of tokens that see all keys, beside others.
+        num_choices = 1 if layer.indexer is None else share.num_kv_heads
+        value_size = layer.head_size if layer.latent is None else layer.latent.rank
+        elements += 2 * num_choices * layer.choice.num_chosen + share.num_heads * (layer.head_size + value_size)
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
@@ -397,6 +398,8 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     has_copies = has_copies or layer.qkv_clip > 0 or layer.key_multiplier != 1.0 or layer.norms_values
     has_copies = has_copies or layer.value_size > 0 or layer.value_multiplier != 1.0
     elements = (5 if has_copies else 3) * heads * size
+    if layer.indexer is not None:
+        elements += 4 * (share.num_kv_heads + 1) * layer.indexer.head_size
     if layer.qk_norm == "flat":
         elements += 3 * (layer.num_heads + layer.num_kv_heads) * size
     if layer.qk_norm == "each_head":
@@ -486,9 +489,8 @@ def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
-        indexer = layer.latent.own_indexer
-        return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
-    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
+        return BlockLayer(1, layer.latent.key_size, 0, layer.index_size)
+    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, layer.index_size)
 
 
 def block_copy_tokens(

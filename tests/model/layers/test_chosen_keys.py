@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kv_cache.cache_spec import BlockLayer
-from spmd_worker.model.layers import choice_bytes, chosen_keys
-from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
+from spmd_worker.model.layers import choice_bytes, key_choice
+from spmd_worker.model.layers.chosen_keys import ChosenKeys
+from spmd_worker.model.layers.key_choice import IndexQueries
 from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
 from spmd_worker.ops.attention.backend import AttentionBackend, block_shape_of
 from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
@@ -108,7 +109,7 @@ class Step:
 @pytest.mark.parametrize("is_native", [True, False])
 def test_chosen_keys_are_of_highest_scores(*, is_native: bool, has_ties: bool, monkeypatch: pytest.MonkeyPatch):
     """Keys are in several tiles; with ties the first positions are chosen."""
-    monkeypatch.setattr(chosen_keys, "TILE", 32)
+    monkeypatch.setattr(key_choice, "TILE", 32)
     backend = native_backend(torch.float32, 4) if is_native else SdpaBackend()
     step = Step(backend, 4, has_ties=has_ties)
     kernels = cpu_kernels(torch.float32)[0] if is_native else ReferenceKernels()
