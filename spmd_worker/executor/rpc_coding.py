@@ -33,6 +33,7 @@ from spmd_worker.model_config.layer_config import (
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, ShiftedRow, TextTransform
+from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig
 from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
@@ -90,6 +91,7 @@ _RECORDS: Final[dict[str, type]] = {
         ModelConfig,
         ModelLocation,
         LayerConfig,
+        NgramConfig,
         NormConfig,
         PoolingConfig,
         Quantization,
@@ -104,6 +106,7 @@ _RECORDS: Final[dict[str, type]] = {
         ShiftedRow,
         StateLayer,
         StepResult,
+        GatedStreamsConfig,
         StructuredOutputsParams,
         TimestampRules,
         TokenRules,

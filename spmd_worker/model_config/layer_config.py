@@ -9,6 +9,8 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
+from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig
+
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
 LATENT_NORM_EPS: Final = 1e-6
@@ -59,6 +61,10 @@ class ExpertsConfig:
     `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
     own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
     normed before they are added, and weights are multiplied by a number of each expert.
+
+    With `skips_layer` (LongCat-Flash) the layer has a dense feed-forward too, and the output of experts is added to the
+    stream behind the layer after it. A token may also choose one of `num_identity` experts behind the others, which
+    have no weights and whose output is their input.
     """
 
     num_experts: int
@@ -84,6 +90,13 @@ class ExpertsConfig:
     jitter: float = 0.0
     bound: float = 0.0
     are_beside_dense: bool = False
+    skips_layer: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a token chooses from."""
+        return self.num_experts + self.num_identity
 
     @property
     def weighs_inputs(self) -> bool:
@@ -97,8 +110,8 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
-        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
+        biases = self.num_choices * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        return (self.num_choices + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -147,7 +160,8 @@ class DeltaConfig:
     `beta_scale` 2 allows negative eigenvalues. `norm_eps` is of the gated norm, whose gate passes through
     `gate_activation`, "silu" or "sigmoid". `is_per_channel`: each channel of a key decays by itself (Kimi's KDA,
     https://arxiv.org/abs/2510.26692). Gates of outputs and steps are projected from `gate_rank` numbers each; 0: from
-    the hidden state.
+    the hidden state. `decay_bound` below 0 is the least logarithm of a decay, times the sigmoid of the step at the
+    head's rate; 0: decays have no least one. The checkpoint has one number a head for rates that `are_flat`.
     """
 
     num_key_heads: int
@@ -160,6 +174,8 @@ class DeltaConfig:
     gate_activation: str = "silu"
     is_per_channel: bool = False
     gate_rank: int = 0
+    decay_bound: float = 0.0
+    are_flat: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -290,10 +306,18 @@ class IndexerConfig:
     `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent,
     or its keys and values. The first numbers of both are rotated like the layer's queries, as many; neighbours are
     paired if `is_interleaved`. A layer whose choice `is_shared` takes that of the layer before it, and has no
-    projections and no such key.
+    projections and no such key. `norms_input`: queries come from the layer's input, in a norm of its own, not from the
+    latent of queries.
 
-    With `block_size` above 1 blocks of so many positions are chosen, by their best key, for each key-value head by a
-    query of its own; the token's own block and those before it, `num_local` in all, precede others.
+    With `run_length` above 1 keys are chosen by runs of so many tokens, and a run has one key, the normed mean of its
+    tokens'. Tokens behind the last complete run are seen besides.
+
+    If the choice `is_by_head`, each key-value head has a query of its own and chooses runs by their best key; the
+    token's own run and those before it, `num_local` in all and at least one, precede others, and nothing is seen
+    besides.
+
+    A token has `num_slots` such keys beside its latent, one for each indexer of the layers that read that latent, of
+    which the layer's own is at `slot`.
     """
 
     num_heads: int
@@ -301,13 +325,27 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
-    block_size: int = 1
+    norms_input: bool = False
+    slot: int = 0
+    num_slots: int = 1
+    run_length: int = 1
+    is_by_head: bool = False
     num_local: int = 0
 
     @property
-    def num_seen(self) -> int:
+    def cached_size(self) -> int:
+        """Numbers of all indexers' keys that are cached of a token."""
+        return self.num_slots * self.head_size
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that are chosen."""
+        return self.num_chosen // self.run_length
+
+    @property
+    def most_seen(self) -> int:
         """Keys that a token sees at most."""
-        return self.num_chosen * self.block_size
+        return self.num_chosen + (0 if self.is_by_head else self.run_length - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +354,10 @@ class LatentConfig:
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state. An `indexer`, which needs that latent, chooses the keys.
+    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`, and normed latents of keys are
+    multiplied by `multiplier`. An `indexer` chooses the keys; without
+    `norms_input` it needs the latent of queries. `grows_by_head`: queries of each head, and those of each of an
+    indexer's heads, are multiplied by scale * log(1 + position) + bias, two numbers of the head.
     """
 
     rank: int
@@ -325,6 +366,9 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
     indexer: IndexerConfig | None = None
+    norm_eps: float = LATENT_NORM_EPS
+    multiplier: float = 1.0
+    grows_by_head: bool = False
 
     @property
     def query_size(self) -> int:
@@ -340,6 +384,11 @@ class LatentConfig:
     def own_indexer(self) -> IndexerConfig | None:
         """The indexer, if the layer does not take the choice of another."""
         return None if self.indexer is None or self.indexer.is_shared else self.indexer
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of all indexers' keys that are cached beside a latent."""
+        return 0 if self.indexer is None else self.indexer.cached_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +486,9 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound). The activation "swigluoai" is that of `ExpertsConfig.limit`, but
-    with all gates before all ups: its `bound` is of the gate itself. With `has_down_bias` the output of a dense feed-forward has a
-    bias, also where the other parts have none (`has_mlp_bias`).
+    min(act(gate), bound) * max(min(up, bound), -bound). The activation "swigluoai" is that of `ExpertsConfig.limit`,
+    but with all gates before all ups: its `bound` is of the gate itself. With `has_down_bias` the output of a dense
+    feed-forward has a bias, also where the other parts have none (`has_mlp_bias`).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
     they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
@@ -448,13 +497,16 @@ class LayerConfig:
     feed-forward.
 
     Heads of values have `value_size` numbers, 0 for the head size; they are multiplied by `value_multiplier` and cached
-    with zeros behind them, as wide as keys. An `indexer` chooses blocks of keys (`latent` has that of latent attention).
+    with zeros behind them, as wide as keys.
 
     Without `has_key_bias` keys have no bias where queries and values have one. `has_cross_attention`: between attention
     and feed-forward the layer attends to the rows of an encoder, with as many heads and the same biases; `cross_norms`
     are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention, and
     so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
     token of distance (`alibi_slopes`).
+
+    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `gated_streams` the layer has
+    several residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
     """
 
     num_heads: int
@@ -508,6 +560,8 @@ class LayerConfig:
     distances: DistanceConfig | None = None
     alibi: float = 0.0
     indexer: IndexerConfig | None = None
+    gated_streams: GatedStreamsConfig | None = None
+    ngrams: NgramConfig | None = None
 
     @property
     def value_head_size(self) -> int:
@@ -522,7 +576,8 @@ class LayerConfig:
     @property
     def has_dense(self) -> bool:
         """Whether the layer has a dense feed-forward, alone or beside experts."""
-        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
+        experts = self.experts
+        return self.has_feed_forward and (experts is None or experts.are_beside_dense or experts.skips_layer)
 
     @property
     def has_states(self) -> bool:
@@ -546,19 +601,14 @@ class LayerConfig:
         return self.has_attention or self.mixer == "latent"
 
     @property
-    def choice(self) -> IndexerConfig | None:
-        """The choice of the keys that a token sees; None if it sees all."""
+    def chooser(self) -> IndexerConfig | None:
+        """The indexer by whose choice a token sees keys."""
         return self.indexer if self.latent is None else self.latent.indexer
-
-    @property
-    def index_size(self) -> int:
-        """Numbers that are cached of a token for the choice in this layer."""
-        return 0 if self.choice is None or self.choice.is_shared else self.choice.head_size
 
     @property
     def takes_choice(self) -> bool:
         """Whether a token sees the keys that another layer has chosen for it."""
-        return self.choice is not None and self.choice.is_shared
+        return self.chooser is not None and self.chooser.is_shared
 
     @property
     def is_plain_attention(self) -> bool:
@@ -590,4 +640,5 @@ class LayerConfig:
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
-        return is_plain and not (self.is_parallel or self.has_cross_attention)
+        skips = self.experts is not None and self.experts.skips_layer
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.gated_streams or skips)

@@ -19,9 +19,10 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     bias = layer.relative_bias
     others += 0 if bias is None else bias.elements(share.num_heads, of_layer=True)
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
-    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.experts.are_beside_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
+    inputs += _streams_elements(layer, hidden_size, share)
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
@@ -50,6 +51,18 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
     return own + _cross_linears(layer, hidden_size, share)
 
 
+def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
+    streams, ngrams = layer.gated_streams, layer.ngrams
+    if streams is None:
+        return 0
+    around = 2 * streams.elements(hidden_size)
+    if ngrams is None:
+        return around
+    table = ngrams.rank_rows(share.num_ranks) * ngrams.row_size
+    return around + ngrams.elements(hidden_size, streams.num_streams) + table
+
+
 def _cross_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     if not layer.has_cross_attention:
         return ()
@@ -72,16 +85,20 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
     gates = (LinearSizes(hidden_size, (num_gates,)),) if num_gates else ()
     query = share.num_heads * size * (1 + (layer.output_gate == "number"))
     keys = tuple([share.num_kv_heads * each for each in (size, value_size)[: layer.num_key_projections]])
-    indexer = layer.indexer
-    # Queries of this rank's key-value heads; every rank has the key.
-    choosing = () if indexer is None else (share.num_kv_heads * indexer.head_size, indexer.head_size)
     return (
         LinearSizes(hidden_size, (query, *keys)),
         LinearSizes(share.num_heads * value_size, (hidden_size,)),
         *gates,
         *_distance_linears(layer, hidden_size, share),
-        *((LinearSizes(hidden_size, choosing),) if choosing else ()),
+        *_head_indexer_linears(layer, hidden_size, share),
     )
+
+
+def _head_indexer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Queries of this rank's key-value heads, and a key that every rank has."""
+    if layer.indexer is None or not layer.indexer.is_by_head:
+        return ()
+    return (LinearSizes(hidden_size, (share.num_kv_heads * layer.indexer.head_size, layer.indexer.head_size)),)
 
 
 def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -93,9 +110,8 @@ def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -
 
 
 def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
-    """Elements of sinks, biases, and norms of queries and keys, an indexer's too."""
+    """Elements of sinks, biases, and norms of queries and keys."""
     size = layer.head_size
-    of_indexer = 0 if layer.indexer is None else 2 * layer.indexer.head_size
     others = share.num_heads * layer.has_sinks + hidden_size * layer.has_output_bias
     projections = _attention_linears(layer, hidden_size, share)[0]
     others += sum(projections.num_outputs) * layer.has_qkv_bias
@@ -109,17 +125,23 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
-    return others + of_indexer
+    if layer.indexer is not None:
+        # Norms of queries and a key, which every rank has, and their projection, if it is not quantised.
+        num_projected = 0 if layer.indexer.is_by_head else (layer.indexer.num_heads + 1) * hidden_size
+        others += layer.indexer.head_size * (num_projected + 2)
+    return others
 
 
 def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     assert layer.latent is not None, layer
     latent = layer.latent
-    latents = (latent.query_rank, latent.key_size) if latent.query_rank else (latent.key_size,)
+    own = (latent.query_rank, latent.key_size * (layer.kv_layer is None))
+    latents = tuple([size for size in own if size])
     return (
-        LinearSizes(hidden_size, latents),
+        *([LinearSizes(hidden_size, latents)] if latents else []),
         LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
         LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+        *([LinearSizes(hidden_size, (layer.num_heads,))] if layer.output_gate else []),
         *_indexer_linears(latent, hidden_size),
     )
 
@@ -129,7 +151,8 @@ def _indexer_linears(latent: LatentConfig, hidden_size: int) -> tuple[LinearSize
     if latent.own_indexer is None:
         return ()
     num_heads, size = latent.own_indexer.num_heads, latent.own_indexer.head_size
-    return LinearSizes(latent.query_rank, (num_heads * size,)), LinearSizes(hidden_size, (size,))
+    num_inputs = hidden_size if latent.own_indexer.norms_input else latent.query_rank
+    return LinearSizes(num_inputs, (num_heads * size,)), LinearSizes(hidden_size, (size,))
 
 
 def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -137,11 +160,17 @@ def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     assert layer.latent is not None, layer
     latent = layer.latent
     projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
-    biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    has_latents = layer.kv_layer is None
+    biases = (latent.query_rank + latent.key_size * has_latents) * layer.has_qkv_bias
+    biases += hidden_size * layer.has_output_bias + 2 * share.num_heads * latent.grows_by_head
+    norms = latent.rank * has_latents + latent.query_rank
     indexer = latent.own_indexer
-    # Weights of its heads, and the norm of its key.
-    of_indexer = 0 if indexer is None else indexer.num_heads * hidden_size + 2 * indexer.head_size
-    return projection + latent.rank + latent.query_rank + biases + of_indexer
+    if indexer is None:
+        return projection + norms + biases
+    # Weights and growth of its heads, and the norms of its key and its input.
+    of_indexer = indexer.num_heads * (hidden_size + 2 * latent.grows_by_head)
+    of_indexer += 2 * (indexer.head_size + hidden_size * indexer.norms_input)
+    return projection + norms + biases + of_indexer
 
 
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

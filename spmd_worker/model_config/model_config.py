@@ -209,6 +209,17 @@ class ModelConfig:
         return self.embedding_size if self.projects_sum else self.hidden_size
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token between layers: of all residual streams."""
+        streams = self.layers[0].gated_streams
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether layers need ids of tokens, which embeddings in their place do not have."""
+        return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -217,8 +228,15 @@ class ModelConfig:
         """Numbers of `layers` in the checkpoint."""
         if self.shares_layers:
             return (0,) * self.num_layers
+        if self.layers_in_one > 1:
+            return tuple([index // self.layers_in_one for index in range(self.num_layers)])
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
+
+    @property
+    def layers_in_one(self) -> int:
+        """Layers that are one in the checkpoint, and on one pipeline stage."""
+        return self._family.names.layers_in_one
 
     @property
     def num_embeddings(self) -> int:
@@ -283,6 +301,7 @@ class ModelConfig:
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
+        norms += self.num_rope_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
@@ -321,6 +340,11 @@ class ModelConfig:
         return (self.own_embedding_size + self.projects_sum) * self.hidden_size
 
     @property
+    def num_rope_parameters(self) -> int:
+        """Logarithms by which learned frequencies differ from the file's, float32 on each stage; 0 for none."""
+        return sum(rope.rotary_size // 2 for rope in self.ropes if rope.has_learned_factors)
+
+    @property
     def layer_parameters(self) -> tuple[int, ...]:
         """Parameters of each decoder layer, all experts counted."""
         of_kind = {
@@ -336,7 +360,10 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm of the stream."""
+        """Parameters of one norm of the stream, or of the last mean of several streams."""
+        streams = self.layers[0].gated_streams
+        if streams is not None:
+            return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
     @property
@@ -528,7 +555,8 @@ def _media_rows(family: Family, *, with_images: bool, with_audio: bool) -> list[
 def _vision(rows: Sequence[str], config: Mapping[str, Any], path: Path, found: ModelConfig) -> VisionConfig | None:
     """The media of these rows, images first; None without any."""
     read = [read_vision(row, config, path, found.hidden_size, found.norm.eps) for row in rows]
-    parts = [each for each in read if each is not None]
+    lengths = [layer.indexer.run_length for layer in found.layers if layer.indexer is not None]
+    parts = [replace(each, run_length=max(lengths, default=1)) for each in read if each is not None]
     return replace(parts[0], beside=parts[1]) if len(parts) > 1 else parts[0] if parts else None
 
 

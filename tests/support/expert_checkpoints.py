@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3": ("MiniMaxM3VL", MINIMAX_M3),
     "minimax_m3_text": (
         "MiniMaxM3VLText",
-        {**MINIMAX_M3, "index_local_blocks": 0, "index_topk_blocks": 3, "index_block_size": 2, "swiglu_limit": 0.7}
+        {**MINIMAX_M3, "index_local_blocks": 2, "index_topk_blocks": 3, "index_block_size": 2, "swiglu_limit": 0.7}
         | {"layer_types": ["minimax_m3_sparse"] * 4, "mlp_layer_types": None},
     ),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32, "clip_qkv": 0.8}),
@@ -332,7 +332,8 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
 def stir(model: PreTrainedModel) -> None:
     """`family_checkpoints.stir` for stacked experts; routers get clear decisions."""
     generator = torch.Generator().manual_seed(7)
-    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
+    are_saved = ("correction_bias", "rotary_emb.alpha")
+    buffers = [(name, value) for name, value in model.named_buffers() if name.endswith(are_saved)]
     for name, value in sorted([*model.named_parameters(), *buffers]):
         noise = torch.randn(value.shape, generator=generator)
         if value.ndim < 2 or name.endswith("_bias"):

@@ -79,7 +79,7 @@ class AdapterTargets:
             if isinstance(each, AdaptableLayer) and _EXPERTS not in name.split(".")
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
-        endings = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
+        endings = [ending for ours in _LINEARS for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
@@ -99,6 +99,11 @@ class AdapterTargets:
             if piece.parameter_name.startswith(_POOLER)
         }
 
+    def _endings(self, ours: str) -> list[str]:
+        """The checkpoint's names in a layer of a module: several if layers of ours have one number there."""
+        name = self._table.parts.get(ours, ours)
+        return [name.replace("#", str(half)) for half in range(self._table.layers_in_one)]
+
     def find(self, module: str) -> tuple[str, str]:
         """The checkpoint's name of a module that PEFT calls `module`, and the reason if it takes no adapter."""
         (name,) = self._names.parts(f"{module}.weight", ())
@@ -107,7 +112,7 @@ class AdapterTargets:
             return name, ""
         if _EXPERTS in name.split("."):
             return name, "experts are not adapted: target attention, dense layers and shared experts"
-        if name in self._shapes and self._inside(name) == _LATENT_PROJECTION:
+        if name in self._shapes and self._inside(name) in self._endings(_LATENT_PROJECTION):
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "
                 "latents: target the other projections, or merge the adapter with model.lora_merge"

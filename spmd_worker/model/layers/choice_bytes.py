@@ -1,6 +1,6 @@
-"""Memory in which tokens choose their keys and attend to them (`key_choice.py`), by arithmetic. Needs no torch.
+"""Memory in which tokens choose their keys and attend to them (`chosen_keys.py`), by arithmetic. Needs no torch.
 
-N: tokens of one call; S: keys of one sequence; K: keys that are chosen; D: numbers of a key.
+N: tokens of one call; S: keys of one sequence; K: keys that a token sees; D: numbers that are read of a key.
 """
 
 from typing import Final
@@ -20,45 +20,44 @@ _SCORE: Final = 3 * _FLOAT + 1 + _INDEX
 """Bytes of a score: itself, masked, and sorted, whether it is hidden, and its position."""
 
 
-def rows_at_once(indexer: IndexerConfig, num_elements: int) -> int:
-    """N at most, of a layer in which a key, or the keys and values of all heads, have so many elements."""
-    return max(1, min(_MAX_ROWS, _MAX_ELEMENTS // (indexer.num_seen * num_elements)))
+def rows_at_once(indexer: IndexerConfig, token_size: int) -> int:
+    """N at most; `token_size` is D."""
+    return max(1, min(_MAX_ROWS, _MAX_ELEMENTS // (indexer.num_chosen * token_size)))
 
 
-def key_elements(layer: LayerConfig) -> int:
-    """Elements that are cached of a token in all heads, without an indexer's."""
-    return 2 * layer.num_kv_heads * layer.head_size if layer.latent is None else layer.latent.key_size
-
-
-def choice_bytes(model_config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes that a step takes for the choice of tokens that see as many keys as a row may have, and for attention to
-    it, in the layer that takes most; 0 if all tokens see all keys. What each token of the step takes is not in it.
+def choice_bytes(model_config: ModelConfig, dtype_bytes: int, num_ranks: int = 1) -> int:
+    """Bytes that a step takes, on one of so many ranks that share heads, for the choice of tokens that see as many keys
+    as a row may have, and for attention to it, in the layer that takes most; 0 if all tokens see all keys. What each
+    token of the step takes is not in it.
     """
-    kinds = dict.fromkeys((each.choice, key_elements(each), each.indexer is not None) for each in model_config.layers)
+    kinds = dict.fromkeys((layer.chooser, *_sizes(layer, num_ranks)) for layer in model_config.layers)
     num_keys = model_config.max_model_len
     return max(
-        [
-            0,
-            *(
-                _of_kind(indexer, *kind, num_keys, dtype_bytes)
-                for indexer, *kind in kinds
-                if indexer is not None and indexer.num_seen < num_keys
-            ),
-        ]
+        [0, *(_of_kind(indexer, *sizes, num_keys, dtype_bytes) for indexer, *sizes in kinds if indexer is not None)]
     )
 
 
-def _of_kind(indexer: IndexerConfig, num_elements: int, has_blocks: bool, num_keys: int, dtype_bytes: int) -> int:
-    num_rows, num_scores = rows_at_once(indexer, num_elements), -(-num_keys // TILE) * TILE
-    # Choices of a token; scores of a choice; products of tiles, which are masked.
-    num_choices = indexer.num_heads if has_blocks else 1
-    num_candidates = num_choices * (-(-num_keys // indexer.block_size) if has_blocks else num_scores)
-    num_tiles = 4 if has_blocks else 2
+def _sizes(layer: LayerConfig, num_ranks: int) -> tuple[int, int]:
+    """Numbers that are read of a key, and key-value heads."""
+    if layer.latent is not None:
+        return layer.latent.key_size, 1
+    num_kv_heads = max(layer.num_kv_heads // num_ranks, 1)
+    return 2 * num_kv_heads * layer.head_size, num_kv_heads
+
+
+def _of_kind(indexer: IndexerConfig, token_size: int, num_kv_heads: int, num_keys: int, dtype_bytes: int) -> int:
+    if indexer.most_seen >= num_keys:
+        return 0
+    num_rows, num_scores = rows_at_once(indexer, token_size), -(-num_keys // indexer.run_length // TILE) * TILE
+    num_heads, num_choices, num_tiles = indexer.num_heads, 1, 2
+    if indexer.is_by_head:
+        # Products are masked, and runs of keys are numbered.
+        num_heads, num_choices, num_tiles = num_kv_heads, num_kv_heads, 5
     # Scores [N, S], beside a row that is being sorted; or those so far, with products [N * heads, TILE] of some tiles
     # and queries in float32.
-    scores = _SCORE * num_candidates * (num_rows + 1)
-    tiles = num_rows * _FLOAT * (num_candidates + indexer.num_heads * (num_tiles * TILE + indexer.head_size))
+    scores = _SCORE * num_scores * (num_rows * num_choices + 1)
+    tiles = num_rows * _FLOAT * (num_scores * num_choices + num_heads * (num_tiles * TILE + indexer.head_size))
     # Keys [N, K, D] as they are read, bytes of FP8 perhaps, and in blocks; positions, heads, blocks and offsets.
-    num_chosen = -(-indexer.num_seen // BLOCK) * BLOCK
-    copies = num_chosen * (num_elements * (2 * dtype_bytes + 1) + (8 if has_blocks else 5) * num_choices * _INDEX)
+    num_seen = -(-indexer.most_seen // BLOCK) * BLOCK
+    copies = num_seen * (token_size * (2 * dtype_bytes + 1) + (5 + indexer.is_by_head) * num_choices * _INDEX)
     return max(scores, tiles, num_rows * copies)

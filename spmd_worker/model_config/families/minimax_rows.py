@@ -1,4 +1,5 @@
-"""Rows of `table.py`: MiniMax-M3, whose sparse layers choose blocks of keys (`IndexerConfig.block_size`).
+"""Rows of `table.py`: MiniMax-M3, whose sparse layers choose runs of keys for each key-value head
+(`IndexerConfig.is_by_head`).
 
 Each row is compared with transformers, and each entry broken, in tests/model/test_expert_rows.py.
 """
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -83,20 +84,21 @@ def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[Laye
 
 
 def _indexer(reader: ConfigReader, layer: LayerConfig) -> IndexerConfig:
-    num_chosen = reader.count("index_topk_blocks")
+    num_chosen, run_length = reader.count("index_topk_blocks"), reader.count("index_block_size")
     indexer = IndexerConfig(
         num_heads=reader.count("index_n_heads"),
         head_size=reader.count("index_head_dim"),
-        num_chosen=num_chosen,
+        num_chosen=num_chosen * run_length,
         is_interleaved=False,
-        block_size=reader.count("index_block_size"),
-        num_local=checked_integer(reader.get("index_local_blocks"), reader.where("index_local_blocks"), 0, MAX_INT),
+        run_length=run_length,
+        is_by_head=True,
+        num_local=reader.count("index_local_blocks"),
     )
     if indexer.num_heads != layer.num_kv_heads:
         raise reader.error(
             "index_n_heads", f"must be num_key_value_heads={layer.num_kv_heads}: each chooses for itself"
         )
-    if indexer.num_seen > _MOST_KEYS:
+    if indexer.most_seen > _MOST_KEYS:
         raise reader.error("index_topk_blocks", f"of index_block_size must be at most {_MOST_KEYS} keys")
     if indexer.num_local > num_chosen:
         raise reader.error("index_local_blocks", f"must be at most index_topk_blocks={num_chosen}")

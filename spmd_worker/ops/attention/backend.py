@@ -72,10 +72,18 @@ class AttentionBackend(Protocol):
         int64 [N].
         """
 
-    def read_heads(
-        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    def read_tokens(
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, D], of `dtype`, of key-value `heads`, in blocks at offsets, int64 [N] each."""
+        """Keys and values [N, Hkv, D], of `dtype`, of a cache with values, in `blocks` at `offsets`, int64 [N], or
+        [N, D] of one head each, `heads` int64 [N].
+        """
 
     def attend(
         self,

@@ -135,16 +135,24 @@ class CpuBackend(AttentionBackend):
         cells = layer_cache.view(len(layer_cache), -1, self._block_size, pair)
         return from_cache(cells[blocks, :, offsets].flatten(1), dtype)
 
-    def read_heads(
-        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    def read_tokens(
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        (blocks, offsets), pair = places, 2 if self._dtype == torch.bfloat16 else 1
-        # Keys of a head, then its values: [D / pair, block size, pair] and [block size / pair, D, pair].
-        parts = layer_cache.unflatten(1, (-1, 2, self._block_size * head_size))
-        keys = parts[:, :, 0].unflatten(2, (head_size // pair, self._block_size, pair))
-        values = parts[:, :, 1].unflatten(2, (self._block_size // pair, head_size, pair))
-        found = keys[blocks, heads, :, offsets].flatten(1), values[blocks, heads, offsets // pair, :, offsets % pair]
-        return from_cache(found[0], dtype), from_cache(found[1], dtype)
+        # Keys [D / pair, block size, pair], then values [block size / pair, D, pair], of each head.
+        pair, size = (2 if self._dtype == torch.bfloat16 else 1), self._block_size
+        parts, read = layer_cache.view(len(layer_cache), num_kv_heads, 2, -1), slice(None) if heads is None else heads
+        head_size = parts.shape[3] // size
+        of_keys = parts[:, :, 0].view(-1, num_kv_heads, head_size // pair, size, pair)
+        keys = of_keys[blocks, read, :, offsets].flatten(-2)
+        of_pairs = parts[:, :, 1].view(-1, num_kv_heads, size // pair, head_size, pair)
+        values = of_pairs[blocks, read, offsets // pair, :, offsets % pair]
+        return from_cache(keys, dtype), from_cache(values, dtype)
 
     def attend(
         self,

@@ -53,11 +53,18 @@ class SdpaBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, offsets, 0], dtype)
 
-    def read_heads(
-        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    def read_tokens(
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        blocks, offsets = places
-        keys, values = (from_cache(layer_cache[blocks, part, offsets, heads], dtype) for part in (0, 1))
+        assert layer_cache.shape[3] == num_kv_heads, (layer_cache.shape, num_kv_heads)
+        read = slice(None) if heads is None else heads
+        keys, values = (from_cache(layer_cache[blocks, part, offsets, read], dtype) for part in (0, 1))
         return keys, values
 
     def attend(

@@ -172,11 +172,18 @@ class TritonBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, 0, offsets], dtype)
 
-    def read_heads(
-        self, layer_cache: Tensor, heads: Tensor, places: tuple[Tensor, Tensor], head_size: int, dtype: torch.dtype
+    def read_tokens(
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        blocks, offsets = places
-        keys, values = (from_cache(layer_cache[blocks, part, heads, offsets], dtype) for part in (0, 1))
+        assert layer_cache.shape[2] == num_kv_heads, (layer_cache.shape, num_kv_heads)
+        read = slice(None) if heads is None else heads
+        keys, values = from_cache(layer_cache[blocks, :, read, offsets], dtype).unbind(1)
         return keys, values
 
     def attend(
