@@ -30,11 +30,9 @@ def choice_bytes(model_config: ModelConfig, dtype_bytes: int, num_ranks: int = 1
     as a row may have, and for attention to it, in the layer that takes most; 0 if all tokens see all keys. What each
     token of the step takes is not in it.
     """
-    kinds = dict.fromkeys((layer.chooser, *_sizes(layer, num_ranks)) for layer in model_config.layers)
-    num_keys = model_config.max_model_len
-    return max(
-        [0, *(_of_kind(indexer, *sizes, num_keys, dtype_bytes) for indexer, *sizes in kinds if indexer is not None)]
-    )
+    kinds = dict.fromkeys((layer.chooser, _sizes(layer, num_ranks)) for layer in model_config.layers)
+    of_all = (model_config.max_model_len, dtype_bytes)
+    return max([0, *(_of_kind(indexer, *sizes, *of_all) for indexer, sizes in kinds if indexer is not None)])
 
 
 def _sizes(layer: LayerConfig, num_ranks: int) -> tuple[int, int]:

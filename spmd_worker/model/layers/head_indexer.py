@@ -34,7 +34,7 @@ class HeadIndexer(nn.Module):
         kept = KeptKeys(num_kv_heads, layer.head_size)
         self.chosen = ChosenKeys(context.attention, context.kernels.plain, indexer, kept)
         parts = (
-            OutputPart("q_proj", *(each * self._size for each in (indexer.num_heads, start, stop))),
+            OutputPart("q_proj", indexer.num_heads * self._size, start * self._size, stop * self._size),
             OutputPart("k_proj", self._size, 0, self._size),
         )
         self.qk_proj = ColumnParallelLinear(context, hidden_size, parts, has_bias=False)

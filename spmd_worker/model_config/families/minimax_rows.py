@@ -173,8 +173,12 @@ _TEXT: Final = Family(
     layers=_layers,
     newer=_newer,
     required={
-        **{"swiglu_alpha": 1.702, "scoring_func": "sigmoid", "attention_output_gate": False},
-        **{"use_qk_norm": True, "qk_norm_type": "per_head", "use_gemma_norm": True},
+        "swiglu_alpha": 1.702,
+        "scoring_func": "sigmoid",
+        "attention_output_gate": False,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_head",
+        "use_gemma_norm": True,
     },
     defaults={
         "num_key_value_heads": 4,
