@@ -145,7 +145,7 @@ _NOT_TEXT: Final = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.
 _DRAFTS: Final = ("mtp.", "model.mtp.", "language_model.mtp.", "language_model.model.mtp.")
 
 _TEXT: Final = Family(
-    models="MiniMax-M3, the text",
+    models="MiniMax-M3, of text alone",
     names=Names(
         parts=_of_shared("mlp.shared_experts"),
         fused={"mlp.gate_up_proj": GATE_UP, "mlp.shared_experts.gate_up_proj": _SHARED_GATE_UP},
@@ -203,7 +203,7 @@ MINIMAX_ROWS: Final[dict[str, Family]] = {
     "MiniMaxM3VLForCausalLM": _TEXT,
     "MiniMaxM3SparseForConditionalGeneration": replace(
         _TEXT,
-        models="MiniMax-M3",
+        models="MiniMax-M3, the text",
         names=inside_language_model(_HUB_NAMES, *_NOT_TEXT, *_DRAFTS),
         text=TextPart(tie="also"),
     ),
