@@ -271,6 +271,7 @@ BAD = [
         "sparse_attention_config.sparse_attention_freq=[2, 2, 2, 2] must list 0 or 1 for each layer",
     ),
     ("MiniMaxM3VL", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block=1 is not supported"),
+    ("MiniMaxM3VL", {**_CHOICE, "index_block_size": 513}, "index_block_size=513 must be at most 512"),
     ("MiniMaxM3VL", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported, only 1.702"),
     ("BailingMoe", {}, "its layers have experts of a form that does not run"),
 ]

@@ -215,12 +215,13 @@ class ChosenKeys:
         """`_chosen` for each head of `queries` [N, Hi, Di]. Positions behind a token are the token's own."""
         length, num_keys = self._indexer.run_length, position + len(queries)
         own = torch.arange(position, num_keys, device=table.device).unsqueeze(1)
-        scores = queries.new_full((*queries.shape[:2], -(-num_keys // length)), -torch.inf, dtype=torch.float32)
-        for tile, products in enumerate(self._products(queries, index_cache, table, num_keys, 1)):
-            keys = torch.arange(tile * TILE, (tile + 1) * TILE, device=table.device)
-            products = products.masked_fill_((keys > own).unsqueeze(1), -torch.inf)
-            runs = (keys // length).clamp(max=scores.shape[2] - 1).expand_as(products)
-            scores.scatter_reduce_(2, runs, products, "amax")
+        num_runs = TILE // length
+        step, num_tiles = num_runs * length, -(-num_keys // (num_runs * length))
+        scores = queries.new_empty((*queries.shape[:2], num_tiles * num_runs), dtype=torch.float32)
+        for tile, products in enumerate(self._products(queries, index_cache, table, num_keys, 1, step)):
+            keys = torch.arange(tile * step, (tile + 1) * step, device=table.device)
+            of_tile = products[..., :step].masked_fill_((keys > own).unsqueeze(1), -torch.inf)
+            scores[..., tile * num_runs : (tile + 1) * num_runs] = of_tile.unflatten(2, (-1, length)).amax(3)
         distances = own // length - torch.arange(scores.shape[2], device=table.device)
         is_local = (distances >= 0) & (distances < self._indexer.num_local)
         scores = scores.masked_fill_(is_local.unsqueeze(1), torch.inf)
@@ -232,7 +233,7 @@ class ChosenKeys:
     def _scores(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, num_keys: int) -> Iterator[Tensor]:
         """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
         assert choosing.weights is not None, "heads choose together"
-        for products in self._products(choosing.queries, index_cache, table, num_keys, self._indexer.run_length):
+        for products in self._products(choosing.queries, index_cache, table, num_keys, self._indexer.run_length, TILE):
             products.relu_()
             total = products[:, 0] * choosing.weights[:, :1]
             for head in range(1, products.shape[1]):
@@ -240,15 +241,15 @@ class ChosenKeys:
             yield total
 
     def _products(
-        self, queries: Tensor, index_cache: Tensor, table: Tensor, num_keys: int, length: int
+        self, queries: Tensor, index_cache: Tensor, table: Tensor, num_keys: int, length: int, step: int
     ) -> Iterator[Tensor]:
-        """Products of queries [N, Hi, Di] with a tile of keys after the other, float32 [N, Hi, TILE], those behind the
-        last key 0; a key is at the last of `length` tokens.
+        """Products of queries [N, Hi, Di] with a tile of `step` keys after the other, float32 [N, Hi, TILE], those
+        behind the last key 0; a key is at the last of `length` tokens.
         """
         num_rows, num_heads, size = queries.shape
         rows = queries.float().reshape(-1, size)
-        for first in range(0, num_keys, TILE):
-            positions = torch.arange(first, min(first + TILE, num_keys), device=table.device)
+        for first in range(0, num_keys, step):
+            positions = torch.arange(first, min(first + step, num_keys), device=table.device)
             tile, ends = rows.new_zeros((TILE, size)), positions * length + length - 1
             places = _places(table, ends, index_cache.shape[1])
             tile[: len(positions)] = from_cache(index_cache[places], queries.dtype)

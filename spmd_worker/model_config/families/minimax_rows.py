@@ -27,6 +27,8 @@ from spmd_worker.model_config.rope import read_rope
 
 _MOST_KEYS: Final = 1 << 20
 """Keys that a token sees at most in a sparse layer: they are copied."""
+_LONGEST_RUN: Final = 512
+"""Tokens of a block that is chosen, at most."""
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 _SECTION: Final = "sparse_attention_config"
 _OLDER: Final = {
@@ -98,6 +100,8 @@ def _indexer(reader: ConfigReader, layer: LayerConfig) -> IndexerConfig:
         raise reader.error(
             "index_n_heads", f"must be num_key_value_heads={layer.num_kv_heads}: each chooses for itself"
         )
+    if run_length > _LONGEST_RUN:
+        raise reader.error("index_block_size", f"must be at most {_LONGEST_RUN}: a block is scored as a whole")
     if indexer.most_seen > _MOST_KEYS:
         raise reader.error("index_topk_blocks", f"of index_block_size must be at most {_MOST_KEYS} keys")
     if indexer.num_local > num_chosen:
