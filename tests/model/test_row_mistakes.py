@@ -14,7 +14,7 @@ import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference
 from expert_models import new_model
 from family_checkpoints import family_folder, family_reference
-from model_configs import with_layers, with_ropes
+from model_configs import with_indexers, with_layers, with_ropes
 from our_model import prompt_logits
 from reference_models import greedy_without_cache, random_prompt, relative_error, their_logits
 from thread_groups import on_ranks
@@ -59,15 +59,6 @@ def with_open_gates(model: DecoderForCausalLM) -> None:
 def without_choice_biases(model: DecoderForCausalLM) -> None:
     for layer in model.sparse_layers.values():
         layer.gate.choice_bias.data.zero_()
-
-
-def with_indexers(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The indexer of every layer that has one with other fields."""
-    layers = [
-        layer if layer.indexer is None else replace(layer, indexer=replace(layer.indexer, **changes))
-        for layer in config.layers
-    ]
-    return replace(config, layers=tuple(layers))
 
 
 def without_choice_queries(model: DecoderForCausalLM) -> None:
