@@ -298,19 +298,19 @@ def _latest_first(embedding: Any, ids: Tensor, earlier: Tensor) -> Tensor:
     return RIGHT["ngrams"](embedding, ids, earlier.flip(1))
 
 
-def _unrotated(indexer: Any, tokens: Any, *given: Any) -> Tensor:
+def _unrotated(indexer: Any, tokens: Any, *given: Any) -> Any:
     x, _, runs = tokens
-    return RIGHT["attend"](indexer, (x, None, runs), *given)
+    return RIGHT["write"](indexer, (x, None, runs), *given)
 
 
 def _without_tail(chosen: Any, rows: Any) -> tuple[int, ...]:
     return (12,) * len(RIGHT["counts"](chosen, rows))
 
 
-RIGHT: dict[str, Any] = {"ngrams": NgramEmbedding.forward, "attend": RunIndexer.attend, "counts": ChosenKeys._counts}
+RIGHT: dict[str, Any] = {"ngrams": NgramEmbedding.forward, "write": RunIndexer.write, "counts": ChosenKeys._counts}
 IN_LAYERS: Mapping[str, tuple[Any, str, Any]] = {
     "n-grams backwards": (NgramEmbedding, "forward", _latest_first),
-    "queries of the indexer not rotated": (RunIndexer, "attend", _unrotated),
+    "queries of the indexer not rotated": (RunIndexer, "write", _unrotated),
     "tokens behind the last run unseen": (ChosenKeys, "_counts", _without_tail),
     "gates of streams not doubled": (streams_module, "sigmoid", lambda x: torch.sigmoid(x) / 2),
     "values of n-grams not gated": (ngrams_module, "sigmoid", torch.ones_like),

@@ -221,7 +221,7 @@ class ChosenKeys:
         for tile, products in enumerate(self._products(queries, index_cache, table, num_keys, 1, step)):
             keys = torch.arange(tile * step, (tile + 1) * step, device=table.device)
             of_tile = products[..., :step].masked_fill_((keys > own).unsqueeze(1), -torch.inf)
-            scores[..., tile * num_runs : (tile + 1) * num_runs] = of_tile.unflatten(2, (-1, length)).amax(3)
+            scores[..., tile * num_runs : (tile + 1) * num_runs] = torch.unflatten(of_tile, 2, (-1, length)).amax(3)
         distances = own // length - torch.arange(scores.shape[2], device=table.device)
         is_local = (distances >= 0) & (distances < self._indexer.num_local)
         scores = scores.masked_fill_(is_local.unsqueeze(1), torch.inf)
