@@ -107,7 +107,9 @@ class DecoderStack(nn.Module):
         elif has_norm:
             self.norm = new_norm(context, hidden_size, model_config.norm)
         self._num_streams = 1 if streams is None else streams.num_streams
-        self._indexer = next((each.indexer for each in model_config.layers if each.indexer is not None), None)
+        self._indexer = next(
+            (each.indexer for each in model_config.layers if each.indexer and not each.indexer.is_by_head), None
+        )
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
         if size and stage.is_first:

@@ -312,6 +312,10 @@ class IndexerConfig:
     With `run_length` above 1 keys are chosen by runs of so many tokens, and a run has one key, the normed mean of its
     tokens'. Tokens behind the last complete run are seen besides.
 
+    If the choice `is_by_head`, each key-value head has a query of its own and chooses runs by their best key; the
+    token's own run and those before it, `num_local` in all and at least one, precede others, and nothing is seen
+    besides.
+
     A token has `num_slots` such keys beside its latent, one for each indexer of the layers that read that latent, of
     which the layer's own is at `slot`.
     """
@@ -325,6 +329,8 @@ class IndexerConfig:
     slot: int = 0
     num_slots: int = 1
     run_length: int = 1
+    is_by_head: bool = False
+    num_local: int = 0
 
     @property
     def cached_size(self) -> int:
@@ -339,7 +345,7 @@ class IndexerConfig:
     @property
     def most_seen(self) -> int:
         """Keys that a token sees at most."""
-        return self.num_chosen + self.run_length - 1
+        return self.num_chosen + (0 if self.is_by_head else self.run_length - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,8 +486,9 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound). With `has_down_bias` the output of a dense feed-forward has a
-    bias, also where the other parts have none (`has_mlp_bias`).
+    min(act(gate), bound) * max(min(up, bound), -bound). The activation "swigluoai" is that of `ExpertsConfig.limit`,
+    but with all gates before all ups: its `bound` is of the gate itself. With `has_down_bias` the output of a dense
+    feed-forward has a bias, also where the other parts have none (`has_mlp_bias`).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
     they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a

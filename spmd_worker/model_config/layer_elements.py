@@ -90,7 +90,15 @@ def _attention_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) 
         LinearSizes(share.num_heads * value_size, (hidden_size,)),
         *gates,
         *_distance_linears(layer, hidden_size, share),
+        *_head_indexer_linears(layer, hidden_size, share),
     )
+
+
+def _head_indexer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Queries of this rank's key-value heads, and a key that every rank has."""
+    if layer.indexer is None or not layer.indexer.is_by_head:
+        return ()
+    return (LinearSizes(hidden_size, (share.num_kv_heads * layer.indexer.head_size, layer.indexer.head_size)),)
 
 
 def _distance_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -118,8 +126,9 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
     if layer.indexer is not None:
-        # Queries, a key, and their norms; every rank has them.
-        others += layer.indexer.head_size * ((layer.indexer.num_heads + 1) * hidden_size + 2)
+        # Norms of queries and a key, which every rank has, and their projection, if it is not quantised.
+        num_projected = 0 if layer.indexer.is_by_head else (layer.indexer.num_heads + 1) * hidden_size
+        others += layer.indexer.head_size * (num_projected + 2)
     return others
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import bailing_checkpoints
 import conv_checkpoints
 import delta_checkpoints
+import expert_checkpoints
 import kimi_checkpoints
 import latent_checkpoints
 import mamba_checkpoints
@@ -55,6 +56,7 @@ CASES = {
     **cases_of(latent_checkpoints, "latent", latent_checkpoints.CASES),
     **cases_of(qwen4_checkpoints, "qwen4", ("qwen4", "qwen4_sigmoid")),
     **cases_of(mamba_checkpoints, "mamba", mamba_checkpoints.MAMBA_CASES),
+    **cases_of(expert_checkpoints, "expert", ("minimax_m3", "minimax_m3_text")),
     **cases_of(recent_checkpoints, "recent", recent_checkpoints.CASES),
 }
 
@@ -92,7 +94,7 @@ def test_bfloat16_is_near_transformers(name: str):
     distances = [distance(ours, right), distance(theirs, right), distance(ours, theirs)]
     print(f"ROUNDINGS {name}: ours {distances[0]:.1f}, transformers {distances[1]:.1f}, apart {distances[2]:.1f}")
     # Rounded scores choose other keys.
-    chooses = any(layer.latent is not None and layer.latent.indexer for layer in model.model_config.layers)
+    chooses = any(layer.chooser is not None for layer in model.model_config.layers)
     assert are_near(*distances, most=50 if chooses else 20)
 
 

@@ -18,8 +18,8 @@ from conv_checkpoints import conv_config, conv_suffix
 from cross_rows import CASES as WITH_ENCODERS
 from delta_checkpoints import DELTA_CASES, delta_config
 from expert_checkpoints import CASES as EXPERTS
+from expert_checkpoints import CLASSES, expert_folder, expert_reference
 from expert_checkpoints import WITH_IMAGES as EXPERTS_WITH_IMAGES
-from expert_checkpoints import expert_folder, expert_reference
 from expert_models import load
 from family_checkpoints import BASE, CASES, WITH_IMAGES, config_class, family_folder, family_reference
 from kimi_checkpoints import kimi_reference
@@ -81,7 +81,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
             text, suffix = {**BASE, **keys}, "ForCausalLM"
             if family in EXPERTS_WITH_IMAGES:
                 text, suffix = {"text_config": text, **EXPERTS_WITH_IMAGES[family]}, "ForConditionalGeneration"
-            yield family + suffix, getattr(transformers, f"{family}Config")(**text)
+            yield CLASSES.get(family, family + suffix), getattr(transformers, f"{family}Config")(**text)
         for family, keys in LATENTS.values():
             text, suffix = {**BASE, **keys}, "ForCausalLM"
             if family in LATENTS_WITH_IMAGES:
@@ -133,6 +133,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM"}
     # Factors of a rope's frequencies.
     with_bias |= {"MiMoV2FlashForCausalLM", "MistralLarge4ForConditionalGeneration"}
+    with_bias |= {"MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     others = {
         "ApertusForCausalLM",

@@ -53,6 +53,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
     "phimoe",
     "flex_olmo",
     "exaone_moe",
+    "minimax_m3",
     "minimax_m2",
     "dots1",
     "step3p7",

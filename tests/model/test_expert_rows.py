@@ -36,6 +36,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.minimax_rows import MINIMAX_ROWS
 from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
 from spmd_worker.model_config.families.table import FAMILIES
@@ -183,7 +184,7 @@ def test_missing_and_extra_experts_are_rejected_by_name(tmp_path: Path):
     assert not model.weights.update.is_open
 
 
-SPARSE_FAMILIES = (*EXPERT_FAMILIES, *SPARSE_ROWS, *SLIDING_SPARSE_ROWS)
+SPARSE_FAMILIES = (*EXPERT_FAMILIES, *SPARSE_ROWS, *SLIDING_SPARSE_ROWS, *MINIMAX_ROWS)
 SIZES = {
     "vocab_size": 300_000,
     "hidden_size": 256,
@@ -191,6 +192,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 64,
 }
+_CHOICE = {"layer_types": ["minimax_m3_sparse"] * 4}
 BAD = [
     ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts that"),
     ("Glm4Moe", {"n_routed_experts": 9, "n_group": 2}, "n_routed_experts=9 cannot be cut into n_group=2 equal groups"),
@@ -249,6 +251,28 @@ BAD = [
     ("Dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "=2.0 is not supported, only 1.0 or null"),
     ("Dbrx", {"attn_config": 3}, "attn_config=3 must be an object"),
     ("Dbrx", {"attn_config": {"kv_n_heads": 5}}, "n_heads=16 is not a multiple of attn_config.kv_n_heads=5"),
+    ("MiniMaxM3VL", {"layer_types": ["minimax_m3_sparse"]}, "must list 4 of full_attention and minimax_m3_sparse"),
+    ("MiniMaxM3VL", {**_CHOICE, "index_n_heads": 2}, "index_n_heads=2 must be num_key_value_heads=4"),
+    ("MiniMaxM3VL", {**_CHOICE, "index_head_dim": 32}, "index_head_dim=32 must be at least the 128 rotated"),
+    (
+        "MiniMaxM3VL",
+        {**_CHOICE, "index_local_blocks": 17},
+        "local_blocks=17 must be at most index_topk_blocks=16",
+    ),
+    ("MiniMaxM3VL", {**_CHOICE, "index_local_blocks": 0}, "index_local_blocks=0 must be a whole number"),
+    (
+        "MiniMaxM3VL",
+        {**_CHOICE, "index_topk_blocks": 9000},
+        "index_topk_blocks=9000 of index_block_size must be",
+    ),
+    (
+        "MiniMaxM3VL",
+        {"sparse_attention_config": {"sparse_attention_freq": [2] * 4}},
+        "sparse_attention_config.sparse_attention_freq=[2, 2, 2, 2] must list 0 or 1 for each layer",
+    ),
+    ("MiniMaxM3VL", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block=1 is not supported"),
+    ("MiniMaxM3VL", {**_CHOICE, "index_block_size": 513}, "index_block_size=513 must be at most 512"),
+    ("MiniMaxM3VL", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported, only 1.702"),
     ("BailingMoe", {}, "its layers have experts of a form that does not run"),
 ]
 
@@ -376,7 +400,7 @@ def test_defaults_of_omitted_keys_equal_transformers(architecture: str):
     assert experts.renormalises == (getattr(theirs, "norm_topk_prob", experts.renormalises) and not is_softmax)
     scalings = [getattr(theirs, key) for key in SCALINGS if hasattr(theirs, key)] or [1.0]
     assert [experts.scaling] == scalings
-    assert experts.limit == getattr(theirs, "swiglu_limit", 0.0)
+    assert max(experts.limit, experts.bound) == getattr(theirs, "swiglu_limit", experts.bound)
     firsts = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     num_dense = next((getattr(theirs, key) for key in firsts if hasattr(theirs, key)), 0)
     is_dense = [index < num_dense for index in range(4)]
@@ -390,7 +414,15 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
     row = FAMILIES[architecture]
     assert row.experts is not None
     # What transformers has in memory, and layers that speculate, are compared by tests of their own.
-    unseen = ("models", "defaults", "required", "names.aliases", "names.layer_aliases", "names.joined")
+    unseen = (
+        "models",
+        "defaults",
+        "required",
+        "names.aliases",
+        "names.layer_aliases",
+        "names.joined",
+        "names.joined_rows",
+    )
     # Parameters and buffers of transformers are compared in test_buffers.py.
     unseen += ("names.ignores_later_layers", "names.as_parameters")
     return entries(row, Family(), *unseen) + without_each(row, "defaults", "required")
@@ -414,6 +446,12 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     files += [{**minimal, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}}]
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_layer_types": ["sparse", "dense"] * 2}
     files += [{**minimal, **kinds, "swa_rope_theta": 500.0}]
+    files += [
+        {**minimal, **_CHOICE, "hidden_act": "swigluoai"},
+        {**minimal, "mlp_layer_types": ["sparse", "dense"] * 2},
+    ]
+    files += [{**minimal, "moe_layer_freq": [0, 1] * 2}]
+    files += [{key: value for key, value in minimal.items() if key != "intermediate_size"}]
     files += [{**minimal, "rope_parameters": None}, {**minimal, "attn_config": {"rope_theta": 500.0}}]
     if "text_config" in whole:
         files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
@@ -437,6 +475,7 @@ def is_case_noticed(name: str) -> bool:
 SAME_FUNCTION = {
     # Stacks that are as in memory are read without it too; the test of those that are turned needs it.
     ("Qwen3VLMoeForConditionalGeneration", "names.stacked"),
+    ("MiniMaxM3VLForCausalLM", "names.stacked"),
     # Weights that have the sum 1 divided by it: other bits, not another number.
     ("GraniteMoeForCausalLM", "experts.renormalises"),
     ("GraniteMoeSharedForCausalLM", "experts.renormalises"),
@@ -449,6 +488,7 @@ SAME_FUNCTION = {
     ("Ernie4_5_MoeForCausalLM", "names.ignored_prefixes"),
     ("MellumForCausalLM", "names.ignored_prefixes"),
     ("MiMoV2FlashForCausalLM", "names.ignored_prefixes"),
+    ("MiniMaxM3VLForCausalLM", "names.ignored_prefixes"),
     # Sections differ in images alone: see the tests of rows in text models.
     ("Glm4vMoeForConditionalGeneration", "rope.sections"),
 }

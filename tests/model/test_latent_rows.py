@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import quantised_files
 import torch
+from expert_checkpoints import expert_folder
 from expert_models import load, new_model
 from family_checks import ids_and_logprobs
 from family_mutants import entries
@@ -305,12 +306,19 @@ def test_shared_choices_stay_on_one_stage():
     check_divides(RankLayout(1, 2), read_model_files(latent_folder("glm_moe_dsa")).model_config)
 
 
-def test_keys_of_virtual_tokens_are_rejected():
-    config = read_model_files(latent_folder("deepseek_v3")).model_config
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        (partial(latent_folder, "deepseek_v3"), "keeps latents"),
+        (partial(expert_folder, "minimax_m3"), "virtual tokens have no keys by which layers of this model choose"),
+    ],
+)
+def test_keys_of_virtual_tokens_are_rejected(folder: Callable[[], Path], words: str):
+    config = read_model_files(folder()).model_config
     adapter = SimpleNamespace(subject="adapter", tensor=torch.zeros(4, 3 * 2 * config.head_size))
     stage: Any = Stage(0, 3, is_first=True, is_last=True)
     given: Any = adapter
-    with pytest.raises(AdapterError, match=r"keeps latents .* PREFIX_TUNING is not supported"):
+    with pytest.raises(AdapterError, match=f"{words} .* PREFIX_TUNING is not supported"):
         keys_values_for(given, config, torch.float32, stage, (0, 1))
 
 

@@ -32,7 +32,7 @@ from family_checks import (
 )
 from family_mutants import entries
 from hybrid_runs import HybridRun, run_rows
-from model_configs import with_layers, with_norms
+from model_configs import with_indexers, with_layers, with_norms
 from our_model import is_noticed, load_model
 from plain_models import in_tiers, new_model
 from qwen4_checkpoints import QWEN4_CASES, qwen4_folder, qwen4_reference, thinned_qwen4_folder
@@ -147,7 +147,7 @@ def test_choice_of_runs_stays_below_the_plan():
 
 def test_ranks_with_fewer_heads_choose_for_more_tokens():
     """Keys and values of two heads on one rank, or of one on each: twice as many tokens have scores at a time."""
-    config = _with_indexer(read_model_files(qwen4_folder("qwen4")).model_config, num_chosen=12_288)
+    config = with_indexers(read_model_files(qwen4_folder("qwen4")).model_config, num_chosen=12_288)
     config = replace(config, max_position_embeddings=1 << 20)
     of_one_head = choice_bytes(with_layers(config, num_kv_heads=1), 4)
     assert of_one_head > choice_bytes(config, 4)
@@ -266,18 +266,10 @@ def _with_ngrams(config: ModelConfig, change: Callable[[NgramConfig], NgramConfi
     return replace(config, layers=tuple(map(changed, config.layers)))
 
 
-def _with_indexer(config: ModelConfig, **changes: Any) -> ModelConfig:
-    layers = [
-        each if each.indexer is None else replace(each, indexer=replace(each.indexer, **changes))
-        for each in config.layers
-    ]
-    return replace(config, layers=tuple(layers))
-
-
 IN_CONFIG: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
-    "one run more": lambda config: _with_indexer(config, num_chosen=16),
-    "runs of half the tokens": lambda config: _with_indexer(config, run_length=2),
-    "all keys seen": lambda config: _with_indexer(config, num_chosen=512),
+    "one run more": lambda config: with_indexers(config, num_chosen=16),
+    "runs of half the tokens": lambda config: with_indexers(config, run_length=2),
+    "all keys seen": lambda config: with_indexers(config, num_chosen=512),
     "norms without their offset": lambda config: with_norms(config, offset=0.0),
     "no gates of attention": lambda config: with_layers(config, output_gate=""),
     "ends of texts ignored": lambda config: _with_ngrams(config, lambda each: replace(each, end_token=95)),
@@ -306,19 +298,19 @@ def _latest_first(embedding: Any, ids: Tensor, earlier: Tensor) -> Tensor:
     return RIGHT["ngrams"](embedding, ids, earlier.flip(1))
 
 
-def _unrotated(indexer: Any, tokens: Any, *given: Any) -> Tensor:
+def _unrotated(indexer: Any, tokens: Any, *given: Any) -> Any:
     x, _, runs = tokens
-    return RIGHT["attend"](indexer, (x, None, runs), *given)
+    return RIGHT["write"](indexer, (x, None, runs), *given)
 
 
 def _without_tail(chosen: Any, rows: Any) -> tuple[int, ...]:
     return (12,) * len(RIGHT["counts"](chosen, rows))
 
 
-RIGHT: dict[str, Any] = {"ngrams": NgramEmbedding.forward, "attend": RunIndexer.attend, "counts": ChosenKeys._counts}
+RIGHT: dict[str, Any] = {"ngrams": NgramEmbedding.forward, "write": RunIndexer.write, "counts": ChosenKeys._counts}
 IN_LAYERS: Mapping[str, tuple[Any, str, Any]] = {
     "n-grams backwards": (NgramEmbedding, "forward", _latest_first),
-    "queries of the indexer not rotated": (RunIndexer, "attend", _unrotated),
+    "queries of the indexer not rotated": (RunIndexer, "write", _unrotated),
     "tokens behind the last run unseen": (ChosenKeys, "_counts", _without_tail),
     "gates of streams not doubled": (streams_module, "sigmoid", lambda x: torch.sigmoid(x) / 2),
     "values of n-grams not gated": (ngrams_module, "sigmoid", torch.ones_like),

@@ -14,7 +14,7 @@ import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference
 from expert_models import new_model
 from family_checkpoints import family_folder, family_reference
-from model_configs import with_layers, with_ropes
+from model_configs import with_indexers, with_layers, with_ropes
 from our_model import prompt_logits
 from reference_models import greedy_without_cache, random_prompt, relative_error, their_logits
 from thread_groups import on_ranks
@@ -61,6 +61,12 @@ def without_choice_biases(model: DecoderForCausalLM) -> None:
         layer.gate.choice_bias.data.zero_()
 
 
+def without_choice_queries(model: DecoderForCausalLM) -> None:
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.q_norm.weight.data.fill_(-1.0)
+
+
 def without_head_bias(model: DecoderForCausalLM) -> None:
     model.lm_head.bias.data.zero_()
 
@@ -85,6 +91,12 @@ IN_CONFIG: list[tuple[str, str, Callable[[ModelConfig], ModelConfig]]] = [
     ("phimoe", "softmax of the chosen", lambda config: with_experts(config, score="softmax_chosen")),
     ("phimoe", "another jitter", lambda config: with_experts(config, jitter=0.01)),
     ("phimoe_long", "another factor", lambda config: with_ropes(config, short_mscale=1.0)),
+    ("minimax_m3", "all keys", lambda config: with_indexers(config, num_chosen=128)),
+    ("minimax_m3", "runs of half the tokens", lambda config: with_indexers(config, run_length=2)),
+    ("minimax_m3", "gates of other families", lambda config: with_layers(config, activation="silu")),
+    ("minimax_m3", "other bounds", lambda config: with_layers(config, bound=9.0)),
+    ("minimax_m3", "other bounds of experts", lambda config: with_experts(config, bound=9.0)),
+    ("minimax_m3_text", "one run near a token", lambda config: with_indexers(config, num_local=1)),
     ("step3p7", "no bounds", lambda config: with_layers(config, bound=0.0)),
     ("step3p7", "no bounds of experts", lambda config: with_experts(config, bound=0.0)),
     ("step3p7", "one base for all layers", with_one_rope),
@@ -104,6 +116,7 @@ IN_WEIGHTS = [
     ("mimo_v2_flash", without_sinks),
     *((name, without_choice_biases) for name in ("step3p7", "ernie_moe", "exaone_moe", "hy_v3", "solar_open")),
     *((name, without_choice_biases) for name in ("afmoe", "laguna", "mimo_v2_flash")),
+    *(("minimax_m3", change) for change in (without_choice_biases, without_choice_queries)),
     ("ernie_moe", without_head_bias),
     ("phimoe", without_head_bias),
 ]

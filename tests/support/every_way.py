@@ -40,7 +40,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "kimi": (("kimi_linear",), kimi_folder),
     "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
     "bailing": (("bailing_hybrid",), bailing_folder),
-    "experts": ((*_EXPERTS, "step3p7"), expert_folder),
+    "experts": ((*_EXPERTS, "step3p7", "minimax_m3", "minimax_m3_text"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }
 Kept = dict[tuple[str, bytes, int], torch.Tensor]

@@ -31,6 +31,11 @@ PHIMOE_LONG = {
     "long_mscale": 1.4,
 }
 _KINDS = ["full_attention", "sliding_attention"]
+MINIMAX_M3: dict[str, Any] = {**EXPERTS, "intermediate_size": 32, "head_dim": 32, "routed_scaling_factor": 1.7}
+MINIMAX_M3 |= {"dense_intermediate_size": 48, "shared_intermediate_size": 40, "swiglu_limit": 2.0, "rotary_dim": 16}
+MINIMAX_M3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+MINIMAX_M3 |= {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "index_n_heads": 2, "index_head_dim": 16}
+MINIMAX_M3 |= {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "index_block_size": 4, "index_topk_blocks": 2}
 _SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 2.0}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +85,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
+    ),
+    # Fewer keys than tokens: two of blocks of four, the last of which is a token's own.
+    "minimax_m3": ("MiniMaxM3VL", MINIMAX_M3),
+    "minimax_m3_text": (
+        "MiniMaxM3VLText",
+        {**MINIMAX_M3, "index_local_blocks": 2, "index_topk_blocks": 3, "index_block_size": 2, "swiglu_limit": 0.7}
+        | {"layer_types": ["minimax_m3_sparse"] * 4, "mlp_layer_types": None},
     ),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32, "clip_qkv": 0.8}),
     "gpt_oss": (
@@ -261,12 +273,19 @@ _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 
 WITH_IMAGES = {
     "Qwen3VLMoe": {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}},
     "Glm4vMoe": {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}},
+    "MiniMaxM3VL": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14},
+        "projector_hidden_size": 24,
+    },
     "Step3p7": {
         "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         | {"image_size": 28, "patch_size": 14, "mlp_ratio": 1.0},
     },
 }
 """Beside `text_config`, by family."""
+CLASSES = {"MiniMaxM3VL": "MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLText": "MiniMaxM3VLForCausalLM"}
+"""Classes with other names than their configs."""
 
 
 @cache
@@ -304,7 +323,7 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     if family in WITH_IMAGES:
         text, kind = {"text_config": text, **WITH_IMAGES[family]}, "ForConditionalGeneration"
     config = getattr(transformers, f"{family}Config")(**text)
-    model = getattr(transformers, f"{family}{kind}")(config).float().eval()
+    model = getattr(transformers, CLASSES.get(family, f"{family}{kind}"))(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
 
@@ -343,6 +362,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     if CASES[name][1].get("layer_types") is None:
         thin.pop("layer_types", None)
+    if name == "minimax_m3":
+        thin = _hub_minimax(thin)
     if name == "step3p7":
         thin = _older_step(thin)
     if CASES[name][0] == "Cohere2Moe":
@@ -351,6 +372,25 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     if name == "mimo_v2_flash":
         thin = _hub_mimo(thin)
     path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))
+
+
+def _hub_minimax(thin: dict[str, Any]) -> dict[str, Any]:
+    """Lists of numbers for kinds of layers, and the indexer in an object."""
+    kinds, feed_forwards = MINIMAX_M3["layer_types"], MINIMAX_M3["mlp_layer_types"]
+    sparse = {
+        "sparse_attention_freq": [int(each == "minimax_m3_sparse") for each in kinds],
+        "use_sparse_attention": True,
+    }
+    sparse |= {"sparse_num_index_heads": thin.pop("index_n_heads"), "sparse_index_dim": thin.pop("index_head_dim")}
+    sparse |= {"sparse_block_size": thin.pop("index_block_size"), "sparse_topk_blocks": thin.pop("index_topk_blocks")}
+    sparse |= {"sparse_local_block": 1, "sparse_init_block": 0, "sparse_score_type": "max"}
+    rope = thin.pop("rope_parameters")
+    of_rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
+    of_hub = {"hidden_act": "swigluoai", "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_head"}
+    del thin["mlp_layer_types"]
+    thin.pop("layer_types", None)
+    freq = [int(each == "sparse") for each in feed_forwards]
+    return {**thin, **of_rope, **of_hub, "sparse_attention_config": sparse, "moe_layer_freq": freq}
 
 
 def _hub_mimo(thin: dict[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,15 @@ def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:
     return replace(model_config, layers=tuple(replace(layer, **changes) for layer in model_config.layers))
 
 
+def with_indexers(model_config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The indexer of every layer that has one with other fields."""
+    layers = [
+        layer if layer.indexer is None else replace(layer, indexer=replace(layer.indexer, **changes))
+        for layer in model_config.layers
+    ]
+    return replace(model_config, layers=tuple(layers))
+
+
 def with_windows(model_config: ModelConfig, *windows: int) -> ModelConfig:
     """A window for each layer."""
     layers = zip(model_config.layers, windows, strict=True)

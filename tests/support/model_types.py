@@ -109,6 +109,8 @@ MODEL_TYPES: Final = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
     "OlmoeForCausalLM": "olmoe",
     "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm4_moe",

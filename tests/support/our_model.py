@@ -173,10 +173,8 @@ class Run:
         shapes = []
         for layer in self.model.model_config.layers:
             sizes = max(layer.num_kv_heads // num_ranks, 1), layer.head_size
-            latent = layer.latent
-            kept = BlockLayer(*sizes, layer.head_size, 0)
-            if latent is not None:
-                kept = BlockLayer(*sizes, 0, latent.index_size)
+            index_size = 0 if layer.chooser is None else layer.chooser.cached_size
+            kept = BlockLayer(*sizes, 0 if layer.latent is not None else layer.head_size, index_size)
             shapes.append(block_shape_of(backend, kept, BLOCK_SIZE))
         dtype = self.model.model.dtype
         # NaN where nothing was written: a key that should not be looked at shows.

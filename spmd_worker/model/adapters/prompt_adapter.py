@@ -123,6 +123,11 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
         )
+    if any(layer.indexer is not None for layer in model_config.layers):
+        raise AdapterError(
+            f"{adapter.subject}: virtual tokens have no keys by which layers of this model choose those that a token "
+            f"sees: PREFIX_TUNING is not supported"
+        )
     sizes_of = [
         (each.num_kv_heads, size) for each in model_config.layers for size in (each.head_size, each.value_head_size)
     ]

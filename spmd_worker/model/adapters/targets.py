@@ -29,7 +29,7 @@ _LINEARS: Final = (
     *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),
     *(f"linear_attn.{each}" for each in ("z_latent", "z_proj", "a_latent", "a_proj", "out_proj")),
     *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
-    *("self_attn.indexer.wq_b", "self_attn.indexer.wk"),
+    *(f"self_attn.indexer.{each}" for each in ("wq_b", "wk", "q_proj", "k_proj")),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),

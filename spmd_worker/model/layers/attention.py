@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.distances import StepDistances, distance_scores
+from spmd_worker.model.layers.head_indexer import HeadIndexer
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
@@ -101,10 +102,11 @@ class Attention(nn.Module):
             gates = (OutputPart("g_proj", total, start, stop),)
             self.g_proj = ColumnParallelLinear(context, hidden_size, gates, has_bias=False)
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
-        self.indexer: RunIndexer | None = None
+        self.indexer: RunIndexer | HeadIndexer | None = None
         if layer.indexer is not None:
             assert (self.window, layer.score_cap, layer.has_sinks, value_size) == (0, 0.0, False, size), layer
-            self.indexer = RunIndexer(context, layer, hidden_size, self.num_kv_heads)
+            new_indexer = HeadIndexer if layer.indexer.is_by_head else RunIndexer
+            self.indexer = new_indexer(context, layer, hidden_size, self.num_kv_heads)
         assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
         has_values_norm = layer.norms_values and not self._reads_other
         self.v_norm = new_norm(context, size, _bare(layer.norm)) if has_values_norm else None
@@ -152,13 +154,15 @@ class Attention(nn.Module):
             )
         index_cache: Tensor | None = None
         if self.indexer is not None:
-            layer_cache, index_cache = self.indexer.parts_of(layer_cache)
+            layer_cache, index_cache = self.indexer.chosen.parts_of(layer_cache)
         if attended is None:
             if self._reads_other:
                 query = self._query(projected, angles)
             else:
                 query, key, value = self._query_key_value(projected, angles)
                 self._backend.write(key, value, layer_cache, metadata)
+            if self.indexer is not None and index_cache is not None:
+                choosing = self.indexer.write((x, angles, runs), index_cache, metadata, adapters)
             if wanted is not None:
                 if not len(wanted.rows):
                     return x[:0]
@@ -170,10 +174,8 @@ class Attention(nn.Module):
                 assert wanted is None, "sequences are complete"
                 more["distance_scores"] = self._distance_scores(query, key, distances, adapters)
             if self.indexer is not None and index_cache is not None:
-                assert wanted is None, "a layer that chooses keys leaves no token out"
-                assert runs is not None, "the decoder finds the runs of a step"
-                caches = (layer_cache, index_cache)
-                attended = self.indexer.attend((x, angles, runs), query, caches, metadata, self.scale)
+                caches, rows = (layer_cache, index_cache), None if wanted is None else wanted.rows
+                attended = self.indexer.chosen.attend_by(choosing, query, caches, metadata, self.scale, rows)
             else:
                 attended = self._backend.attend(query, *of_layer, **more)
             attended = attended[..., : self._value_size].flatten(1)

@@ -30,26 +30,32 @@ def choice_bytes(model_config: ModelConfig, dtype_bytes: int, num_ranks: int = 1
     as a row may have, and for attention to it, in the layer that takes most; 0 if all tokens see all keys. What each
     token of the step takes is not in it.
     """
-    kinds = dict.fromkeys((layer.chooser, _token_size(layer, num_ranks)) for layer in model_config.layers)
-    num_keys = model_config.max_model_len
-    return max([0, *(_of_kind(indexer, size, num_keys, dtype_bytes) for indexer, size in kinds if indexer is not None)])
+    kinds = dict.fromkeys((layer.chooser, _sizes(layer, num_ranks)) for layer in model_config.layers)
+    of_all = (model_config.max_model_len, dtype_bytes)
+    return max([0, *(_of_kind(indexer, *sizes, *of_all) for indexer, sizes in kinds if indexer is not None)])
 
 
-def _token_size(layer: LayerConfig, num_ranks: int) -> int:
+def _sizes(layer: LayerConfig, num_ranks: int) -> tuple[int, int]:
+    """Numbers that are read of a key, and key-value heads."""
     if layer.latent is not None:
-        return layer.latent.key_size
-    return 2 * max(layer.num_kv_heads // num_ranks, 1) * layer.head_size
+        return layer.latent.key_size, 1
+    num_kv_heads = max(layer.num_kv_heads // num_ranks, 1)
+    return 2 * num_kv_heads * layer.head_size, num_kv_heads
 
 
-def _of_kind(indexer: IndexerConfig, token_size: int, num_keys: int, dtype_bytes: int) -> int:
+def _of_kind(indexer: IndexerConfig, token_size: int, num_kv_heads: int, num_keys: int, dtype_bytes: int) -> int:
     if indexer.most_seen >= num_keys:
         return 0
     num_rows, num_scores = rows_at_once(indexer, token_size), -(-num_keys // indexer.run_length // TILE) * TILE
-    # Scores [N, S], beside a row that is being sorted; or those so far, with products [N * heads, TILE] of two tiles
+    num_heads, num_choices, num_tiles = indexer.num_heads, 1, 2
+    if indexer.is_by_head:
+        # Products are masked, and runs of keys are numbered.
+        num_heads, num_choices, num_tiles = num_kv_heads, num_kv_heads, 5
+    # Scores [N, S], beside a row that is being sorted; or those so far, with products [N * heads, TILE] of some tiles
     # and queries in float32.
-    scores = _SCORE * num_scores * (num_rows + 1)
-    tiles = num_rows * _FLOAT * (num_scores + indexer.num_heads * (2 * TILE + indexer.head_size))
-    # Keys [N, K, D] as they are read, bytes of FP8 perhaps, and in blocks; positions, blocks and offsets.
+    scores = _SCORE * num_scores * (num_rows * num_choices + 1)
+    tiles = num_rows * _FLOAT * (num_scores * num_choices + num_heads * (num_tiles * TILE + indexer.head_size))
+    # Keys [N, K, D] as they are read, bytes of FP8 perhaps, and in blocks; positions, heads, blocks and offsets.
     num_seen = -(-indexer.most_seen // BLOCK) * BLOCK
-    copies = num_seen * (token_size * (2 * dtype_bytes + 1) + 5 * _INDEX)
+    copies = num_seen * (token_size * (2 * dtype_bytes + 1) + (5 + indexer.is_by_head) * num_choices * _INDEX)
     return max(scores, tiles, num_rows * copies)

@@ -6,7 +6,8 @@ bits depend on its query, its keys and their scores alone. Scores are computed a
 positions and always of one size, by the product whose rows do not know each other.
 
 If keys are chosen by runs of tokens, the key of a run is at its last token, and tokens behind the last complete run are
-seen too.
+seen too. If each key-value head chooses for itself, the score of a run is the best of its keys' products with the
+head's query, and a token's own run is seen up to the token.
 
 T: tokens; S: keys of one sequence; K: keys that a token sees at most; Hi, Di: heads and head size of the indexer; H, D:
 heads and size of attention's queries and keys, Hkv: key-value heads; N: tokens of one call.
@@ -29,14 +30,16 @@ from spmd_worker.ops.kernels.host_copies import to_device
 
 @dataclass(frozen=True, slots=True)
 class IndexQueries:
-    """Queries [T, Hi, Di] of the model's dtype and weights of heads, float32 [T, Hi], of tokens that choose keys."""
+    """Queries [T, Hi, Di] of the model's dtype and weights of heads, float32 [T, Hi], of tokens that choose keys; no
+    weights if heads choose for themselves.
+    """
 
     queries: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
 
     def of_rows(self, rows: Tensor | slice) -> "IndexQueries":
         """Those of some tokens."""
-        return IndexQueries(self.queries[rows], self.weights[rows])
+        return IndexQueries(self.queries[rows], None if self.weights is None else self.weights[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,9 @@ class ChosenKeys:
         return max(metadata.context_lengths, default=0) > self._indexer.most_seen
 
     def choose(self, choosing: IndexQueries, index_cache: Tensor, metadata: AttentionMetadata) -> list[Tensor]:
-        """Positions of the keys seen, int32 [N, K] ascending, of those tokens that do not see all, N at a time; the
-        step's keys are in the cache. Of runs, the last positions of a token that are behind its own do not count.
+        """Positions of the keys seen, int32 [N, K] ascending, or [N * Hkv, K] of heads that choose for themselves, of
+        those tokens that do not see all, N at a time; the step's keys are in the cache. Of runs, the last positions of
+        a token that are behind its own do not count.
         """
         return [
             self._chosen(
@@ -123,24 +127,55 @@ class ChosenKeys:
             step = _step_of(dense, places, metadata)
             output[places] = self._backend.attend(query[places], keys, step, scale, 0, value_size=value_size)
         scratch = self._backend.of_sequences(self._kept.key_size, BLOCK)
-        block_size = keys[0].numel() // self._kept.token_size
         for rows, positions in zip(others, chosen, strict=True):
             taken, table = slice(rows.start, rows.stop), metadata.block_tables[rows.sequence]
-            copied = self._read(keys, *_places(table, positions.flatten().long(), block_size), query.dtype)
-            output[taken] = _attend_apart(scratch, query[taken], copied, self._counts(rows), scale, value_size)
+            copied, counts = self._read(keys, table, positions, query.dtype), self._counts(rows)
+            queries = query[taken].reshape(len(positions), -1, query.shape[2])
+            found = _attend_apart(scratch, queries, copied, counts, scale, value_size)
+            output[taken] = found.view(len(counts) // self._num_choices, *output.shape[1:])
         return output
 
-    def _read(self, keys: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Keys and values [N * K, Hkv, D], no values of latents."""
-        if self._kept.latent_size:
-            return self._backend.read_keys(keys, blocks, offsets, dtype).unsqueeze(1), None
-        return self._backend.read_tokens(keys, self._kept.num_kv_heads, blocks, offsets, dtype)
+    def attend_by(
+        self,
+        choosing: IndexQueries | None,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`attend` from queries [T, H, D] in the caches of `parts_of`, after `choose`; `choosing` is of a step of which
+        `query` and `metadata` are of some `rows`, int64, or of all; None if all its tokens see all keys.
+        """
+        chosen: list[Tensor] = []
+        if choosing is not None:
+            chosen = self.choose(choosing if rows is None else choosing.of_rows(rows), caches[1], metadata)
+        return self.attend(query, caches[0], metadata, scale, chosen)
+
+    @property
+    def _num_choices(self) -> int:
+        return self._kept.num_kv_heads if self._indexer.is_by_head else 1
+
+    def _read(self, keys: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of `positions`, [N * K, Hkv, D] or [N * Hkv * K, 1, D], no values of latents."""
+        kept, (num_rows, num_keys) = self._kept, positions.shape
+        places = _places(table, positions.flatten().long(), keys[0].numel() // kept.token_size)
+        if kept.latent_size:
+            return self._backend.read_keys(keys, *places, dtype).unsqueeze(1), None
+        if not self._indexer.is_by_head:
+            return self._backend.read_tokens(keys, kept.num_kv_heads, *places, dtype)
+        heads = torch.arange(kept.num_kv_heads, device=keys.device).repeat(num_rows // kept.num_kv_heads)
+        of_heads = self._backend.read_tokens(keys, kept.num_kv_heads, *places, dtype, heads.repeat_interleave(num_keys))
+        return of_heads[0].unsqueeze(1), of_heads[1].unsqueeze(1)
 
     def _counts(self, rows: _Rows) -> tuple[int, ...]:
-        """Keys that each token sees."""
-        indexer, first = self._indexer, rows.position + 1
+        """Keys that each token, or head, sees."""
+        length, first = self._indexer.run_length, rows.position + 1
         ends = range(first, first + rows.stop - rows.start)
-        return tuple([indexer.num_chosen + end % indexer.run_length for end in ends])
+        if self._indexer.is_by_head:
+            others = self._indexer.num_chosen - length
+            return tuple([others + (end - 1) % length + 1 for end in ends for _ in range(self._num_choices)])
+        return tuple([self._indexer.num_chosen + end % length for end in ends])
 
     def _divided(self, metadata: AttentionMetadata) -> tuple[list[_Rows], list[_Rows]]:
         """Tokens that see all keys, by sequence, and tokens that choose, by sequence and then in parts."""
@@ -157,9 +192,11 @@ class ChosenKeys:
         return dense, others
 
     def _chosen(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
-        """Positions of the keys seen, int32 [N, K] ascending, of consecutive tokens from `position` on."""
+        """The part of `choose` of consecutive tokens from `position` on."""
         length, device = self._indexer.run_length, table.device
-        ends = torch.arange(position + 1, position + 1 + len(choosing.weights), device=device).unsqueeze(1)
+        if self._indexer.is_by_head:
+            return self._chosen_by_heads(choosing.queries, index_cache, table, position)
+        ends = torch.arange(position + 1, position + 1 + len(choosing.queries), device=device).unsqueeze(1)
         num_runs = (position + len(ends)) // length
         scores = torch.cat(list(self._scores(choosing, index_cache, table, num_runs)), dim=1)
         hidden = torch.arange(scores.shape[1], device=device) >= ends // length
@@ -174,22 +211,49 @@ class ChosenKeys:
         behind = torch.minimum(ends // length * length + inside[:-1], ends - 1)
         return torch.cat((chosen, behind), dim=1).int()
 
+    def _chosen_by_heads(self, queries: Tensor, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
+        """`_chosen` for each head of `queries` [N, Hi, Di]. Positions behind a token are the token's own."""
+        length, num_keys = self._indexer.run_length, position + len(queries)
+        own = torch.arange(position, num_keys, device=table.device).unsqueeze(1)
+        num_runs = TILE // length
+        step, num_tiles = num_runs * length, -(-num_keys // (num_runs * length))
+        scores = queries.new_empty((*queries.shape[:2], num_tiles * num_runs), dtype=torch.float32)
+        for tile, products in enumerate(self._products(queries, index_cache, table, num_keys, 1, step)):
+            keys = torch.arange(tile * step, (tile + 1) * step, device=table.device)
+            of_tile = products[..., :step].masked_fill_((keys > own).unsqueeze(1), -torch.inf)
+            scores[..., tile * num_runs : (tile + 1) * num_runs] = torch.unflatten(of_tile, 2, (-1, length)).amax(3)
+        distances = own // length - torch.arange(scores.shape[2], device=table.device)
+        is_local = (distances >= 0) & (distances < self._indexer.num_local)
+        scores = scores.masked_fill_(is_local.unsqueeze(1), torch.inf)
+        order = scores.sort(dim=2, descending=True, stable=True).indices
+        runs = order[..., : self._indexer.num_runs].sort(dim=2).values
+        positions = (runs.unsqueeze(3) * length + torch.arange(length, device=table.device)).flatten(2)
+        return torch.minimum(positions, own.unsqueeze(2)).flatten(0, 1).int()
+
     def _scores(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, num_keys: int) -> Iterator[Tensor]:
         """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
-        num_rows, num_heads, size = choosing.queries.shape
-        length = self._indexer.run_length
-        queries = choosing.queries.float().reshape(-1, size)
-        for first in range(0, num_keys, TILE):
-            positions = torch.arange(first, min(first + TILE, num_keys), device=table.device)
-            tile, ends = queries.new_zeros((TILE, size)), positions * length + length - 1
-            places = _places(table, ends, index_cache.shape[1])
-            tile[: len(positions)] = from_cache(index_cache[places], choosing.queries.dtype)
-            products = self._kernels.linear(queries, self._kernels.pack(tile), None)
-            products = products.view(num_rows, num_heads, TILE).relu_()
+        assert choosing.weights is not None, "heads choose together"
+        for products in self._products(choosing.queries, index_cache, table, num_keys, self._indexer.run_length, TILE):
+            products.relu_()
             total = products[:, 0] * choosing.weights[:, :1]
-            for head in range(1, num_heads):
+            for head in range(1, products.shape[1]):
                 total += products[:, head] * choosing.weights[:, head : head + 1]
             yield total
+
+    def _products(
+        self, queries: Tensor, index_cache: Tensor, table: Tensor, num_keys: int, length: int, step: int
+    ) -> Iterator[Tensor]:
+        """Products of queries [N, Hi, Di] with a tile of `step` keys after the other, float32 [N, Hi, TILE], those
+        behind the last key 0; a key is at the last of `length` tokens.
+        """
+        num_rows, num_heads, size = queries.shape
+        rows = queries.float().reshape(-1, size)
+        for first in range(0, num_keys, step):
+            positions = torch.arange(first, min(first + step, num_keys), device=table.device)
+            tile, ends = rows.new_zeros((TILE, size)), positions * length + length - 1
+            places = _places(table, ends, index_cache.shape[1])
+            tile[: len(positions)] = from_cache(index_cache[places], queries.dtype)
+            yield self._kernels.linear(rows, self._kernels.pack(tile), None).view(num_rows, num_heads, TILE)
 
 
 def _places(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -40,10 +40,8 @@ from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import EXPERTS, StoredFormat
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts, StoredPanels
-from spmd_worker.ops.kernels.gates import sigmoid
+from spmd_worker.ops.kernels.gates import clamped_gates, sigmoid
 from spmd_worker.ranks.communicator import single_group
-
-_GATE_SLOPE: Final = 1.702
 
 
 class Router(PackedLayer):
@@ -179,13 +177,8 @@ class _ClampedGates(ColumnParallelLinear):
         assert adapters is None, "experts are not adapted"
         del is_fused
         columns = super().forward(x)
-        gates, ups = columns.float().view(len(columns), -1, 2).unbind(-1)
-        # x * sigmoid(a * x) is silu(a * x) / a: silu is a row-wise kernel, as torch's sigmoid is not.
-        scaled = (gates.clamp(max=self._limit) * _GATE_SLOPE).contiguous()
-        gated: Tensor = (
-            self._kernels.activate(scaled, "silu") / _GATE_SLOPE * (ups.clamp(-self._limit, self._limit) + 1.0)
-        )
-        return gated.to(columns.dtype)
+        gates, ups = columns.view(len(columns), -1, 2).unbind(-1)
+        return clamped_gates(gates, ups, self._limit, self._kernels.activate)
 
 
 class _WithoutGates(ColumnParallelLinear):

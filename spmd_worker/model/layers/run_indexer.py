@@ -5,8 +5,7 @@ its place: the mean of its tokens' keys, normed, and rotated by the position of 
 heads of relu(query . key), in float32 and in the order of heads. The projections are on every rank, so all ranks choose
 the same keys.
 
-T: tokens of the step; E: those that end a run; Hi, Di: heads and head size of the indexer; H, D: heads and head size of
-attention on this rank.
+T: tokens of the step; E: those that end a run; Hi, Di: heads and head size of the indexer.
 """
 
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from spmd_worker.model.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.ops.attention.cache_dtype import from_cache, to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.host_copies import to_device
 
 
@@ -62,50 +62,43 @@ def step_runs(
 
 
 class RunIndexer(nn.Module):
-    """The projection of the indexer, which is not quantised, its part of the cache, and attention to the keys that it
-    chooses.
-    """
+    """The projection of the indexer, which is not quantised, its part of the cache, and what it chooses, `chosen`."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, num_kv_heads: int) -> None:
         super().__init__()
         assert layer.indexer is not None, layer
         self._indexer, self._kernels, self._rope = layer.indexer, context.kernels, layer.rope
         kept = KeptKeys(num_kv_heads, layer.head_size)
-        self._chosen = ChosenKeys(context.attention, context.kernels.plain, layer.indexer, kept)
+        self.chosen = ChosenKeys(context.attention, context.kernels.plain, layer.indexer, kept)
         size = layer.indexer.head_size
         num_outputs = (layer.indexer.num_heads + 1) * size
         self.index_qk_proj = replicated_linear(context.unquantised, "index_qk_proj", hidden_size, num_outputs)
         self.q_layernorm, self.k_layernorm = (new_norm(context, size, layer.norm) for _ in range(2))
 
-    def parts_of(self, layer_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """`ChosenKeys.parts_of`."""
-        return self._chosen.parts_of(layer_cache)
-
-    def attend(
+    def write(
         self,
-        tokens: tuple[Tensor, Angles | None, StepRuns],
-        query: Tensor,
-        caches: tuple[Tensor, Tensor],
+        tokens: tuple[Tensor, Angles | None, StepRuns | None],
+        index_cache: Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-    ) -> Tensor:
-        """Hidden states [T, hidden], angles and runs of `tokens`, and queries [T, H, D], whose keys and values are in
-        the first cache -> [T, H, D]. Writes the second cache, then reads.
+        adapters: StepAdapters | None,
+    ) -> IndexQueries | None:
+        """Write the keys of hidden states [T, hidden], angles and runs of a step -> its queries, None if all tokens see
+        all keys.
         """
-        (x, angles, runs), (cache, index_cache), indexer = tokens, caches, self._indexer
+        del adapters
+        (x, angles, runs), indexer = tokens, self._indexer
+        assert runs is not None, "the decoder finds the runs of a step"
         queries, keys = self.index_qk_proj(x).split_with_sizes(
             [indexer.num_heads * indexer.head_size, indexer.head_size], dim=1
         )
         index_cache[metadata.token_blocks, metadata.token_offsets] = to_cache(keys, index_cache.dtype)
         if len(runs.tokens):
             self._write_runs(runs, index_cache, metadata, keys.dtype)
-        choice: list[Tensor] = []
-        if self._chosen.leaves_out(metadata):
-            queries = self.q_layernorm(queries.reshape(len(x), indexer.num_heads, -1))
-            queries = queries if angles is None else angles.rotate(self._kernels, queries)
-            weights = torch.ones((len(x), indexer.num_heads), device=x.device)
-            choice = self._chosen.choose(IndexQueries(queries, weights), index_cache, metadata)
-        return self._chosen.attend(query, cache, metadata, scale, choice)
+        if not self.chosen.leaves_out(metadata):
+            return None
+        queries = self.q_layernorm(queries.reshape(len(x), indexer.num_heads, -1))
+        queries = queries if angles is None else angles.rotate(self._kernels, queries)
+        return IndexQueries(queries, torch.ones((len(x), indexer.num_heads), device=x.device))
 
     def _write_runs(self, runs: StepRuns, index_cache: Tensor, metadata: AttentionMetadata, dtype: torch.dtype) -> None:
         length, block_size = self._indexer.run_length, index_cache.shape[1]

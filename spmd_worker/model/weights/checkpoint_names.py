@@ -225,6 +225,16 @@ class CheckpointNames:
             return joined or {name: TensorView(given_name) if is_transposed else None}
         return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
+    def joined_rows(self, given_name: str, shape: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """Names, by the table, and rows of the checkpoint tensors in one that is joined in memory; none for any other.
+        Raises CheckpointError for a wrong shape.
+        """
+        found = self._layer_of(self._table_name(given_name))
+        if found is None or found[1] not in self._names.joined_rows:
+            return {}
+        views = self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)
+        return {name: view.rows for name, view in views.items() if view is not None}
+
     def _table_name(self, given_name: str) -> str:
         """The table's name of a tensor, which may be given by an alias or without the prefix."""
         name = self._of_tower(self._by_mixer(self._names.canonical(given_name)))

@@ -37,6 +37,7 @@ from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
 from spmd_worker.model_config.families.longcat_rows import LONGCAT_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.minimax_rows import MINIMAX_ROWS
 from spmd_worker.model_config.families.mistral_large_rows import MISTRAL_LARGE_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
@@ -260,6 +261,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **MAMBA_ROWS,
     **MAMBA1_ROWS,
     **LLAMA4_ROWS,
+    **MINIMAX_ROWS,
     **GEMMA4_ROWS,
     **ENCODER_DECODER_ROWS,
 }
@@ -286,7 +288,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: (*("DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),),
+    _INDEXER: ("DeepseekV4ForCausalLM",),
     _STREAMS: ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (

@@ -73,9 +73,17 @@ class AttentionBackend(Protocol):
         """
 
     def read_tokens(
-        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, Hkv, D], of `dtype`, of a cache with values, in `blocks` at `offsets`, int64 [N]."""
+        """Keys and values [N, Hkv, D], of `dtype`, of a cache with values, in `blocks` at `offsets`, int64 [N], or
+        [N, D] of one head each, `heads` int64 [N].
+        """
 
     def attend(
         self,

@@ -136,15 +136,22 @@ class CpuBackend(AttentionBackend):
         return from_cache(cells[blocks, :, offsets].flatten(1), dtype)
 
     def read_tokens(
-        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Keys [D / pair, block size, pair], then values [block size / pair, D, pair], of each head.
         pair, size = (2 if self._dtype == torch.bfloat16 else 1), self._block_size
-        heads = layer_cache.view(len(layer_cache), num_kv_heads, 2, -1)
-        head_size = heads.shape[3] // size
-        keys = heads[:, :, 0].view(-1, num_kv_heads, head_size // pair, size, pair)[blocks, :, :, offsets].flatten(2)
-        of_pairs = heads[:, :, 1].view(-1, num_kv_heads, size // pair, head_size, pair)
-        values = of_pairs[blocks, :, offsets // pair, :, offsets % pair]
+        parts, read = layer_cache.view(len(layer_cache), num_kv_heads, 2, -1), slice(None) if heads is None else heads
+        head_size = parts.shape[3] // size
+        of_keys = parts[:, :, 0].view(-1, num_kv_heads, head_size // pair, size, pair)
+        keys = of_keys[blocks, read, :, offsets].flatten(-2)
+        of_pairs = parts[:, :, 1].view(-1, num_kv_heads, size // pair, head_size, pair)
+        values = of_pairs[blocks, read, offsets // pair, :, offsets % pair]
         return from_cache(keys, dtype), from_cache(values, dtype)
 
     def attend(

@@ -54,10 +54,17 @@ class SdpaBackend(AttentionBackend):
         return from_cache(layer_cache[blocks, 0, offsets, 0], dtype)
 
     def read_tokens(
-        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert layer_cache.shape[3] == num_kv_heads, (layer_cache.shape, num_kv_heads)
-        keys, values = (from_cache(layer_cache[blocks, part, offsets], dtype) for part in (0, 1))
+        read = slice(None) if heads is None else heads
+        keys, values = (from_cache(layer_cache[blocks, part, offsets, read], dtype) for part in (0, 1))
         return keys, values
 
     def attend(

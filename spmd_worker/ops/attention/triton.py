@@ -173,10 +173,17 @@ class TritonBackend(AttentionBackend):
         return from_cache(layer_cache[blocks, 0, 0, offsets], dtype)
 
     def read_tokens(
-        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+        self,
+        layer_cache: Tensor,
+        num_kv_heads: int,
+        blocks: Tensor,
+        offsets: Tensor,
+        dtype: torch.dtype,
+        heads: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert layer_cache.shape[2] == num_kv_heads, (layer_cache.shape, num_kv_heads)
-        keys, values = from_cache(layer_cache[blocks, :, :, offsets], dtype).unbind(1)
+        read = slice(None) if heads is None else heads
+        keys, values = from_cache(layer_cache[blocks, :, read, offsets], dtype).unbind(1)
         return keys, values
 
     def attend(

@@ -381,9 +381,10 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += _latent_elements(layer, share)
     indexer = layer.chooser
     if indexer is not None and indexer.most_seen < model_config.max_model_len:
-        # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
+        # The choice, int32, of each head perhaps; queries and outputs of tokens that see all keys, beside others.
         value_size = layer.head_size if layer.latent is None else layer.latent.rank
-        elements += 2 * indexer.most_seen + share.num_heads * (layer.head_size + value_size)
+        num_choices = share.num_kv_heads if indexer.is_by_head else 1
+        elements += 2 * num_choices * indexer.most_seen + share.num_heads * (layer.head_size + value_size)
         elements += model_config.hidden_size * indexer.norms_input
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 

@@ -154,11 +154,18 @@ def test_all_linear_of_models_with_images(family: str):
     assert worst_error(family, ()) < 1e-4
 
 
+WITH_EXPERTS = {
+    **dict.fromkeys(("laguna_per_element", "mimo_v2_flash"), r".*self_attn\.(q|v|o|g)_proj"),
+    # Indexers too; gates and ups are one module in memory, and two tensors of files.
+    "minimax_m3": r".*(vision.*|self_attn.*)(q|k|v|o)_proj|.*language.*(mlp|shared_experts)\.(gate_up|down)_proj",
+}
+
+
 @pytest.mark.stress
-@pytest.mark.parametrize("name", ["laguna_per_element", "mimo_v2_flash"])
-def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Path):
-    folder, targets = expert_folder(name), r".*self_attn\.(q|v|o|g)_proj"
-    write_adapter(open_experts(folder), tmp_path, (("target_modules", targets),))
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_layers_beside_experts_take_adapters_as_peft(name: str, tmp_path: Path):
+    folder = expert_folder(name)
+    write_adapter(open_experts(folder), tmp_path, (("target_modules", WITH_EXPERTS[name]),))
     theirs = PeftModel.from_pretrained(open_experts(folder), tmp_path).eval()
     model, source = load_model(folder), read_adapter(tmp_path)
     loaded = LoadedAdapters(model, AdapterLimits(1, 64, 1))
@@ -167,6 +174,8 @@ def test_gates_and_smaller_values_take_adapters_as_peft(name: str, tmp_path: Pat
     for ours, plain, prompt in zip(found, prompt_logits(model, PROMPTS), PROMPTS, strict=True):
         assert relative_error(ours, peft_logits(theirs, prompt)) < 1e-4
         assert relative_error(plain, ours) > 1e-2
+    merged = prompt_logits(load_model(folder, lora_merge=tmp_path), PROMPTS)
+    assert max(map(relative_error, merged, found)) < 1e-4
 
 
 ENCODERS = {

@@ -1,5 +1,8 @@
-"""Attention of grouped heads to runs of keys that an indexer chooses, against its definition in float64."""
+"""Attention of grouped heads to runs of keys that an indexer chooses, for all heads or for each key-value head, against
+its definition in float64.
+"""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -19,14 +22,24 @@ from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 
 HEADS, KV_HEADS, SIZE, INDEX_HEADS, INDEX_SIZE, RUN = 4, 2, 32, 3, 16, 4
 INDEXER = IndexerConfig(INDEX_HEADS, INDEX_SIZE, 3 * RUN, is_interleaved=False, run_length=RUN)
+BY_HEAD = replace(INDEXER, num_heads=KV_HEADS, is_by_head=True, num_local=1)
 ROWS = ((45, 12), (70, 1), (16, 16), (5, 2))
 """Keys, and tokens of the step, which are the last ones."""
 
 
 class Step:
-    """Rows in one cache, whose blocks are in reverse order, with NaN where nothing was written."""
+    """Rows in one cache, whose blocks are in reverse order, with NaN where nothing was written. A run has one key, or
+    each token, if heads choose.
+    """
 
-    def __init__(self, backend: AttentionBackend, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype):
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        block_size: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        indexer: IndexerConfig = INDEXER,
+    ):
         numbers = torch.Generator().manual_seed(3)
 
         def random(*shape: int) -> Tensor:
@@ -34,9 +47,11 @@ class Step:
 
         lengths, counts = zip(*ROWS)
         self.backend, self.block_size, self.dtype = backend, block_size, dtype
-        self.query, self.index_queries = random(sum(counts), HEADS, SIZE), random(sum(counts), INDEX_HEADS, INDEX_SIZE)
+        self.indexer, self.key_length = indexer, 1 if indexer.is_by_head else RUN
+        self.query = random(sum(counts), HEADS, SIZE)
+        self.index_queries = random(sum(counts), indexer.num_heads, INDEX_SIZE)
         self.keys, self.values = ([random(each, KV_HEADS, SIZE) for each in lengths] for _ in range(2))
-        self.run_keys = [random(each // RUN, INDEX_SIZE) for each in lengths]
+        self.run_keys = [random(each // self.key_length, INDEX_SIZE) for each in lengths]
         nums_blocks = [-(-each // block_size) for each in lengths]
         shape = block_shape_of(backend, BlockLayer(KV_HEADS, SIZE, SIZE, INDEX_SIZE), block_size)
         self.cache = to_cache(torch.full((sum(nums_blocks) + 1, *shape), torch.nan, dtype=dtype), cache_dtype)
@@ -54,18 +69,19 @@ class Step:
     def attend(self, rows: list[int]) -> Tensor:
         """Write all keys of rows, and attend from their tokens of the step."""
         kernels, _ = cpu_kernels(torch.float32)
-        chosen = ChosenKeys(self.backend, kernels, INDEXER, KeptKeys(KV_HEADS, SIZE))
+        chosen = ChosenKeys(self.backend, kernels, self.indexer, KeptKeys(KV_HEADS, SIZE))
         keys, index_keys = chosen.parts_of(self.cache)
         of_all = self.metadata(rows, [ROWS[row][0] for row in rows])
         self.backend.write(*(torch.cat([part[row] for row in rows]) for part in (self.keys, self.values)), keys, of_all)
         for row in rows:
-            ends = torch.arange(len(self.run_keys[row])) * RUN + RUN - 1
+            ends = (torch.arange(len(self.run_keys[row])) + 1) * self.key_length - 1
             places = self.tables[row, ends // self.block_size], ends % self.block_size
             index_keys[places] = to_cache(self.run_keys[row], self.cache.dtype)
         ends = [0, *accumulate(count for _, count in ROWS)]
         tokens = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
         step = self.metadata(rows, [ROWS[row][1] for row in rows])
-        choosing = IndexQueries(self.index_queries[tokens], torch.ones(len(tokens), INDEX_HEADS))
+        weights = None if self.indexer.is_by_head else torch.ones(len(tokens), INDEX_HEADS)
+        choosing = IndexQueries(self.index_queries[tokens], weights)
         return chosen.attend(self.query[tokens], keys, step, 0.2, chosen.choose(choosing, index_keys, step))
 
     def expected(self, num_runs: int = 3, tail: int = RUN) -> Tensor:
@@ -83,12 +99,38 @@ class Step:
                 found.append((shares @ values[seen].double().transpose(0, 1)).view(HEADS, SIZE))
         return torch.stack(found)
 
+    def expected_by_head(self, num_runs: int = 3, num_local: int = 1) -> Tensor:
+        """Each token and key-value head by itself: runs of the best products, the last ones before all."""
+        found: list[Tensor] = []
+        for keys, values, index_keys, (length, count) in zip(self.keys, self.values, self.run_keys, ROWS, strict=True):
+            for end in range(length - count + 1, length + 1):
+                query, heads = self.query[len(found)].double().view(KV_HEADS, -1, SIZE), []
+                for head, index_query in enumerate(self.index_queries[len(found)].double()):
+                    products = (index_keys[:end].double() @ index_query).split(RUN)
+                    best = [
+                        torch.inf if len(products) - run <= num_local else float(each.max())
+                        for run, each in enumerate(products)
+                    ]
+                    runs = sorted(range(len(best)), key=lambda run: -best[run])[:num_runs]
+                    seen = [at for run in sorted(runs) for at in range(run * RUN, min(end, run * RUN + RUN))]
+                    shares = (query[head] @ keys[seen, head].double().T * 0.2).softmax(-1)
+                    heads.append(shares @ values[seen, head].double())
+                found.append(torch.cat(heads))
+        return torch.stack(found)
 
-def new_step(block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, is_native: bool = True) -> Step:
+
+def new_step(
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    *,
+    is_native: bool = True,
+    indexer: IndexerConfig = INDEXER,
+) -> Step:
     kept = None if cache_dtype == dtype else cache_dtype
     backend = cpu_backend_or_reason(dtype, (SIZE,), block_size, kept) if is_native else SdpaBackend(kept)
     assert not isinstance(backend, str), backend
-    return Step(backend, block_size, dtype, cache_dtype)
+    return Step(backend, block_size, dtype, cache_dtype, indexer)
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -102,14 +144,30 @@ def test_tokens_see_the_best_runs(*, is_native: bool, monkeypatch: pytest.Monkey
     assert not torch.allclose(found[:12], step.expected(tail=2)[:12], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+def test_heads_see_their_best_runs(*, is_native: bool, monkeypatch: pytest.MonkeyPatch):
+    """Tiles that runs do not fill; controls see one run less, or one more that is near, or another head's."""
+    monkeypatch.setattr(chosen_keys, "TILE", 18)
+    step = new_step(8, torch.float32, torch.float32, is_native=is_native, indexer=BY_HEAD)
+    found = step.attend(list(range(len(ROWS)))).double()
+    assert torch.allclose(found, step.expected_by_head(), rtol=1e-5, atol=1e-5)
+    for others in (step.expected_by_head(num_runs=2), step.expected_by_head(num_local=2)):
+        assert not torch.allclose(found, others, rtol=1e-2, atol=1e-2)
+    step.index_queries = step.index_queries.flip(1)
+    assert not torch.allclose(found, step.expected_by_head(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("indexer", [INDEXER, BY_HEAD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_runs_are_seen_alike_alone_and_together(*, dtype: torch.dtype, is_fp8: bool, monkeypatch: pytest.MonkeyPatch):
+def test_runs_are_seen_alike_alone_and_together(
+    *, indexer: IndexerConfig, dtype: torch.dtype, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Blocks of other sizes, and parts of other sizes."""
     whole, rows = [], list(range(len(ROWS)))
     for block_size, most in ((2, 64), (16, 3)):
         monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)
-        step = new_step(block_size, dtype, FP8 if is_fp8 else dtype)
+        step = new_step(block_size, dtype, FP8 if is_fp8 else dtype, indexer=indexer)
         whole.append(step.attend(rows))
         assert torch.equal(torch.cat([step.attend([row]) for row in rows]), whole[-1])
     assert torch.equal(*whole)
@@ -126,5 +184,8 @@ def test_keys_and_values_are_read_as_written(*, dtype: torch.dtype, is_fp8: bool
     written = step.metadata([0], [45])
     cache = chosen.parts_of(step.cache)[0]
     found = step.backend.read_tokens(cache, KV_HEADS, written.token_blocks, written.token_offsets, dtype)
-    for read, given in zip(found, (step.keys[0], step.values[0]), strict=True):
+    heads = torch.arange(45) % KV_HEADS
+    of_heads = step.backend.read_tokens(cache, KV_HEADS, written.token_blocks, written.token_offsets, dtype, heads)
+    for read, of_head, given in zip(found, of_heads, (step.keys[0], step.values[0]), strict=True):
         assert torch.equal(read, from_cache(to_cache(given, step.cache.dtype), dtype))
+        assert torch.equal(of_head, read[torch.arange(45), heads])
