@@ -14,7 +14,6 @@ from spmd_worker.media.decode import check_pillow, checked_array, pixels_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.limits import MediaLimits
-from spmd_worker.media.placeholders import Placeholders
 from spmd_worker.media.prepare_process import IsolatedPreparer
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.source import VIDEO, ImageSource, read_source
@@ -59,14 +58,13 @@ class ImagePreparer:
     def __init__(
         self,
         processor: ImageProcessor,
-        placeholders: Placeholders,
         limits: MediaLimits,
         root: Path | None,
         num_processes: int = 2,
         video: VideoProcessor | None = None,
     ) -> None:
         check_pillow()
-        self.processor, self.placeholders, self.limits = processor, placeholders, limits
+        self.processor, self.limits = processor, limits
         self._root, self._video, self._is_closed = root, video, False
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="images")
         self._idle: queue.SimpleQueue[_Helpers] = queue.SimpleQueue()

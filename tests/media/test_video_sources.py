@@ -16,7 +16,6 @@ from transformers.video_utils import VideoMetadata
 from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
-from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.video_processor import read_video_processor
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, media_of_parts
@@ -42,7 +41,7 @@ def preparer(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[I
     folder = tmp_path_factory.mktemp("model")
     images = media_processor(folder, KIND)
     videos = read_video_processor(folder / KIND, images)
-    with ImagePreparer(images, PLACEHOLDERS[KIND], LIMITS, root, 1, videos) as made:
+    with ImagePreparer(images, LIMITS, root, 1, videos) as made:
         yield made
 
 
@@ -122,7 +121,7 @@ def test_unusable_video_is_an_error_with_code(case: str, preparer: ImagePreparer
 
 
 def test_model_without_videos_rejects_them(tmp_path: Path):
-    preparer = ImagePreparer(media_processor(tmp_path, "gemma3"), PLACEHOLDERS["gemma3"], LIMITS, None, 1)
+    preparer = ImagePreparer(media_processor(tmp_path, "gemma3"), LIMITS, None, 1)
     with preparer, pytest.raises(MediaError, match="takes no videos") as found:
         preparer.prepare(FORMS["array"])
     assert found.value.code == "videos_unsupported"
