@@ -331,13 +331,15 @@ def _expanded_lines(
 # The table.
 
 
-def _of(marker: str, *others: str, written: str = "", token: str = "", video: str = "", **more: str) -> Placeholders:
+def _of(
+    marker: str, *others: str, written: str = "", token: str = "", video: str = "", frame: str = "", unwritten: str = ""
+) -> Placeholders:
     """Texts of a kind whose template writes the marker, and whose rows take it, unless it has others; all of these,
-    `others` and `video`, which a video's text replaces, are reserved.
+    `others` and `video`, which a video's text replaces, are reserved. `unwritten` is `Placeholders.written_video`.
     """
     reserved = (marker, *others, *[each for each in (token, video) if each])
-    texts = Placeholders(written or marker, marker, token or marker, reserved, video_marker=video, video_token=video)
-    return replace(texts, **more)
+    texts = (written or marker, marker, token or marker, reserved)
+    return Placeholders(*texts, IMAGE, video, video, frame, unwritten)
 
 
 def _around(before: str, marker: str, behind: str, *others: str, **more: str) -> Placeholders:
@@ -382,7 +384,7 @@ PLACEHOLDERS: Final[dict[str, Placeholders]] = {
     "glm4v": _around(
         *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
         video="<|video|>",
-        frame_token="<|image|>",
+        frame="<|image|>",
     ),
     "gemma3": _of("<start_of_image>", "<end_of_image>", token="<image_soft_token>"),
     "gemma4": _GEMMA4,
@@ -391,7 +393,7 @@ PLACEHOLDERS: Final[dict[str, Placeholders]] = {
     "llava_next": _LLAVA,
     "llava_onevision": _of("<image>", video="<video>"),
     "deepseek_vl": _of("<image_placeholder>"),
-    "internvl": _of("<IMG_CONTEXT>", "<img>", "</img>", video="<video>", frame_token="<IMG_CONTEXT>"),
+    "internvl": _of("<IMG_CONTEXT>", "<img>", "</img>", video="<video>", frame="<IMG_CONTEXT>"),
     "aya_vision": _of("<image>", *_AYA_TOKENS, token="<|IMG_PATCH|>"),
     "cohere2_vision": _of("<|IMG_PATCH|>", *_AYA_TOKENS, "<|IMG_LINE_BREAK|>"),
     "llama4": _of("<|image|>", "<|image_start|>", "<|image_end|>", *SEPARATORS, token="<|patch|>"),
@@ -400,8 +402,8 @@ PLACEHOLDERS: Final[dict[str, Placeholders]] = {
     "smolvlm": _of(
         *("<image>", *_OF_TILES, *_tiles(_MAX_GRID)),
         video="<video>",
-        frame_token="<image>",
-        written_video="<video>",
+        frame="<image>",
+        unwritten="<video>",
     ),
     "granite_docling": _of("<image>", *_OF_TILES, *_tiles(_MAX_GRANITE_GRID)),
     "lfm2_vl": _of("<image>", *(f"<|{each}|>" for each in ("image_start", "image_end", "img_thumbnail"))),
