@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from media_answers import with_files
 from media_models import media_processor, noise, saved
 from PIL import Image
 from transformers.video_utils import VideoMetadata
@@ -30,10 +31,7 @@ LIMITS = MediaLimits(max_images=2, max_videos=2, max_video_frames=5, max_video_t
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for number, data in enumerate(FILES):
-        (folder / f"{number}.png").write_bytes(data)
-    return folder
+    return with_files(tmp_path_factory.mktemp("root"), {f"{number}.png": data for number, data in enumerate(FILES)})
 
 
 @pytest.fixture(scope="module")
