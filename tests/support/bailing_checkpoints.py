@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from kimi_checkpoints import stirred
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
 _BASE: dict[str, Any] = {
-    "vocab_size": 96,
+    **BASE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "layer_group_size": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,

@@ -11,21 +11,11 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import open_reference, without_defaults
 from transformers import PreTrainedModel
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "max_position_embeddings": 256, "norm_eps": 0.03}
 _LFM2 = {**_BASE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 _WIDTH = {"intermediate_size": 72, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.1}
 _LFM3 = {**_BASE, "num_hidden_layers": 5, "intermediate_size": 48, "head_dim": 16, "sliding_window": 9}

@@ -10,26 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from mamba_checkpoints import stir_hybrid
 from reference_models import without_defaults
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-VOCAB_SIZE = 96
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
+    **BASE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 _LINEAR = {

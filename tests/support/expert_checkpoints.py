@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_checkpoints import BASE
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
 from transformers import PreTrainedModel
 

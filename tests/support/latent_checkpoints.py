@@ -11,9 +11,8 @@ from typing import Any
 
 import transformers
 from expert_checkpoints import open_experts, stir
-from family_checkpoints import BASE
 from kimi_names import restore_layers
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
 from transformers import PreTrainedModel
 

@@ -13,6 +13,19 @@ from typing import Any
 from run_folder import made_once
 
 Config = dict[str, Any]
+BASE: Config = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Sizes of small models of text."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,23 +11,11 @@ from typing import Any
 
 import torch
 import transformers
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
 from transformers import PreTrainedModel
 
-VOCAB_SIZE = 96
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 512}
 _ALONE = ("Mamba2", "Mamba", "FalconMamba")
 """Families without attention."""
 _OF_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")

@@ -11,21 +11,11 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
-from made_checkpoints import Checkpoints, Config
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import open_reference, without_defaults
 from transformers import PreTrainedConfig, PreTrainedModel
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "max_position_embeddings": 256, "rms_norm_eps": 0.03}
 _LLAMA4 = {
     **_BASE,
     "num_hidden_layers": 4,
