@@ -19,7 +19,6 @@ from family_checks import (
     adapter_logits,
     check_adapters,
     check_entries,
-    check_int8,
     check_stages,
     check_steps,
     check_tensors,
@@ -134,7 +133,9 @@ def test_adapters_of_linear_layers_are_those_of_peft(name: str, tmp_path: Path):
 
 def test_int8_projections_stay_near_transformers():
     model = load_model(recent_folder("gemma4_small"), quantization="int8")
-    check_int8(oracle, "gemma4_small", model)
+    logits, _ = run_rows([model], ROWS)
+    assert 1e-3 < worst_error("gemma4_small", logits) < 0.3
+    assert all(map(torch.equal, run_rows([model], ROWS, 16)[0], logits))
 
 
 TEXT_PARTS = {
