@@ -31,7 +31,7 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
     preparers: list[Preparer] = []
     kinds: list[MediumTokens] = []
     for part in vision.parts:
-        preparer = _image_preparer(resolved, part) if part.sees else _audio_preparer(resolved)
+        preparer = _image_preparer(resolved) if part.sees else _audio_preparer(resolved)
         if preparer is not None:
             preparers.append(preparer)
             kinds.append(MediumTokens(placeholders_of(part), part.image_token_id, part.video_token_id))
@@ -46,13 +46,12 @@ def placeholders_of(vision: VisionConfig) -> Placeholders:
     return found.without_videos() if vision.video_token_id is None else found
 
 
-def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer[PreparedImage] | None:
+def _image_preparer(resolved: ResolvedRun) -> LazyPreparer[PreparedImage] | None:
     processor, config = resolved.image_processor, resolved.config
     if processor is None:
         return None
     root = None if config.job.media_root is None else Path(config.job.media_root)
-    placeholders, videos = placeholders_of(vision), resolved.video_processor
-    given = (processor, placeholders, media_limits(config), root, config.job.media_threads, videos)
+    given = (processor, media_limits(config), root, config.job.media_threads, resolved.video_processor)
     return LazyPreparer[PreparedImage](partial(ImagePreparer, *given))
 
 

@@ -18,7 +18,6 @@ from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, ReplicaDivergedError, WorkerEventError
 from spmd_worker.executor.adapters import ExecutorAdapters
 from spmd_worker.media.sent_audio import PreparedMedia, sent
-from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.topology import RankLayout
@@ -186,11 +185,8 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         self.collective_rpc("hold_rows", args=(request_id, content, data))
 
     def hold_media(self, request_id: int, index: int, media: PreparedMedia) -> None:
-        """Give the workers the pixels of image `index` of a request that this rank admits (`WorkerBase.hold_media`), or
-        the audio that its encoder reads (`hold_audio`).
-        """
-        method, args = hold_call(request_id, index, media)
-        self.collective_rpc(method, args=args)
+        """Give the workers image or recording `index` of a request that this rank admits (`WorkerBase.hold_media`)."""
+        self.collective_rpc("hold_media", args=(request_id, index, sent(media)))
 
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "" or why the lowest rank that rejects it does so."""
@@ -457,12 +453,6 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
             "resolved": self.resolved,
             "environment": environment,
         }
-
-
-def hold_call(request_id: int, index: int, media: PreparedMedia) -> tuple[str, tuple[Any, ...]]:
-    """The worker's method that takes media of a request, and its arguments."""
-    given = sent(media)
-    return "hold_media" if isinstance(given, SentImage) else "hold_audio", (request_id, index, *given)
 
 
 def check_call_timeout(timeout: float | None) -> None:

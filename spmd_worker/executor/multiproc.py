@@ -14,13 +14,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 
 from spmd_worker.base.errors import ConfigError, WorkerError
 from spmd_worker.base.metrics.log import LOGGER_NAME
-from spmd_worker.executor.executor import Executor, check_call_timeout, hold_call
+from spmd_worker.executor.executor import Executor, check_call_timeout
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
 from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
-from spmd_worker.media.sent_audio import PreparedMedia
+from spmd_worker.media.sent_audio import PreparedMedia, sent
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.network_interface import LOOPBACK
@@ -143,8 +143,8 @@ class MultiprocExecutor(Executor):
 
     def hold_media(self, request_id: int, index: int, media: PreparedMedia) -> None:
         """Does not wait, as `hold_rows`."""
-        method, args = hold_call(request_id, index, media)
-        self._pool.submit(FrameKind.CALL, method, encode_call(method, args, {}))
+        args = (request_id, index, sent(media))
+        self._pool.submit(FrameKind.CALL, "hold_media", encode_call("hold_media", args, {}))
 
     def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """Asks the workers only after calls that may have loaded weights."""

@@ -15,6 +15,8 @@ from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.layer_groups import LayerGroups
 from spmd_worker.base import config
 from spmd_worker.base.config import schema
+from spmd_worker.media.sent_audio import SentAudio
+from spmd_worker.media.sent_image import SentImage
 from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.late_interaction import LateInteraction, QueryExpansion, TextRole
@@ -101,6 +103,8 @@ _RECORDS: Final[dict[str, type]] = {
         RelativeBias,
         ResolvedRun,
         ScoredRows,
+        SentAudio,
+        SentImage,
         RopeParameters,
         RepetitionDetectionParams,
         RoutedTokens,

@@ -23,10 +23,11 @@ from spmd_worker.media.audio_source import GivenSamples
 from spmd_worker.media.audio_tokens import audio_tokens
 from spmd_worker.media.audio_wave import BLOCK_SAMPLES, Block, Recording
 from spmd_worker.media.audio_windows import AudioWindow, windows
-from spmd_worker.media.errors import MediaError
 from spmd_worker.media.media_id import NUM_BYTES
+from spmd_worker.media.media_process import MediaProcess, with_errors
 from spmd_worker.media.prepared import AudioFeatures
-from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
+from spmd_worker.media.source import AUDIO
+from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, serve
 
 CPU_S: Final = 60
 _SPEED: Final = 60
@@ -37,23 +38,14 @@ _MEMORY_PER_SECOND: Final = 4 * (3 * SAMPLING_RATE + 2 * 48_000)
 """Samples in blocks and as one array; samples that a caller gives, twice."""
 
 
-class IsolatedAudioPreparer:
-    """Prepares audio, one file after the other. Not shared with forked processes: each starts a process of its own."""
+class IsolatedAudioPreparer(MediaProcess):
+    """Prepares audio, one file after the other."""
 
     def __init__(self, settings: AudioSettings, limits: AudioLimits) -> None:
         self._settings = settings
         start = {"settings": asdict(settings), "limits": asdict(limits)}
         memory_bytes = MEMORY_BYTES + 3 * limits.max_audio_bytes + _MEMORY_PER_SECOND * limits.max_audio_s
-        self._process = BoundedProcess(__name__, start, CPU_S + limits.max_audio_s // _SPEED, memory_bytes)
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the running process; None without one."""
-        return self._process.pid
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
+        super().__init__(AUDIO, BoundedProcess(__name__, start, CPU_S + limits.max_audio_s // _SPEED, memory_bytes))
 
     def prepare(self, source: bytes | GivenSamples, source_digest: bytes) -> Iterator[PreparedAudio]:
         """Windows in their order. Take all of them before the next call. Raises MediaError."""
@@ -78,15 +70,6 @@ class IsolatedAudioPreparer:
                 text=found["text"],
             )
 
-    def _ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        try:
-            answer = self._process.ask(pack(request))
-        except BoundedProcessError as error:
-            raise MediaError("audio_unreadable", f"decoding was ended: {error}") from None
-        if "code" in answer:
-            raise MediaError(answer["code"], answer["message"])
-        return answer
-
 
 # In the process.
 
@@ -99,10 +82,7 @@ class _Conversation:
         self._windows: list[AudioWindow] = []
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        try:
-            return self._features(request["window"]) if "window" in request else self._opened(request)
-        except MediaError as error:
-            return {"code": error.code, "message": str(error)}
+        return self._features(request["window"]) if "window" in request else self._opened(request)
 
     def _opened(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self._windows = []
@@ -145,7 +125,7 @@ def audio_id_of(features: bytes, settings: AudioSettings) -> bytes:
 
 
 def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    return _Conversation(AudioSettings(**start["settings"]), AudioLimits(**start["limits"])).answer
+    return with_errors(_Conversation(AudioSettings(**start["settings"]), AudioLimits(**start["limits"])).answer)
 
 
 if __name__ == "__main__":

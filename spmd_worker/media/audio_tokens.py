@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from spmd_worker.media.audio_settings import CHUNK_FRAMES, HOP_SAMPLES, SAMPLING_RATE, AudioSettings
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.placeholders import run_text
+from spmd_worker.media.image_texts import run_text
 
 
 class AudioTokens(NamedTuple):

@@ -7,6 +7,7 @@ square of another size than the tower's would be computed with wrong positions.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -146,40 +147,19 @@ def _check_overrides(kind: str, rule: "_Rule", overrides: Mapping[str, Any]) -> 
 # Kinds.
 
 
-def _qwen(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    least = _num_pixels(settings, "min_pixels", "shortest_edge", 56 * 56)
-    most = _num_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 1280)
-    return _of_any_size(settings, model, tower, least, most)
-
-
-def _glm4v(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    least = _frame_pixels(settings, "min_pixels", "shortest_edge", 112 * 112)
-    most = _frame_pixels(settings, "max_pixels", "longest_edge", 28 * 28 * 15000)
-    return _of_any_size(settings, model, tower, least, most)
-
-
-def _frame_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) -> int:
-    """Edges of GLM's `size` are numbers of pixels of two frames. `key`, of an image's, is a caller's alone."""
-    if settings.given.get(key) is not None:
-        return NUM_FRAMES * settings.integer(key, default, 1, _MAX_PIXELS)
-    return settings.side("size", edge, default, _MAX_PIXELS)
-
-
-def _paddleocr(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    least = _num_pixels(settings, "min_pixels", "shortest_edge", 384 * 384)
-    most = _num_pixels(settings, "max_pixels", "longest_edge", 1536 * 1536)
-    return _of_any_size(settings, model, tower, least, most, num_frames=1)
-
-
 def _of_any_size(
     settings: ProcessorSettings,
     model: ConfigReader,
     tower: TowerSizes,
+    *,
     least: int,
     most: int,
     num_frames: int = NUM_FRAMES,
+    counts_frames: bool = False,
 ) -> Values:
-    """Numbers of pictures of `least` to `most` pixels."""
+    """Numbers of pictures of `least` to `most` pixels, by default; if it `counts_frames`, of two frames (GLM)."""
+    least = _num_pixels(settings, "min_pixels", "shortest_edge", least, counts_frames)
+    most = _num_pixels(settings, "max_pixels", "longest_edge", most, counts_frames)
     patch, merge = settings.integer("patch_size", 14, 1, 512), settings.integer("merge_size", 2, 1, 16)
     vision = model.object("vision_config")
     check_is_towers(settings, "patch_size", patch, tower.patch)
@@ -191,16 +171,34 @@ def _of_any_size(
     return {"patch_size": patch, "merge_size": merge, "min_pixels": least, "max_pixels": most}
 
 
-def _num_pixels(settings: ProcessorSettings, key: str, edge: str, default: int) -> int:
-    """Edges of Qwen's `size` are numbers of pixels too; older files have `key` instead."""
-    if settings.of(key).get(key) is not None:
-        return settings.integer(key, default, 1, _MAX_PIXELS)
+def _num_pixels(settings: ProcessorSettings, key: str, edge: str, default: int, counts_frames: bool) -> int:
+    """Edges of `size` are numbers of pixels too. Older files have `key` instead, of an image; where frames are counted
+    it is a caller's alone.
+    """
+    reader = settings.given if counts_frames else settings.of(key)
+    if reader.get(key) is not None:
+        return (NUM_FRAMES if counts_frames else 1) * settings.integer(key, default, 1, _MAX_PIXELS)
     return settings.side("size", edge, default, _MAX_PIXELS)
 
 
+def _towers_square(settings: ProcessorSettings, tower: TowerSizes, key: str, default: int) -> int:
+    """The side of the squares that the tower takes. Raises ModelConfigError for another one."""
+    side = settings.square(key, default)
+    check_is_towers(settings, key, side, tower.side)
+    return side
+
+
+def _longest_edge(settings: ProcessorSettings, tower: TowerSizes, unit: int) -> int:
+    """The most pixels of a side, in multiples of `unit`. Raises ModelConfigError for more than have positions."""
+    longest = settings.side("size", "longest_edge", 1024)
+    if -(-longest // unit) * unit > tower.side:
+        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
+        raise settings.of("size").error("size", rule)
+    return longest
+
+
 def _gemma3(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    side = settings.square("size", 224)
-    check_is_towers(settings, "size", side, tower.side)
+    side = _towers_square(settings, tower, "size", 224)
     tokens = model.count("mm_tokens_per_image", 256)
     side_tokens = int(tokens**0.5)
     if side_tokens**2 != tokens or (side // tower.patch) % side_tokens:
@@ -230,8 +228,7 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
     crops = settings.file.flag("do_center_crop", not settings.is_siglip)
     short_edge = settings.side("size", "shortest_edge", 224) if crops else 0
     name = "crop_size" if crops else "size"
-    side = settings.square(name, 224)
-    check_is_towers(settings, name, side, tower.side)
+    side = _towers_square(settings, tower, name, 224)
     if crops and short_edge < side:
         raise settings.of("size").error("size", f"must be at least the {side} of crop_size")
     strategy = model.choice("vision_feature_select_strategy", ("default", "full"), "default")
@@ -248,8 +245,7 @@ def _llava(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) 
 
 
 def _deepseek(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    side = settings.square("size", 384)
-    check_is_towers(settings, "size", side, tower.side)
+    side = _towers_square(settings, tower, "size", 384)
     settings.file.choice("do_pad", (True,), True)
     shortest = settings.integer("min_size", 14, 1, side)
     return {
@@ -262,8 +258,7 @@ def _deepseek(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
 
 
 def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    side = settings.square("size", 384)
-    check_is_towers(settings, "size", side, tower.side)
+    _towers_square(settings, tower, "size", 384)
     model.choice("vision_feature_select_strategy", ("full",), "full")
     ratio = model.get("vision_aspect_ratio", "anyres_max_9")
     found = re.fullmatch(r"anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
@@ -275,7 +270,7 @@ def _onevision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSiz
 
 
 def _llava_next(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    check_is_towers(settings, "crop_size", settings.square("crop_size", 224), tower.side)
+    _towers_square(settings, tower, "crop_size", 224)
     # A square of this size is what its middle is cut out of.
     has_height = settings.of("size").object("size").get("height") is not None
     side = settings.square("size", 224) if has_height else settings.side("size", "shortest_edge", 224)
@@ -305,8 +300,7 @@ def _pinpoints(reader: ConfigReader, side: int, default: list[list[int]]) -> tup
 
 
 def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    side = settings.square("size", 384)
-    check_is_towers(settings, "size", side, tower.side)
+    side = _towers_square(settings, tower, "size", 384)
     # InternVLProcessor cuts into tiles even if the image processor's own setting says no.
     most = settings.integer("max_patches", 12, 1, MAX_CROPS)
     least = settings.integer("min_patches", 1, 1, most)
@@ -319,8 +313,7 @@ def _internvl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSize
 
 
 def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    side = settings.square("size", 336)
-    check_is_towers(settings, "size", side, tower.side)
+    side = _towers_square(settings, tower, "size", 336)
     settings.file.choice("resize_to_max_canvas", (False,), False)
     merge = int(1 / model.object("vision_config").number("pixel_shuffle_ratio", 0.5))
     numbers = {"patch_size": tower.patch, "side": side, "tokens_per_crop": (side // tower.patch // max(merge, 1)) ** 2}
@@ -330,21 +323,14 @@ def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     is_merged = model.get("model_type") in ("mistral3", "mistral_large4") or "spatial_merge_size" in model.config
     merge = model.count("spatial_merge_size", 2) if is_merged else 1
-    longest = settings.side("size", "longest_edge", 1024)
-    unit = tower.patch * merge
-    if -(-longest // unit) * unit > tower.side:
-        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
-        raise settings.of("size").error("size", rule)
+    longest = _longest_edge(settings, tower, tower.patch * merge)
     return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest}
 
 
 def _lighton(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
     """Images are resized to multiples of the file's patch, which need not fill tokens."""
-    unit, longest = settings.square("patch_size", 16), settings.side("size", "longest_edge", 1024)
-    if -(-longest // unit) * unit > tower.side:
-        rule = f"asks for more than the {tower.side} pixels a side for which the tower has positions"
-        raise settings.of("size").error("size", rule)
-    merge = model.count("spatial_merge_size", 2)
+    unit, merge = settings.square("patch_size", 16), model.count("spatial_merge_size", 2)
+    longest = _longest_edge(settings, tower, unit)
     return {"patch_size": tower.patch, "merge_size": merge, "longest_edge": longest, "resize_unit": unit}
 
 
@@ -375,7 +361,10 @@ class _Rule:
     normalises: bool = True
 
 
-_QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
+_ANY_SIZE: Final = ("min_pixels", "max_pixels", "size")
+_QWEN: Final = _Rule(partial(_of_any_size, least=56 * 56, most=28 * 28 * 1280), overrides=_ANY_SIZE)
+_GLM: Final = partial(_of_any_size, least=112 * 112, most=28 * 28 * 15000, counts_frames=True)
+_PADDLEOCR: Final = partial(_of_any_size, least=384 * 384, most=1536 * 1536, num_frames=1)
 _GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
 _LFM2: Final = ("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles", "do_image_splitting")
 _SLICED: Final = ("max_slice_nums", "slice_mode", "downsample_mode", "use_image_id")
@@ -388,8 +377,8 @@ _RULES: Final = {
     "exaone4_5": _QWEN,
     "qwen2_5_omni": _QWEN,
     "qwen3_omni": _QWEN,
-    "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
-    "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
+    "glm4v": _Rule(_GLM, overrides=_ANY_SIZE),
+    "paddleocr_vl": _Rule(_PADDLEOCR, overrides=_ANY_SIZE),
     "kimi_k25": _Rule(kimi, (HALVES, HALVES), overrides=("max_patches", "size")),
     "gemma3": _Rule(_gemma3, (HALVES, HALVES), 2),
     "gemma4": _GEMMA4,

@@ -7,7 +7,7 @@ those of the image's text (Gemma 3). Prompts of ids are expanded to the ids that
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from spmd_worker.media.errors import MediaError
@@ -35,7 +35,6 @@ class Placeholders:
     writes nothing.
     """
 
-    kind: str
     written: str
     marker: str
     image_token: str
@@ -54,7 +53,7 @@ class Placeholders:
     def without_videos(self) -> "Placeholders":
         """Those of a model of the kind that takes no videos: what stands for one is a text like others."""
         reserved = tuple([each for each in self.reserved if each != self.written_video])
-        return Placeholders(self.kind, self.written, self.marker, self.image_token, reserved, self.medium)
+        return replace(self, reserved=reserved, video_marker="", video_token="", frame_token="", written_video="")
 
     def check_reserved(self, text: str) -> None:
         """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
@@ -331,225 +330,97 @@ def _expanded_lines(
 
 # The table.
 
-_QWEN: Final = (
-    *("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|image_pad|>"),
-    ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-)
-_QWEN_AUDIO: Final = (
-    *("<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>", "<|AUDIO|>"),
-    ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
-)
-_QWEN2_5_OMNI: Final = (
-    *("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|IMAGE|>", "<|IMAGE|>"),
-    ("<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
-)
-_QWEN3_ASR: Final = (
-    *("<|audio_start|><|audio_pad|><|audio_end|>", "<|audio_pad|>", "<|audio_pad|>"),
-    ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
-)
-_VOXTRAL: Final = ("[BEGIN_AUDIO][AUDIO]", "[AUDIO]", "[AUDIO]", ("[AUDIO]", "[BEGIN_AUDIO]"))
-_GLMASR: Final = (
-    *("<|begin_of_audio|><|pad|><|end_of_audio|>", "<|pad|>", "<|pad|>"),
-    ("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
-)
-_SOUND: Final = ("<sound>", "<sound>", "<sound>", ("<sound>",))
-_GEMMA4: Final = (
-    *("<|image|>", "<|image|>", "<|image|>"),
-    ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-)
-_GLM: Final = (
-    *("<|begin_of_image|><|image|><|end_of_image|>", "<|image|>", "<|image|>"),
-    ("<|image|>", "<|video|>", *(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))),
-)
-_DEEPSEEK: Final = ("<image_placeholder>", "<image_placeholder>", "<image_placeholder>", ("<image_placeholder>",))
-_LIGHTON: Final = (
-    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
-    ("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
-)
-_PADDLEOCR: Final = (
-    *("<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_PLACEHOLDER|>"),
-    ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
-)
-_KIMI: Final = (
-    *("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|media_pad|>", "<|media_pad|>"),
-    (*(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")), "<|kimi_k25_video_placeholder|>"),
-)
-_LFM2: Final = (
-    *("<image>", "<image>", "<image>"),
-    ("<image>", *(f"<|{each}|>" for each in ("image_start", "image_end", "img_thumbnail"))),
-)
-_EXAONE: Final = (
-    *("<vision><|image_pad|></vision>", "<|image_pad|>", "<|image_pad|>"),
-    ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
-)
-_INTERNVL: Final = (
-    *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
-    ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
-)
-_AYA_TOKENS: Final = tuple([f"<|{each}|>" for each in ("IMG_PATCH", "START_OF_IMG", "END_OF_IMG")])
-_AYA: Final = ("<image>", "<image>", "<|IMG_PATCH|>", ("<image>", *_AYA_TOKENS))
-_COMMAND_A: Final = ("<|IMG_PATCH|>", "<|IMG_PATCH|>", "<|IMG_PATCH|>", (*_AYA_TOKENS, "<|IMG_LINE_BREAK|>"))
-_MINICPM: Final = (
-    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
-    (
-        "<|image_pad|>",
-        "<|video_pad|>",
-        *(f"<{end}{each}>" for each in ("image", "slice", "image_id") for end in ("", "/")),
-    ),
-)
-_LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
-_PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
-_SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
-_MAX_GRID: Final = 6
-"""Lines and columns of tiles that have tokens of their own in Idefics3."""
-_MAX_GRANITE_GRID: Final = 16
+
+def _of(
+    marker: str, *others: str, written: str = "", token: str = "", video: str = "", frame: str = "", unwritten: str = ""
+) -> Placeholders:
+    """Texts of a kind whose template writes the marker, and whose rows take it, unless it has others; all of these,
+    `others` and `video`, which a video's text replaces, are reserved. `unwritten` is `Placeholders.written_video`.
+    """
+    reserved = (marker, *others, *[each for each in (token, video) if each])
+    texts = (written or marker, marker, token or marker, reserved)
+    return Placeholders(*texts, IMAGE, video, video, frame, unwritten)
+
+
+def _around(before: str, marker: str, behind: str, *others: str, **more: str) -> Placeholders:
+    """Texts of a kind whose template writes a token before the marker and one behind it."""
+    return _of(marker, *others, before, behind, written=before + marker + behind, **more)
 
 
 def _tiles(most: int) -> tuple[str, ...]:
     return tuple([f"<row_{row + 1}_col_{column + 1}>" for row in range(most) for column in range(most)])
 
 
-_OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
-_SMOLVLM: Final = (*("<image>", "<image>", "<image>"), ("<video>", *_OF_TILES, *_tiles(_MAX_GRID)))
+SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
+"""Tokens between tiles of a line and behind a line, in Llama 4."""
+_MAX_GRID: Final = 6
+"""Lines and columns of tiles that have tokens of their own in Idefics3."""
+_MAX_GRANITE_GRID: Final = 16
+_VIDEO: Final = "<|video_pad|>"
+_QWEN2: Final = _around("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", video=_VIDEO)
+_GEMMA4: Final = _of("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
+_AYA_TOKENS: Final = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
+_LLAVA: Final = _of("<image>", "<video>")
+_PIXTRAL: Final = _of("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_OF_TILES: Final = ("<fake_token_around_image>", "<global-img>")
+_AUDIO_OF_QWEN2: Final = _around("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+_AUDIO_OF_QWEN3: Final = _around("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 
-PLACEHOLDERS: Final = {
-    kind: Placeholders(kind, *texts)
-    for kind, texts in {
-        "exaone4_5": _EXAONE,
-        "paddleocr_vl": _PADDLEOCR,
-        "kimi_k25": _KIMI,
-        "gemma3": (
-            *("<start_of_image>", "<start_of_image>", "<image_soft_token>"),
-            ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-        ),
-        "gemma4": _GEMMA4,
-        "gemma4_unified": _GEMMA4,
-        "llava": _LLAVA,
-        "deepseek_vl": _DEEPSEEK,
-        "llava_next": _LLAVA,
-        "aya_vision": _AYA,
-        "minicpmv4_6": _MINICPM,
-        "cohere2_vision": _COMMAND_A,
-        "llama4": (
-            *("<|image|>", "<|image|>", "<|patch|>"),
-            ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
-        ),
-        "mistral3": _PIXTRAL,
-        "pixtral": _PIXTRAL,
-        "lighton_ocr": _LIGHTON,
-        "lfm2_vl": _LFM2,
-        "granite_docling": (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRANITE_GRID))),
-    }.items()
+PLACEHOLDERS: Final[dict[str, Placeholders]] = {
+    "qwen3_vl": replace(_QWEN2, video_marker=f"<|vision_start|>{_VIDEO}<|vision_end|>"),
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_omni": _QWEN2,
+    "qwen2_5_omni": _around("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>", video="<|VIDEO|>"),
+    "exaone4_5": _around("<vision>", "<|image_pad|>", "</vision>", _VIDEO),
+    "paddleocr_vl": _around("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
+    "lighton_ocr": _of("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+    "kimi_k25": _of(
+        "<|media_pad|>",
+        *(f"<|media_{part}|>" for part in ("begin", "content", "end")),
+        "<|kimi_k25_video_placeholder|>",
+        written="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+    ),
+    "glm4v": _around(
+        *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        video="<|video|>",
+        frame="<|image|>",
+    ),
+    "gemma3": _of("<start_of_image>", "<end_of_image>", token="<image_soft_token>"),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
+    "llava": _LLAVA,
+    "llava_next": _LLAVA,
+    "llava_onevision": _of("<image>", video="<video>"),
+    "deepseek_vl": _of("<image_placeholder>"),
+    "internvl": _of("<IMG_CONTEXT>", "<img>", "</img>", video="<video>", frame="<IMG_CONTEXT>"),
+    "aya_vision": _of("<image>", *_AYA_TOKENS, token="<|IMG_PATCH|>"),
+    "cohere2_vision": _of("<|IMG_PATCH|>", *_AYA_TOKENS, "<|IMG_LINE_BREAK|>"),
+    "llama4": _of("<|image|>", "<|image_start|>", "<|image_end|>", *SEPARATORS, token="<|patch|>"),
+    "mistral3": _PIXTRAL,
+    "pixtral": _PIXTRAL,
+    "smolvlm": _of(
+        *("<image>", *_OF_TILES, *_tiles(_MAX_GRID)),
+        video="<video>",
+        frame="<image>",
+        unwritten="<video>",
+    ),
+    "granite_docling": _of("<image>", *_OF_TILES, *_tiles(_MAX_GRANITE_GRID)),
+    "lfm2_vl": _of("<image>", *(f"<|{each}|>" for each in ("image_start", "image_end", "img_thumbnail"))),
+    "minicpmv4_6": _of(
+        *("<|image_pad|>", _VIDEO),
+        *(f"<{end}{each}>" for each in ("image", "slice", "image_id") for end in ("", "/")),
+    ),
 } | {
-    "qwen3_vl": Placeholders("qwen3_vl", *_QWEN, IMAGE, "<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>"),
-    "qwen2_vl": Placeholders("qwen2_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
-    "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
-    "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
-    "llava_onevision": Placeholders("llava_onevision", *_LLAVA, IMAGE, "<video>", "<video>"),
-    "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
-    "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>", "<video>"),
-    "qwen3_omni": Placeholders("qwen3_omni", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
-    "qwen2_5_omni": Placeholders("qwen2_5_omni", *_QWEN2_5_OMNI, IMAGE, "<|VIDEO|>", "<|VIDEO|>"),
-    "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
-    "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
-    "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),
-    "qwen3_omni_audio": Placeholders("qwen3_omni_audio", *_QWEN3_ASR, AUDIO),
-    "voxtral": Placeholders("voxtral", *_VOXTRAL, AUDIO),
-    "glmasr": Placeholders("glmasr", *_GLMASR, AUDIO),
-    "audioflamingo3": Placeholders("audioflamingo3", *_SOUND, AUDIO),
+    kind: replace(texts, medium=AUDIO)
+    for kind, texts in {
+        "qwen2_audio": _AUDIO_OF_QWEN2,
+        "qwen2_5_omni_audio": _AUDIO_OF_QWEN2,
+        "qwen3_asr": _AUDIO_OF_QWEN3,
+        "qwen3_omni_audio": _AUDIO_OF_QWEN3,
+        "voxtral": _of("[AUDIO]", "[BEGIN_AUDIO]", written="[BEGIN_AUDIO][AUDIO]"),
+        "glmasr": _around("<|begin_of_audio|>", "<|pad|>", "<|end_of_audio|>"),
+        "audioflamingo3": _of("<sound>"),
+    }.items()
 }
 """Kind of model -> its texts."""
-
-
-# Texts of images: `num_rows` image tokens in each.
-
-
-def run_text(kind: str, num_rows: int) -> str:
-    """Image tokens alone."""
-    return PLACEHOLDERS[kind].image_token * num_rows
-
-
-def video_text(kind: str, num_rows: int) -> str:
-    """Tokens of frames alone."""
-    return PLACEHOLDERS[kind].row_token * num_rows
-
-
-def gemma_text(num_rows: int) -> str:
-    """Line ends around it, which may join with the prompt's."""
-    return f"\n\n<start_of_image>{run_text('gemma3', num_rows)}<end_of_image>\n\n"
-
-
-def gemma4_text(num_rows: int) -> str:
-    """A token before and behind the image tokens."""
-    return f"<|image>{run_text('gemma4', num_rows)}<image|>"
-
-
-def internvl_text(num_rows: int) -> str:
-    """A token before and behind the image tokens."""
-    return f"<img>{run_text('internvl', num_rows)}</img>"
-
-
-def aya_text(num_tiles: int, rows_per_tile: int) -> str:
-    """Tiles with their numbers, and the complete image behind several or alone."""
-    tile = run_text("aya_vision", rows_per_tile)
-    tiles = "".join([f"TILE_{number}{tile}" for number in range(1, num_tiles)])
-    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"
-
-
-def command_a_text(num_tiles: int, rows_per_tile: int) -> str:
-    """Tiles with a break behind each, the last of which is the complete image."""
-    tile = f"{run_text('cohere2_vision', rows_per_tile)}<|IMG_LINE_BREAK|>"
-    return f"<|START_OF_IMG|>{tile * num_tiles}<|END_OF_IMG|>"
-
-
-def minicpm_text(slices: Sequence[Sequence[int]], num_rows: int, *, is_numbered: bool) -> str:
-    """The complete image of `num_rows`, with its number, and behind it lines of slices, by their numbers of rows."""
-    lines = ["".join([f"<slice>{run_text('minicpmv4_6', each)}</slice>" for each in line]) for line in slices]
-    before = f"<image_id>{IMAGE_NUMBER}</image_id>" * is_numbered
-    return f"{before}<image>{run_text('minicpmv4_6', num_rows)}</image>" + "\n".join(lines)
-
-
-def pixtral_text(num_lines: int, num_columns: int) -> str:
-    """A break between lines, an end behind the last."""
-    return "[IMG_BREAK]".join(["[IMG]" * num_columns] * num_lines) + "[IMG_END]"
-
-
-def llama4_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
-    """Tiles with a token between those of a line and one behind each, and the complete image; a tile alone is that."""
-    tile, (between, behind) = run_text("llama4", rows_per_tile), _SEPARATORS
-    lines = (between.join([tile] * num_columns) + behind) * num_lines if num_lines * num_columns > 1 else ""
-    return f"<|image_start|>{lines}<|image|>{tile}<|image_end|>"
-
-
-def smolvlm_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
-    """Tiles line by line, with their places, and the complete image; without tiles this alone."""
-    tile = run_text("smolvlm", rows_per_tile)
-    tiles = _lines_text(num_lines, num_columns, tile) + "\n" * bool(num_lines)
-    return f"{tiles}<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
-
-
-def _lines_text(num_lines: int, num_columns: int, tile: str) -> str:
-    return "".join(
-        [
-            "".join([f"<fake_token_around_image><row_{line + 1}_col_{each + 1}>{tile}" for each in range(num_columns)])
-            + "\n"
-            for line in range(num_lines)
-        ]
-    )
-
-
-def granite_text(num_lines: int, num_columns: int, rows_per_tile: int) -> str:
-    """Tiles line by line, with their places, and behind several the complete image."""
-    tile = run_text("granite_docling", rows_per_tile)
-    lines = _lines_text(num_lines, num_columns, tile)
-    behind = f"\n<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
-    return lines + behind * (num_lines * num_columns > 1)
-
-
-def lfm2_text(num_lines: int, num_columns: int, rows_per_tile: int, num_rows: int) -> str:
-    """Tiles, if they are several, with their places, and the complete image of `num_rows`."""
-    tile = run_text("lfm2_vl", rows_per_tile)
-    places = [(line, column) for line in range(num_lines) for column in range(num_columns)]
-    tiles = "".join([f"<|img_row_{line + 1}_col_{column + 1}|>{tile}" for line, column in places])
-    behind = f"{tiles}<|img_thumbnail|>" if len(places) > 1 else ""
-    return f"<|image_start|>{behind}{run_text('lfm2_vl', num_rows)}<|image_end|>"

@@ -15,12 +15,14 @@ from spmd_worker.media.decode import decode
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor, processor_of
 from spmd_worker.media.limits import MediaLimits, limits_of
+from spmd_worker.media.media_process import MediaProcess, with_errors
 from spmd_worker.media.prepared import NUM_CHANNELS, Pixels, PreparedImage, pixels_from
 from spmd_worker.media.preparing import prepare
 from spmd_worker.media.sizes import Size
+from spmd_worker.media.source import IMAGE
 from spmd_worker.media.video_preparing import resized
 from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
-from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
+from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, serve
 
 CPU_S: Final = 5
 _PIXELS_PER_S: Final = 4_000_000
@@ -35,23 +37,14 @@ def cpu_seconds(limits: MediaLimits) -> int:
     return CPU_S + limits.max_image_pixels // _PIXELS_PER_S
 
 
-class IsolatedPreparer:
-    """Prepares images one after the other. Not shared with forked processes: each starts a process of its own."""
+class IsolatedPreparer(MediaProcess):
+    """Prepares images one after the other."""
 
     def __init__(self, processor: ImageProcessor, limits: MediaLimits, video: VideoProcessor | None = None) -> None:
         of_video = None if video is None else asdict(video)
         start = {"processor": asdict(processor), "limits": asdict(limits), "video": of_video}
         memory_bytes = MEMORY_BYTES + limits.max_image_bytes + _MEMORY_PER_PIXEL * limits.max_image_pixels
-        self._process = BoundedProcess(__name__, start, cpu_seconds(limits), memory_bytes)
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the running process; None without one."""
-        return self._process.pid
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
+        super().__init__(IMAGE, BoundedProcess(__name__, start, cpu_seconds(limits), memory_bytes))
 
     def prepare(self, source: bytes | Pixels, source_digest: bytes, *, is_alone: bool) -> PreparedImage:
         """Raises MediaError."""
@@ -66,13 +59,7 @@ class IsolatedPreparer:
 
     def _answer(self, source: bytes | Pixels, request: Mapping[str, Any]) -> Mapping[str, Any]:
         data, shape = (source, None) if isinstance(source, bytes) else (source.tobytes(), source.shape)
-        try:
-            answer = self._process.ask(pack({"shape": shape, **request, PAYLOAD: data}))
-        except BoundedProcessError as error:
-            raise MediaError("image_unreadable", f"decoding was ended: {error}") from None
-        if "code" in answer:
-            raise MediaError(answer["code"], answer["message"])
-        return answer
+        return self._ask({"shape": shape, **request, PAYLOAD: data})
 
 
 def _prepared(answer: Mapping[str, Any], source_digest: bytes) -> PreparedImage:
@@ -101,16 +88,13 @@ def _open(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str
     Image.MAX_IMAGE_PIXELS = None
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        try:
-            pixels = _pixels(request, bounds)
-            if "num_frames" in request:
-                assert video is not None, "the model takes videos"
-                return _frame(pixels, request["num_frames"], video, bounds)
-            return _image(pixels, request["is_alone"], processor, bounds)
-        except MediaError as error:
-            return {"code": error.code, "message": str(error)}
+        pixels = _pixels(request, bounds)
+        if "num_frames" in request:
+            assert video is not None, "the model takes videos"
+            return _frame(pixels, request["num_frames"], video, bounds)
+        return _image(pixels, request["is_alone"], processor, bounds)
 
-    return answer
+    return with_errors(answer)
 
 
 def _pixels(request: Mapping[str, Any], limits: MediaLimits) -> Pixels:

@@ -1,9 +1,8 @@
 """ImagePreparer: images and videos of prompts, prepared ahead of time in helper processes."""
 
 import contextlib
-import queue
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -14,10 +13,10 @@ from spmd_worker.media.decode import check_pillow, checked_array, pixels_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.limits import MediaLimits
-from spmd_worker.media.placeholders import Placeholders
+from spmd_worker.media.media_process import HelperThreads
 from spmd_worker.media.prepare_process import IsolatedPreparer
 from spmd_worker.media.prepared import Pixels, PreparedImage
-from spmd_worker.media.source import VIDEO, ImageSource, read_source
+from spmd_worker.media.source import IMAGE, VIDEO, ImageSource, read_source
 from spmd_worker.media.video_preparing import prepare_video
 from spmd_worker.media.video_process import IsolatedVideoDecoder
 from spmd_worker.media.video_processor import VideoProcessor
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = ImageSource | VideoPart
 _GivenImage: TypeAlias = bytes | str | Path | Pixels
+_Named: TypeAlias = tuple[str, _GivenImage | GivenVideo | VideoPart]
 
 
 class _Helpers(NamedTuple):
@@ -49,44 +49,29 @@ class _Helpers(NamedTuple):
             self.videos.close()
 
 
-class ImagePreparer:
-    """Images and videos of prompts -> PreparedImages, `num_processes` prompts at a time. Threads may share it.
-
-    Paths are below `root`; without it there are none. Without `video` there are no videos. Close it, or leave its
-    `with`, to end threads and processes.
+class ImagePreparer(HelperThreads[_Helpers]):
+    """Images and videos of prompts -> PreparedImages, `num_processes` prompts at a time. Paths are below `root`;
+    without it there are none. Without `video` there are no videos.
     """
 
     def __init__(
         self,
         processor: ImageProcessor,
-        placeholders: Placeholders,
         limits: MediaLimits,
         root: Path | None,
         num_processes: int = 2,
         video: VideoProcessor | None = None,
     ) -> None:
         check_pillow()
-        self.processor, self.placeholders, self.limits = processor, placeholders, limits
-        self._root, self._video, self._is_closed = root, video, False
-        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="images")
-        self._idle: queue.SimpleQueue[_Helpers] = queue.SimpleQueue()
-        for _ in range(num_processes):
-            decoder = None if video is None else IsolatedVideoDecoder(video, limits)
-            self._idle.put(_Helpers(IsolatedPreparer(processor, limits, video), decoder))
-
-    def __enter__(self) -> "ImagePreparer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Prompts that have not begun are cancelled; those that have end as errors, behind the image they are at."""
-        self._is_closed = True
-        self._threads.shutdown(cancel_futures=True)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
+        helpers = [
+            _Helpers(
+                IsolatedPreparer(processor, limits, video),
+                None if video is None else IsolatedVideoDecoder(video, limits),
+            )
+            for _ in range(num_processes)
+        ]
+        super().__init__(IMAGE, helpers)
+        self.processor, self.limits, self._root, self._video = processor, limits, root, video
 
     def prepare(self, sources: Sequence[Source]) -> list[PreparedImage]:
         """All images of one prompt, those of a video's frames in its place. Raises MediaError, whose message has the
@@ -98,16 +83,9 @@ class ImagePreparer:
         """`prepare` ahead of time: prompts are prepared in the order in which they are submitted. Pixels of Pillow's
         images are read here, in the caller's thread; files are read when their turn comes.
         """
-        try:
-            self._check_numbers(sources)
-            given = [self._given_source(*each) for each in _numbers(sources)]
-        except MediaError as error:
-            failed: Future[list[PreparedImage]] = Future()
-            failed.set_exception(error)
-            return failed
-        return self._threads.submit(self._prepare_all, given)
+        return self._submitted(lambda: self._given_sources(sources), self._prepare_all)
 
-    def _check_numbers(self, sources: Sequence[Source]) -> None:
+    def _given_sources(self, sources: Sequence[Source]) -> list[_Named]:
         num_videos = sum([isinstance(each, VideoPart) for each in sources])
         if num_videos and self._video is None:
             reason = (
@@ -121,8 +99,9 @@ class ImagePreparer:
         if num_videos > self.limits.max_videos:
             rule = f"limits.max_videos={self.limits.max_videos}"
             raise MediaError("too_many_videos", f"the prompt has {num_videos} videos, more than {rule}")
+        return [self._given_source(*each) for each in _numbers(sources)]
 
-    def _given_source(self, name: str, source: Source) -> "tuple[str, _GivenImage | GivenVideo | VideoPart]":
+    def _given_source(self, name: str, source: Source) -> _Named:
         with _named(name):
             if isinstance(source, VideoPart):
                 return name, source if source.is_file else given_video(source, self.limits, self._given)
@@ -138,22 +117,18 @@ class ImagePreparer:
         kinds = "bytes, a path, a data URL, a uint8 array [height, width, 3] or a PIL image"
         raise MediaError("image_unreadable", f"{type(source).__name__} is not an image: give {kinds}")
 
-    def _prepare_all(self, given: "list[tuple[str, _GivenImage | GivenVideo | VideoPart]]") -> list[PreparedImage]:
-        helper = self._idle.get()
-        try:
-            made: list[PreparedImage] = []
-            num_images = sum([not isinstance(each, GivenVideo | VideoPart) for _, each in given])
-            for name, each in given:
-                with _named(name):
-                    if isinstance(each, GivenVideo):
-                        made += self._prepare_video(helper.images, each)
-                    elif isinstance(each, VideoPart):
-                        made += self._prepare_file(helper, each)
-                    else:
-                        made.append(helper.images.prepare(*self._read(each), is_alone=num_images == 1))
-            return made
-        finally:
-            self._idle.put(helper)
+    def _prepare_all(self, helper: _Helpers, given: list[_Named]) -> list[PreparedImage]:
+        made: list[PreparedImage] = []
+        num_images = sum([not isinstance(each, GivenVideo | VideoPart) for _, each in given])
+        for name, each in given:
+            with _named(name):
+                if isinstance(each, GivenVideo):
+                    made += self._prepare_video(helper.images, each)
+                elif isinstance(each, VideoPart):
+                    made += self._prepare_file(helper, each)
+                else:
+                    made.append(helper.images.prepare(*self._read(each), is_alone=num_images == 1))
+        return made
 
     def _prepare_video(self, helper: IsolatedPreparer, given: GivenVideo) -> list[PreparedImage]:
         frames, digest, size = [], sha256(), None
@@ -171,7 +146,7 @@ class ImagePreparer:
         assert self._video is not None, "numbers of videos were checked"
         return given.prepared(frames, size, self._video, digest.digest())
 
-    def _prepare_file(self, helper: "_Helpers", part: VideoPart) -> list[PreparedImage]:
+    def _prepare_file(self, helper: _Helpers, part: VideoPart) -> list[PreparedImage]:
         assert self._video is not None, "numbers of videos were checked"
         assert helper.videos is not None, "a run with videos decodes them"
         self._check_open()
@@ -180,10 +155,6 @@ class ImagePreparer:
         found = helper.videos.decode(data, sampling)
         numbers = (found.indices, found.fps, found.total)
         return prepare_video(found.frames, found.size, *numbers, self._video, sha256(data).digest())
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise MediaError("image_unreadable", "the run has ended before it was prepared")
 
     def _read(self, given: _GivenImage) -> tuple[bytes | Pixels, bytes]:
         """Bytes or pixels, and their digest."""

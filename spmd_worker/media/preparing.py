@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from spmd_worker.media import placeholders, sizes
+from spmd_worker.media import image_texts, sizes
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.media_id import media_id_of
@@ -25,7 +25,7 @@ class _Parts(NamedTuple):
 
 def prepare(pixels: Pixels, processor: ImageProcessor, *, is_alone: bool, source_digest: bytes = b"") -> PreparedImage:
     """The image as the model takes it; `is_alone`: it is the prompt's only one. Raises MediaError."""
-    parts = _KINDS[processor.kind](pixels, processor, is_alone)
+    parts = (_KINDS if is_alone else _AMONG_OTHERS)[processor.kind](pixels, processor)
     crops = tuple([np.ascontiguousarray(each) for each in parts.crops])
     patch = processor.patch_size
     lines, columns = (side // patch for side in _size_of(crops[0]))
@@ -78,16 +78,16 @@ def _square(pixels: Pixels, processor: ImageProcessor) -> Pixels:
 _SIZES: Final = {"glm4v": sizes.glm_size, "paddleocr_vl": sizes.paddleocr_size}
 
 
-def _qwen(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _qwen(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     unit = processor.patch_size * processor.merge_size
     size_of = _SIZES.get(processor.kind, sizes.qwen_size)
     height, width = size_of(*_size_of(pixels), unit, processor.min_pixels, processor.max_pixels)
     lines, columns = height // unit, width // unit
-    text = placeholders.run_text(processor.kind, lines * columns)
+    text = image_texts.run_text(processor.kind, lines * columns)
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns, (lines, columns))
 
 
-def _kimi(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _kimi(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """The image at the top left of black tokens."""
     patch, unit = processor.patch_size, processor.patch_size * processor.merge_size
     limits = (processor.max_pixels // patch**2, processor.longest_edge // patch)
@@ -95,22 +95,22 @@ def _kimi(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     lines, columns = (-(-side // unit) for side in _size_of(resized))
     canvas = np.zeros((lines * unit, columns * unit, NUM_CHANNELS), np.uint8)
     canvas[: len(resized), : resized.shape[1]] = resized
-    return _Parts([canvas], placeholders.run_text(processor.kind, lines * columns), lines * columns)
+    return _Parts([canvas], image_texts.run_text(processor.kind, lines * columns), lines * columns)
 
 
-def _gemma3(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _gemma3(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     num_rows = processor.tokens_per_crop
-    return _Parts([_squeezed(pixels, processor)], placeholders.gemma_text(num_rows), num_rows)
+    return _Parts([_squeezed(pixels, processor)], image_texts.gemma_text(num_rows), num_rows)
 
 
-def _gemma4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _gemma4(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     unit = processor.patch_size * processor.merge_size
     height, width = sizes.gemma4_size(*_size_of(pixels), unit, processor.max_pixels)
     num_rows = (height // unit) * (width // unit)
-    return _Parts([_resized(pixels, (height, width), processor)], placeholders.gemma4_text(num_rows), num_rows)
+    return _Parts([_resized(pixels, (height, width), processor)], image_texts.gemma4_text(num_rows), num_rows)
 
 
-def _llava(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _llava(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     side = processor.side
     pixels = _square(pixels, processor) if processor.is_padded else pixels
     if processor.short_edge:
@@ -120,27 +120,25 @@ def _llava(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     else:
         crop = _squeezed(pixels, processor)
     num_rows = processor.tokens_per_crop
-    return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _Parts([crop], image_texts.run_text(processor.kind, num_rows), num_rows)
 
 
-def _deepseek(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _deepseek(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Resized to the square, which is filled with the mean's colour."""
     size = sizes.deepseek_size(*_size_of(pixels), processor.side, processor.short_edge)
     num_rows = processor.tokens_per_crop
     crop = _square(_resized(pixels, size, processor), processor)
-    return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _Parts([crop], image_texts.run_text(processor.kind, num_rows), num_rows)
 
 
-def _onevision(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
-    """Alone the image and crops of it, each line of tokens with a newline row; beside others one padded square."""
-    if not is_alone:
-        num_rows = processor.tokens_per_crop + 1
-        crop = _squeezed(_square(pixels, processor), processor)
-        return _Parts([crop], placeholders.run_text(processor.kind, num_rows), num_rows)
-    return _llava_next(pixels, processor, is_alone)
+def _beside(pixels: Pixels, processor: ImageProcessor) -> _Parts:
+    """One padded square, with a newline row."""
+    num_rows = processor.tokens_per_crop + 1
+    crop = _squeezed(_square(pixels, processor), processor)
+    return _Parts([crop], image_texts.run_text(processor.kind, num_rows), num_rows)
 
 
-def _llava_next(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _llava_next(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """The image and crops of it, each line of tokens with a newline row."""
     height, width = _size_of(pixels)
     target = sizes.best_pinpoint(height, width, processor.pinpoints)
@@ -150,16 +148,16 @@ def _llava_next(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _P
     lines, columns = (length // processor.side * side for length in target)
     lines, columns = sizes.unpadded_grid(height, width, lines, columns, processor.max_crops, side)
     num_rows = processor.tokens_per_crop + lines * columns + lines
-    return _Parts(crops, placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _Parts(crops, image_texts.run_text(processor.kind, num_rows), num_rows)
 
 
-def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _internvl(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Tiles, and behind several the complete image."""
     side = processor.side
     lines, columns = sizes.tile_grid(*_size_of(pixels), side, processor.min_crops, processor.max_crops)
     crops = _tiles(pixels, (lines, columns), processor)
     num_rows = processor.tokens_per_crop * len(crops)
-    return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
+    return _Parts(crops, image_texts.internvl_text(num_rows), num_rows)
 
 
 def _tiles(pixels: Pixels, grid: tuple[int, int], processor: ImageProcessor) -> list[Pixels]:
@@ -169,15 +167,15 @@ def _tiles(pixels: Pixels, grid: tuple[int, int], processor: ImageProcessor) -> 
     return [*crops, _squeezed(pixels, processor)] if len(crops) > 1 else crops
 
 
-def _cohere(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _cohere(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Tiles of the nearest ratio (Aya), or that the image fits (Command A)."""
     size, side, per_tile = _size_of(pixels), processor.side, processor.tokens_per_crop
     if processor.kind == "aya_vision":
         crops = _tiles(pixels, sizes.tile_grid(*size, side, processor.min_crops, processor.max_crops), processor)
-        text = placeholders.aya_text(len(crops), per_tile)
+        text = image_texts.aya_text(len(crops), per_tile)
     else:
         crops = _tiles(pixels, sizes.cohere_grid(*size, side, processor.max_crops), processor)
-        text = placeholders.command_a_text(len(crops), per_tile)
+        text = image_texts.command_a_text(len(crops), per_tile)
     return _Parts(crops, text, per_tile * len(crops))
 
 
@@ -185,7 +183,7 @@ _MOST_TILES: Final = 16
 """Tiles of a line or column of Granite-Docling, which have tokens of their own."""
 
 
-def _lfm2(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _lfm2(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Tiles of an image that is too large for its tokens, and the complete image behind them or alone."""
     side, unit, size = processor.side, processor.patch_size * processor.merge_size, _size_of(pixels)
     height, width = sizes.lfm2_size(*size, unit, processor.min_pixels, processor.max_pixels)
@@ -197,11 +195,11 @@ def _lfm2(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     if lines * columns > 1:
         crops = [*_cut(_resized(pixels, (lines * side, columns * side), processor), side), *crops]
     num_rows, per_tile = height // unit * (width // unit), processor.tokens_per_crop
-    text = placeholders.lfm2_text(lines, columns, per_tile, num_rows)
+    text = image_texts.lfm2_text(lines, columns, per_tile, num_rows)
     return _Parts(crops, text, num_rows + per_tile * (len(crops) - 1))
 
 
-def _minicpm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _minicpm(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """The complete image, and slices of one of more pixels."""
     side, unit, size = processor.side, processor.patch_size * processor.merge_size, _size_of(pixels)
     grid = sizes.minicpm_grid(*size, side, processor.max_crops) if processor.splits else (1, 1)
@@ -219,11 +217,11 @@ def _minicpm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
         ]
         lines = [[tile[0] // unit * (tile[1] // unit)] * grid[1]] * grid[0]
     num_rows = len(crops[0]) // unit * (crops[0].shape[1] // unit)
-    text = placeholders.minicpm_text(lines, num_rows, is_numbered=processor.is_numbered)
+    text = image_texts.minicpm_text(lines, num_rows, is_numbered=processor.is_numbered)
     return _Parts(crops, text, num_rows + sum(map(sum, lines)))
 
 
-def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _granite(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Tiles, of dense pages more, and behind several the complete image."""
     side, least, most = processor.side, processor.min_crops, processor.max_crops
     limits = (*_size_of(pixels), side)
@@ -233,11 +231,11 @@ def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
         most = processor.dense_crops
     lines, columns = sizes.tile_grid(*limits, min(least, most), most, _MOST_TILES)
     crops = _tiles(pixels, (lines, columns), processor)
-    text = placeholders.granite_text(lines, columns, processor.tokens_per_crop)
+    text = image_texts.granite_text(lines, columns, processor.tokens_per_crop)
     return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
 
-def _llama4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _llama4(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Tiles of the image at the top left of a black canvas, and behind several the complete image."""
     side, (height, width) = processor.side, _size_of(pixels)
     lines, columns = sizes.llama4_grid(height, width, side, processor.max_crops)
@@ -247,19 +245,19 @@ def _llama4(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts
     crops = _cut(canvas, side)
     if len(crops) > 1:
         crops.append(_squeezed(pixels, processor))
-    text = placeholders.llama4_text(lines, columns, processor.tokens_per_crop)
+    text = image_texts.llama4_text(lines, columns, processor.tokens_per_crop)
     return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
 
-def _pixtral(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _pixtral(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     unit = processor.patch_size * processor.merge_size
     height, width = sizes.pixtral_size(*_size_of(pixels), processor.longest_edge, unit)
     lines, columns = height // unit, width // unit
-    text = placeholders.pixtral_text(lines, columns)
+    text = image_texts.pixtral_text(lines, columns)
     return _Parts([_resized(pixels, (height, width), processor)], text, lines * columns)
 
 
-def _lighton(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _lighton(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Patches at the right and at the bottom may fill no token, but are seen."""
     height, width = sizes.pixtral_size(*_size_of(pixels), processor.longest_edge, processor.resize_unit)
     patch, unit = processor.patch_size, processor.patch_size * processor.merge_size
@@ -268,10 +266,10 @@ def _lighton(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
         size = f"{pixels.shape[1]} x {len(pixels)} pixels are resized to {width} x {height}"
         raise MediaError("image_too_narrow", f"{size}: a token is of {unit} x {unit}")
     resized = _resized(pixels, (height, width), processor)[: height // patch * patch, : width // patch * patch]
-    return _Parts([resized], placeholders.run_text(processor.kind, num_rows), num_rows)
+    return _Parts([resized], image_texts.run_text(processor.kind, num_rows), num_rows)
 
 
-def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+def _smolvlm(pixels: Pixels, processor: ImageProcessor) -> _Parts:
     """Resized so that squares fill it, the squares if they are several, and the complete image behind them."""
     side, lines, columns = processor.side, 0, 0
     crops: list[Pixels] = []
@@ -282,11 +280,11 @@ def _smolvlm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
             lines, columns = (length // side for length in _size_of(pixels))
             crops = _cut(pixels, side)
     crops.append(_squeezed(pixels, processor))
-    text = placeholders.smolvlm_text(lines, columns, processor.tokens_per_crop)
+    text = image_texts.smolvlm_text(lines, columns, processor.tokens_per_crop)
     return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
 
-_KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
+_KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor], _Parts]]] = {
     "qwen3_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
@@ -302,7 +300,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "llava": _llava,
     "deepseek_vl": _deepseek,
     "llava_next": _llava_next,
-    "llava_onevision": _onevision,
+    "llava_onevision": _llava_next,
     "internvl": _internvl,
     "aya_vision": _cohere,
     "cohere2_vision": _cohere,
@@ -315,3 +313,5 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "lfm2_vl": _lfm2,
     "minicpmv4_6": _minicpm,
 }
+_AMONG_OTHERS: Final = {**_KINDS, "llava_onevision": _beside}
+"""Those of images in a prompt with several."""

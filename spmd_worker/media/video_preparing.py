@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_worker.media import placeholders
+from spmd_worker.media import image_texts
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.media_id import frames_id_of
@@ -41,7 +41,7 @@ def prepare_video(
     num_rows = processor.step_tokens((len(frames[0]), frames[0].shape[1]))
     # The last frame may have one more.
     counts = [num_rows] * (num_steps - 1) + [num_rows + processor.rule.pools]
-    tokens = [placeholders.video_text(processor.kind, each) for each in counts]
+    tokens = [image_texts.video_text(processor.kind, each) for each in counts]
     described = TextOfVideo(tokens, [each / fps for each in indices], size_of_step, total / fps)
     text = text_of_video(processor.rule.text, described)
     times = [processor.time(step, sampled_fps) for step in range(num_steps)]

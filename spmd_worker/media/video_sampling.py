@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -61,12 +62,9 @@ def _ends(total: int, number: int) -> list[int]:
     return [int(each) for each in np.linspace(0, total - 1, max(number, 1)).round()]
 
 
-def _ends_at_rate(wish: _Wish) -> list[int]:
-    return _ends(wish.total, _number_at_rate(wish))
-
-
-def _number_at_rate(wish: _Wish) -> int:
-    return min(max(int(wish.total / wish.fps * wish.rate), wish.least), wish.most, wish.total)
+def _at_rate(by_number: Callable[[int, int], list[int]], wish: _Wish) -> list[int]:
+    """So many frames as are wished, by the rule for a number of them."""
+    return by_number(wish.total, min(max(int(wish.total / wish.fps * wish.rate), wish.least), wish.most, wish.total))
 
 
 def _beginnings(total: int, number: int) -> list[int]:
@@ -76,17 +74,9 @@ def _beginnings(total: int, number: int) -> list[int]:
     return [each * total // number for each in range(number)]
 
 
-def _beginnings_at_rate(wish: _Wish) -> list[int]:
-    return _beginnings(wish.total, _number_at_rate(wish))
-
-
 def _middles(total: int, number: int) -> list[int]:
     """The frame in the middle of each of so many equal parts."""
     return [(2 * each + 1) * total // (2 * number) for each in range(number)]
-
-
-def _middles_at_rate(wish: _Wish) -> list[int]:
-    return _middles(wish.total, _number_at_rate(wish))
 
 
 def _pairs(total: int, number: int) -> list[int]:
@@ -179,9 +169,9 @@ def _bounded(found: list[int], wish: _Wish) -> list[int]:
 
 _RULES: Final[dict[str, tuple[Callable[[int, int], list[int]], Callable[[_Wish], list[int]]]]] = {
     "pairs": (_pairs, _pairs_at_rate),
-    "ends": (_ends, _ends_at_rate),
-    "beginnings": (_beginnings, _beginnings_at_rate),
-    "middles": (_middles, _middles_at_rate),
+    "ends": (_ends, partial(_at_rate, _ends)),
+    "beginnings": (_beginnings, partial(_at_rate, _beginnings)),
+    "middles": (_middles, partial(_at_rate, _middles)),
     "glm4v": (_ends, _glm4v),
     "glm46v": (_ends, _glm46v),
     "smolvlm": (_ends, _smolvlm),

@@ -13,8 +13,7 @@ from kv_cache.cache_sizing import CacheSizing
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.connectors.interface import ConnectorContext
 from spmd_worker.base.metrics.start_times import StartTimes
-from spmd_worker.media.sent_audio import SentAudio
-from spmd_worker.media.sent_image import SentImage
+from spmd_worker.media.sent_audio import SentMedia
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.weights.weight_update import WeightUpdateReport
 from spmd_worker.ranks.environment import RankEnvironment
@@ -192,25 +191,10 @@ class Worker(WorkerBase):
         if rows is not None:
             rows.hold(request_id, content, data)
 
-    def hold_media(
-        self,
-        request_id: int,
-        index: int,
-        media_id: bytes,
-        shapes: tuple[tuple[int, int], ...],
-        grid: tuple[int, int],
-        size: tuple[int, int],
-        data: bytes,
-        frame: int = 0,
-    ) -> None:
-        media = self.running.runner.media
-        if media is not None:
-            media.hold(request_id, index, SentImage(media_id, shapes, grid, size, data, frame))
-
-    def hold_audio(self, request_id: int, index: int, media_id: bytes, shape: tuple[int, int], data: bytes) -> None:
-        media = self.running.runner.media
-        if media is not None:
-            media.hold(request_id, index, SentAudio(media_id, shape, data))
+    def hold_media(self, request_id: int, index: int, media: SentMedia) -> None:
+        store = self.running.runner.media
+        if store is not None:
+            store.hold(request_id, index, media)
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """`grammar_output` must be None: this worker computes its grammars itself."""

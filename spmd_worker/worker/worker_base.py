@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.base.config.speculation import CPU_STEP_TOKENS
 from spmd_worker.base.errors import AdapterError, ConfigError
+from spmd_worker.media.sent_audio import SentMedia
 from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
@@ -156,26 +157,12 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not support prompts of embeddings")
 
-    def hold_media(
-        self,
-        request_id: int,
-        index: int,
-        media_id: bytes,
-        shapes: tuple[tuple[int, int], ...],
-        grid: tuple[int, int],
-        size: tuple[int, int],
-        data: bytes,
-        frame: int = 0,
-    ) -> None:
-        """Take the pixels of image `index` of a request (`ImagePixels`), before the first step that makes its rows;
-        released when a plan lists the request as finished. Workers other than the first of the first stage have no use
-        for them.
+    def hold_media(self, request_id: int, index: int, media: SentMedia) -> None:
+        """Take the pixels of image `index` of a request, or the audio that an encoder reads, before the first step that
+        makes its rows; released when a plan lists the request as finished. Workers other than the first of the first
+        stage have no use for them.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not support prompts with images")
-
-    def hold_audio(self, request_id: int, index: int, media_id: bytes, shape: tuple[int, int], data: bytes) -> None:
-        """`hold_media` for audio, which an encoder-decoder model's encoder reads (`SentAudio`)."""
-        raise NotImplementedError(f"{type(self).__name__} does not support audio")
+        raise NotImplementedError(f"{type(self).__name__} does not support prompts with images or audio")
 
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:

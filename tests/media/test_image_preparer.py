@@ -25,7 +25,6 @@ from spmd_worker.media import prepare_process
 from spmd_worker.media.decode import decode
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
-from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.prepare_process import CPU_S, MEMORY_BYTES, IsolatedPreparer, cpu_seconds
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
@@ -50,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def preparer(folder: Path) -> Iterator[ImagePreparer]:
     """Of LLaVA-OneVision, whose images depend on their number."""
     processor = media_processor(folder, "llava_onevision")
-    with ImagePreparer(processor, PLACEHOLDERS["llava_onevision"], LIMITS, folder, 1) as preparer:
+    with ImagePreparer(processor, LIMITS, folder, 1) as preparer:
         yield preparer
 
 
@@ -107,7 +106,7 @@ def test_limits_of_a_prompt_are_named(preparer: ImagePreparer):
     assert (code, "has 4 images, more than limits.max_images=3" in message) == ("too_many_images", True)
     assert preparer.prepare([]) == []
     processor = replace(preparer.processor, max_crops=99)
-    with ImagePreparer(processor, preparer.placeholders, replace(LIMITS, max_image_tokens=99), None, 1) as short:
+    with ImagePreparer(processor, replace(LIMITS, max_image_tokens=99), None, 1) as short:
         code, message = code_of(short, [FILE])
     assert code == "image_too_long"
     assert "257 x 130 pixels takes" in message
@@ -148,7 +147,7 @@ def test_process_that_ends_in_a_request_is_an_error(monkeypatch: pytest.MonkeyPa
 def test_prompts_are_prepared_ahead_and_in_order(folder: Path):
     processor = media_processor(folder, "llava")
     order: list[int] = []
-    preparer = ImagePreparer(processor, PLACEHOLDERS["llava"], LIMITS, folder, 1)
+    preparer = ImagePreparer(processor, LIMITS, folder, 1)
     with preparer:
         futures: list[Future[list[PreparedImage]]] = []
         for number in range(5):
@@ -171,7 +170,7 @@ def test_close_ends_a_prompt_behind_its_image(folder: Path, monkeypatch: pytest.
         return prepare(PIXELS, media_processor(folder, "llava"), is_alone=False)
 
     monkeypatch.setattr(IsolatedPreparer, "prepare", prepare_held)
-    preparer = ImagePreparer(media_processor(folder, "llava"), PLACEHOLDERS["llava"], LIMITS, folder, 1)
+    preparer = ImagePreparer(media_processor(folder, "llava"), LIMITS, folder, 1)
     running, waiting = preparer.submit([FILE] * 3), preparer.submit([FILE])
     begun.wait()
     closing = threading.Thread(target=preparer.close)

@@ -10,7 +10,8 @@ from media_models import MODELS, media_processor, noise, tokenizer_of_all_media
 from tokenizers import Tokenizer
 
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.placeholders import PLACEHOLDERS, Encode, gemma_text
+from spmd_worker.media.image_texts import gemma_text
+from spmd_worker.media.placeholders import PLACEHOLDERS, Encode
 from spmd_worker.media.prepared import ImagePixels, PreparedImage
 from spmd_worker.media.preparing import prepare
 from spmd_worker.replica.sequence.media_items import check_media

@@ -18,7 +18,7 @@ from media_models import noise
 from transformers.video_utils import VideoMetadata
 from video_oracle import video_processor_oracle
 
-from spmd_worker.media import video_process
+from spmd_worker.media import media_process, video_process
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.resize import resize
@@ -154,7 +154,7 @@ def test_process_answers_with_frames(monkeypatch: pytest.MonkeyPatch):
         payload = {key: given.pop(key) for key in ("payload",) if key in given}
         return json.loads(json.dumps(given)) | payload
 
-    monkeypatch.setattr(video_process, "pack", lambda request: request)
+    monkeypatch.setattr(media_process, "pack", lambda request: request)
     monkeypatch.setattr(decoder, "_process", SimpleNamespace(ask=ask))
     found, expected = decoder.decode(file_of(), Sampling()), decoded(file_of())
     assert found[1:] == expected[1:]

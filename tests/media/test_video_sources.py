@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from media_answers import with_files
 from media_models import media_processor, noise, saved
 from PIL import Image
 from transformers.video_utils import VideoMetadata
@@ -16,7 +17,6 @@ from transformers.video_utils import VideoMetadata
 from spmd_worker.compat.video_prompts import videos_of
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
-from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.video_processor import read_video_processor
 from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, media_of_parts
@@ -31,10 +31,7 @@ LIMITS = MediaLimits(max_images=2, max_videos=2, max_video_frames=5, max_video_t
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for number, data in enumerate(FILES):
-        (folder / f"{number}.png").write_bytes(data)
-    return folder
+    return with_files(tmp_path_factory.mktemp("root"), {f"{number}.png": data for number, data in enumerate(FILES)})
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def preparer(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[I
     folder = tmp_path_factory.mktemp("model")
     images = media_processor(folder, KIND)
     videos = read_video_processor(folder / KIND, images)
-    with ImagePreparer(images, PLACEHOLDERS[KIND], LIMITS, root, 1, videos) as made:
+    with ImagePreparer(images, LIMITS, root, 1, videos) as made:
         yield made
 
 
@@ -122,7 +119,7 @@ def test_unusable_video_is_an_error_with_code(case: str, preparer: ImagePreparer
 
 
 def test_model_without_videos_rejects_them(tmp_path: Path):
-    preparer = ImagePreparer(media_processor(tmp_path, "gemma3"), PLACEHOLDERS["gemma3"], LIMITS, None, 1)
+    preparer = ImagePreparer(media_processor(tmp_path, "gemma3"), LIMITS, None, 1)
     with preparer, pytest.raises(MediaError, match="takes no videos") as found:
         preparer.prepare(FORMS["array"])
     assert found.value.code == "videos_unsupported"

@@ -6,7 +6,6 @@ the tests of those.
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,27 @@ from bailing_checkpoints import BAILING_CASES, bailing_folder, bailing_reference
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_engine,
+    check_entries,
+    check_rejected,
     check_stages,
     check_steps,
     check_tensors,
     logits_of_ranks,
     planned_models,
+    readings_of,
+    without_each,
 )
 from family_mutants import entries
 from hybrid_runs import run_rows
-from our_model import is_noticed, load_model
-from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error
+from model_configs import with_delta, with_ropes
+from our_model import load_model
+from reference_models import Oracle, random_prompt, relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BailingHybridConfig
 
 from kv_cache.cache_spec import BlockLayer, StateLayer
-from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.errors import ModelConfigError, SpmdError
 from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
@@ -101,31 +104,14 @@ def test_adapters_of_all_projections_are_those_of_peft(tmp_path: Path):
 
 
 def test_engine_gives_ids_of_transformers():
-    """Small steps, fewer slots than rows, the same prompts again from snapshots."""
-    rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    right = [greedy_without_cache(bailing_reference(NAME), row, 4) for row in rows]
-    with LLM(bailing_folder(NAME), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
-        for _ in range(2):
-            outputs = llm.generate(rows, greedy, use_tqdm=False)
-            assert [list(each.outputs[0].token_ids) for each in outputs] == right
-
-
-def with_delta(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    def change(config: ModelConfig) -> ModelConfig:
-        layers = [
-            layer if layer.delta is None else replace(layer, delta=replace(layer.delta, **changes))
-            for layer in config.layers
-        ]
-        return replace(config, layers=tuple(layers))
-
-    return change
+    check_engine(bailing_folder(NAME), bailing_reference(NAME), ROWS, 4)
 
 
 MISTAKES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
-    "decays without a bound": with_delta(decay_bound=0.0),
-    "another bound": with_delta(decay_bound=-5.0),
-    "another gate": with_delta(gate_activation="silu"),
-    "halves are rotated": lambda config: replace(config, ropes=(replace(config.ropes[0], is_interleaved=False),)),
+    "decays without a bound": partial(with_delta, decay_bound=0.0),
+    "another bound": partial(with_delta, decay_bound=-5.0),
+    "another gate": partial(with_delta, gate_activation="silu"),
+    "halves are rotated": partial(with_ropes, is_interleaved=False),
 }
 
 
@@ -153,41 +139,23 @@ UNSEEN += ("names.ignores_later_layers", "rope", "rope.may_be_partial")
 
 def readings() -> list[Any]:
     """Meanings of files with no keys, few and other ones."""
-    found: list[Any] = []
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     others = {"mlp_layer_types": ["sparse"] * 4, "kda_safe_gate": False, "mlp_bias": True, "num_key_value_heads": 3}
-    for keys in ({}, sizes, {**sizes, **others}):
-        try:
-            found.append(model_config_of({"architectures": [ARCHITECTURE], **keys}, Path("config.json")))
-        except SpmdError as error:
-            found.append(str(error))
-    return found
-
-
-def mutants() -> list[tuple[str, Family]]:
-    defaults = [
-        (f"defaults.{key}", replace(ROW, defaults={each: ROW.defaults[each] for each in ROW.defaults if each != key}))
-        for key in ROW.defaults
-    ]
-    return entries(ROW, Family(), *UNSEEN) + defaults
+    files = [{"architectures": [ARCHITECTURE], **keys} for keys in ({}, sizes, {**sizes, **others})]
+    return readings_of(files, with_reasons=True)
 
 
 @pytest.mark.stress
 def test_comparison_detects_each_row_entry_set_to_plain(monkeypatch: pytest.MonkeyPatch):
-    right, silent = readings(), []
-
     def logits_of(folder: Path) -> list[Tensor]:
         return run_rows([load_model(folder)], ROWS[1:2])[0]
 
-    def is_right(logits: list[Tensor]) -> bool:
-        return relative_error(logits[0], expected(NAME)[1]) < TOLERANCE
+    def is_right(name: str, logits: list[Tensor]) -> bool:
+        return relative_error(logits[0], expected(name)[1]) < TOLERANCE
 
-    for what, mutant in mutants():
-        monkeypatch.setitem(FAMILIES, ARCHITECTURE, mutant)
-        folders = (bailing_folder(NAME), thinned_bailing_folder(NAME))
-        if readings() == right and not is_noticed(folders, logits_of, is_right):
-            silent.append(what)
-    assert silent == []
+    mutants = entries(ROW, Family(), *UNSEEN) + without_each(ROW, "defaults")
+    folders = {NAME: (bailing_folder(NAME), thinned_bailing_folder(NAME))}
+    check_entries(monkeypatch, ARCHITECTURE, mutants, readings, folders, logits_of, is_right)
 
 
 def test_missing_keys_have_the_defaults_of_transformers():
@@ -240,6 +208,4 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ("keys", "message"), BAD, ids=[f"{next(iter(keys))} {index}" for index, (keys, _) in enumerate(BAD)]
 )
 def test_invalid_keys_are_rejected_by_key(keys: dict[str, Any], message: str):
-    with pytest.raises(ModelConfigError) as caught:
-        model_config_of({"architectures": [ARCHITECTURE], **keys}, Path("config.json"))
-    assert message in str(caught.value)
+    check_rejected({"architectures": [ARCHITECTURE], **keys}, message)

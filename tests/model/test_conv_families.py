@@ -18,16 +18,17 @@ from conv_checkpoints import CASES, conv_folder, conv_reference, thinned_conv_fo
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_entries,
+    check_int8,
     check_schedules,
     check_stages,
     check_steps,
     check_tensors,
-    is_any_noticed,
+    folder_logits,
     logits_of_ranks,
     planned_models,
     readings_of,
     shapes_of_both,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
@@ -69,6 +70,7 @@ quick = partial(in_tiers, among=FEW)
 
 oracle = Oracle(conv_reference, ROWS)
 expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
+our_logits = partial(folder_logits, ROWS)
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -139,11 +141,7 @@ def test_int8_projections_stay_near_transformers():
     conv = model.model.layers[0].conv
     assert conv.in_proj.weight.dtype == conv.out_proj.weight.dtype == torch.int8
     assert conv.conv.weight.dtype == torch.float32
-    logits, states = run_rows([model], ROWS)
-    assert 1e-3 < worst_error("lfm3", logits) < 0.3
-    found, found_states = run_rows([model], ROWS, 16)
-    assert all(map(torch.equal, found, logits))
-    assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
+    check_int8(oracle, "lfm3", model)
 
 
 def test_adapters_of_convolutions_are_those_of_peft(tmp_path: Path):
@@ -177,10 +175,6 @@ def readings(architecture: str) -> list[Any]:
     return readings_of({"architectures": [architecture], **kinds, **keys} for keys in BARE)
 
 
-def our_logits(folder: Path) -> list[Tensor]:
-    return run_rows([new_model(folder)], ROWS)[0]
-
-
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -193,8 +187,8 @@ def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monke
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (conv_folder(name), thinned_conv_folder(name)) for name in cases}
     assert None not in readings(architecture)
-    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
+    given = (mutants(FAMILIES[architecture]), partial(readings, architecture), folders, our_logits, is_right)
+    check_entries(monkeypatch, architecture, *given)
 
 
 def _other_order(name: str) -> list[Tensor]:

@@ -20,30 +20,32 @@ from family_checks import (
     adapter_logits,
     are_same,
     check_adapters,
+    check_engine,
+    check_entries,
+    check_int8,
+    check_rejected,
     check_stages,
     check_steps,
     check_tensors,
-    is_any_noticed,
+    folder_logits,
     logits_of_ranks,
     planned_models,
     readings_of,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
 from hybrid_runs import HybridRun, run_rows
-from model_configs import with_layers, with_norms, with_ropes
+from model_configs import with_delta, with_layers, with_norms, with_ropes
 from our_model import is_noticed, load_model
 from plain_models import in_tiers, new_model
 from quantised_files import quantise
-from reference_models import Oracle, greedy_without_cache, random_prompt, their_logits
+from reference_models import Oracle, random_prompt, their_logits
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
+from spmd_worker.base.errors import CheckpointError, ConfigError
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
@@ -63,6 +65,7 @@ quick = partial(in_tiers, among=DELTA_CASES)
 
 oracle = Oracle(delta_reference, ROWS)
 expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
+our_logits = partial(folder_logits, ROWS)
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -161,11 +164,7 @@ def test_int8_projections_stay_near_transformers():
     net = model.model.layers[0].linear_attn
     assert net.in_proj.weight.dtype == net.out_proj.weight.dtype == torch.int8
     assert net.conv.weight.dtype == net.gates.a_log.dtype == torch.float32
-    logits, states = run_rows([model], ROWS)
-    assert 1e-3 < worst_error("qwen3_5", logits) < 0.3
-    found, found_states = run_rows([model], ROWS, 16)
-    assert all(map(torch.equal, found, logits))
-    assert are_same(found_states, states)
+    check_int8(oracle, "qwen3_5", model)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +184,7 @@ def test_adapters_of_delta_nets_are_those_of_peft(name: str, targets: tuple[str,
 
 @quick("qwen3_5", among=FEW)
 def test_engine_gives_ids_of_transformers(name: str):
-    """Small steps, fewer slots than rows, the same prompts again from snapshots."""
-    rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    right = [greedy_without_cache(delta_reference(name), row, 6) for row in rows]
-    with LLM(delta_folder(name), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
-        for _ in range(2):
-            outputs = llm.generate(rows, greedy, use_tqdm=False)
-            assert [list(each.outputs[0].token_ids) for each in outputs] == right
+    check_engine(delta_folder(name), delta_reference(name), ROWS, 6)
 
 
 # ---- each entry of a row, and mistakes that no entry makes ---------------------------------------------------------
@@ -226,10 +219,6 @@ def readings(architecture: str) -> list[Any]:
     return readings_of(files)
 
 
-def our_logits(folder: Path) -> list[Tensor]:
-    return run_rows([new_model(folder)], ROWS)[0]
-
-
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
@@ -239,18 +228,8 @@ def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monke
     cases = [name for name, (_, model_class, _) in DELTA_CASES.items() if model_class == architecture]
     folders = {name: (delta_folder(name), thinned_delta_folder(name)) for name in cases}
     assert None not in readings(architecture)
-    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
-
-
-def with_delta(config: ModelConfig, **changes: Any) -> ModelConfig:
-    return replace(
-        config,
-        layers=tuple(
-            layer if layer.delta is None else replace(layer, delta=replace(layer.delta, **changes))
-            for layer in config.layers
-        ),
-    )
+    given = (mutants(FAMILIES[architecture]), partial(readings, architecture), folders, our_logits, is_right)
+    check_entries(monkeypatch, architecture, *given)
 
 
 def rotated(config: ModelConfig) -> ModelConfig:
@@ -408,9 +387,7 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_config_error_names_key_and_rule(case: str):
     architecture, keys, message = BROKEN[case]
-    with pytest.raises(ModelConfigError) as caught:
-        model_config_of(bare(architecture, **keys), Path("config.json"))
-    assert message in str(caught.value)
+    check_rejected(bare(architecture, **keys), message)
 
 
 def test_known_output_gates_are_read():

@@ -16,6 +16,8 @@ import torch
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_engine,
+    check_rejected,
     check_stages,
     check_steps,
     check_tensors,
@@ -28,17 +30,16 @@ from family_checks import (
 from family_mutants import entries
 from hybrid_runs import run_rows
 from kimi_checkpoints import KIMI_CASES, kimi_folder, kimi_reference, saved_kimi_folder, thinned_kimi_folder
-from model_configs import with_layers
+from model_configs import with_delta, with_layers
 from our_model import is_noticed, load_model
 from plain_models import new_model
-from reference_models import Oracle, greedy_without_cache, random_prompt
+from reference_models import Oracle, random_prompt
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, KimiLinearConfig
 
 from kv_cache.cache_spec import BlockLayer, StateLayer
-from spmd_worker import LLM, SamplingParams
-from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
@@ -124,13 +125,7 @@ def test_adapters_of_all_projections_are_those_of_peft(tmp_path: Path):
 
 
 def test_engine_gives_ids_of_transformers():
-    """Small steps, fewer slots than rows, the same prompts again from snapshots."""
-    rows, greedy = [*ROWS, [*ROWS[0], *ROWS[1]]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    right = [greedy_without_cache(kimi_reference(NAME), row, 4) for row in rows]
-    with LLM(kimi_folder(NAME), num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
-        for _ in range(2):
-            outputs = llm.generate(rows, greedy, use_tqdm=False)
-            assert [list(each.outputs[0].token_ids) for each in outputs] == right
+    check_engine(kimi_folder(NAME), kimi_reference(NAME), ROWS, 4)
 
 
 # ---- each entry of the row, and mistakes that no entry makes -------------------------------------------------------
@@ -179,14 +174,6 @@ def test_comparison_detects_each_row_entry_set_to_llama(monkeypatch: pytest.Monk
 
 def config_of(name: str = NAME) -> ModelConfig:
     return read_model_files(kimi_folder(name)).model_config
-
-
-def with_delta(config: ModelConfig, **changes: Any) -> ModelConfig:
-    layers = tuple(
-        layer if layer.delta is None else replace(layer, delta=replace(layer.delta, **changes))
-        for layer in config.layers
-    )
-    return replace(config, layers=layers)
 
 
 def rotated(config: ModelConfig) -> ModelConfig:
@@ -271,6 +258,4 @@ BROKEN: Mapping[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_config_error_names_key_and_rule(case: str):
     keys, message = BROKEN[case]
-    with pytest.raises(ModelConfigError) as caught:
-        model_config_of(bare(**keys), Path("config.json"))
-    assert message in str(caught.value)
+    check_rejected(bare(**keys), message)

@@ -15,16 +15,17 @@ import torch
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_entries,
+    check_int8,
     check_schedules,
     check_stages,
     check_steps,
     check_tensors,
-    is_any_noticed,
+    folder_logits,
     logits_of_ranks,
     planned_models,
     readings_of,
     shapes_of_both,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
@@ -68,6 +69,7 @@ quick = partial(in_tiers, among=FEW)
 
 oracle = Oracle(mamba_reference, ROWS)
 expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
+our_logits = partial(folder_logits, ROWS[:2])
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -198,11 +200,7 @@ def test_int8_projections_stay_near_transformers(name: str):
     mamba = model.model.layers[0].mamba
     assert mamba.in_proj.weight.dtype == mamba.out_proj.weight.dtype == torch.int8
     assert mamba.conv1d.weight.dtype == mamba.gates.a_log.dtype == torch.float32
-    logits, states = run_rows([model], ROWS)
-    assert 1e-3 < worst_error(name, logits) < 0.3
-    found, found_states = run_rows([model], ROWS, 16)
-    assert all(map(torch.equal, found, logits))
-    assert all(torch.equal(*pair) for both in zip(found_states, states) for pair in zip(*both))
+    check_int8(oracle, name, model)
 
 
 @pytest.mark.stress
@@ -256,10 +254,6 @@ def readings(architecture: str) -> list[Any]:
     return readings_of(({"architectures": [architecture], **sizes, **keys} for keys in BARE), with_reasons=True)
 
 
-def our_logits(folder: Path) -> list[Tensor]:
-    return run_rows([new_model(folder)], ROWS[:2])[0]
-
-
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
@@ -268,8 +262,8 @@ def our_logits(folder: Path) -> list[Tensor]:
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in MAMBA_CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: [mamba_folder(name)] for name in cases}
-    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
+    given = (mutants(FAMILIES[architecture]), partial(readings, architecture), folders, our_logits, is_right)
+    check_entries(monkeypatch, architecture, *given)
 
 
 def changed(name: str, change: Callable[[LayerConfig], LayerConfig]) -> list[Tensor]:

@@ -19,15 +19,17 @@ from allocated import peak_bytes
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_entries,
+    check_int8,
+    check_rejected,
     check_schedules,
     check_stages,
     check_steps,
     check_tensors,
-    is_any_noticed,
+    folder_logits,
     logits_of_ranks,
     planned_models,
     readings_of,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
@@ -41,7 +43,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen4_exp import modeling_qwen4_exp
 
-from spmd_worker.base.errors import CheckpointError, ModelConfigError
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers import gated_streams as streams_module
 from spmd_worker.model.layers import ngrams as ngrams_module
 from spmd_worker.model.layers.choice_bytes import choice_bytes
@@ -69,6 +71,7 @@ quick = partial(in_tiers, among=QWEN4_CASES)
 
 oracle = Oracle(qwen4_reference, ROWS)
 expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
+our_logits = partial(folder_logits, ROWS)
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -179,11 +182,8 @@ def test_int8_projections_stay_near_transformers():
     assert first.mlp_hyper_connection.down.weight.dtype == first.ple.key_proj.weight.dtype == torch.float32
     planned = weights_bytes(model.model_config, RankLayout(1), 0, "float32", "cpu", "int8")
     assert planned == sum(each.nbytes for each in model.parameters())
-    logits, _ = run_rows([model], ROWS)
     # Other runs are chosen, and other experts.
-    assert 1e-3 < worst_error("qwen4", logits) < 1.0
-    found, _ = run_rows([model], ROWS, 16)
-    assert all(map(torch.equal, found, logits))
+    check_int8(oracle, "qwen4", model, 1.0)
 
 
 @pytest.mark.stress
@@ -242,10 +242,6 @@ def readings(architecture: str) -> list[Any]:
     return readings_of([*files, bare(architecture), bare(architecture, attention_bias=True, mlp_bias=True)])
 
 
-def our_logits(folder: Path) -> list[Tensor]:
-    return run_rows([new_model(folder)], ROWS)[0]
-
-
 @pytest.mark.control("Models compute what transformers computes")
 @pytest.mark.parametrize(
     "architecture",
@@ -255,8 +251,8 @@ def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monke
     cases = [name for name, (_, model_class, _) in QWEN4_CASES.items() if model_class == architecture]
     folders = {name: (qwen4_folder(name), thinned_qwen4_folder(name)) for name in cases}
     assert None not in readings(architecture)
-    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
+    given = (mutants(FAMILIES[architecture]), partial(readings, architecture), folders, our_logits, is_right)
+    check_entries(monkeypatch, architecture, *given)
 
 
 def _with_ngrams(config: ModelConfig, change: Callable[[NgramConfig], NgramConfig]) -> ModelConfig:
@@ -390,9 +386,7 @@ BROKEN: Mapping[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_config_error_names_key_and_rule(case: str):
     keys, message = BROKEN[case]
-    with pytest.raises(ModelConfigError) as caught:
-        model_config_of(bare("Qwen4ExpForCausalLM", **keys), Path("config.json"))
-    assert message in str(caught.value)
+    check_rejected(bare("Qwen4ExpForCausalLM", **keys), message)
 
 
 def test_parts_of_a_table_are_reported(tmp_path: Path):

@@ -18,14 +18,14 @@ import torch
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_entries,
     check_stages,
     check_steps,
     check_tensors,
-    is_any_noticed,
+    folder_logits,
     logits_of_ranks,
     planned_models,
     readings_of,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
@@ -57,6 +57,7 @@ quick = partial(in_tiers, among=CASES)
 
 oracle = Oracle(recent_reference, ROWS)
 expected, worst_error, is_right = oracle.expected, oracle.worst_error, oracle.is_right
+our_logits = partial(folder_logits, ROWS)
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -220,18 +221,14 @@ def readings(architecture: str) -> list[Any]:
     return readings_of({"architectures": [architecture], **keys} for keys in BARE)
 
 
-def our_logits(folder: Path) -> list[Tensor]:
-    return run_rows([new_model(folder)], ROWS)[0]
-
-
 @pytest.mark.gate("Llama4ForCausalLM")
 @pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Gemma4ForCausalLM"])
 def test_comparison_detects_each_row_entry_set_to_llama(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if f"{family}ForCausalLM" == architecture]
     folders = {name: (recent_folder(name), thinned_recent_folder(name)) for name in cases}
     assert None not in readings(architecture)
-    read, is_seen = partial(readings, architecture), partial(is_any_noticed, folders, our_logits, is_right)
-    assert not silent_mutants(monkeypatch, architecture, mutants(FAMILIES[architecture]), read, is_seen)
+    given = (mutants(FAMILIES[architecture]), partial(readings, architecture), folders, our_logits, is_right)
+    check_entries(monkeypatch, architecture, *given)
 
 
 def with_layers(name: str, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from jobs_of_rows import answers_of_job, job_config, openai_row, read_rows, run_here
+from media_answers import with_files
 from serving import KEY, ServedHere
 from speech_models import IDS, RATE, WINDOW_S, sound, speech_folder, wave_file
 
@@ -27,10 +28,8 @@ TOO_LONG = b"x" * ((25 << 20) + 1)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for name, data in (("short.wav", SHORT), ("long.wav", LONG), ("cut.wav", SHORT[:50]), ("junk.mp3", b"junk")):
-        (folder / name).write_bytes(data)
-    return folder
+    files = {"short.wav": SHORT, "long.wav": LONG, "cut.wav": SHORT[:50], "junk.mp3": b"junk"}
+    return with_files(tmp_path_factory.mktemp("root"), files)
 
 
 def url(data: bytes) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from image_models import PICTURES, image_folder
 from jobs_of_rows import answers_of_job, openai_row
+from media_answers import content_of, with_files
 from media_models import saved
 from PIL import Image
 from serving import ServedHere
@@ -48,10 +49,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for number, data in enumerate(FILES):
-        (folder / f"{number}.png").write_bytes(data)
-    return folder
+    return with_files(tmp_path_factory.mktemp("root"), {f"{number}.png": data for number, data in enumerate(FILES)})
 
 
 def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
@@ -93,11 +91,7 @@ def ask_server() -> tuple[tuple[str, int], list[tuple[int, str]]]:
         assert server.client.ask(CHAT, body(*URLS))[0] == 200
         refused = [server.client.ask(CHAT, body(*urls))[:2] for urls in BAD.values()]
         wait_until(lambda: media.num_held_bytes == 0)
-    return answer_of(served), [(status, answer["error"]["code"]) for status, answer in refused]
-
-
-def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
-    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+    return content_of(served), [(status, answer["error"]["code"]) for status, answer in refused]
 
 
 @pytest.mark.guarantee("One image, one answer: calls, rows and requests", is_control_inside=True)
@@ -110,11 +104,11 @@ def test_doors_of_images_give_the_same_answer(root: Path, tmp_path: Path):
         *[openai_row(code, CHAT, body(*urls)) for code, urls in BAD.items()],
     ]
     first, second, other, third, *bad = answers_of_job(tmp_path, image_folder("qwen3_vl"), rows, media_root=root)
-    right = answer_of(first["response"]["body"])
-    assert answer_of(second["response"]["body"]) == right
+    right = content_of(first["response"]["body"])
+    assert content_of(second["response"]["body"]) == right
     assert (third["outputs"][0]["text"], third["usage"]["prompt_tokens"]) == right
     # Negative control: the other order.
-    assert answer_of(other["response"]["body"])[0] != right[0]
+    assert content_of(other["response"]["body"])[0] != right[0]
     assert [each["error"]["code"] for each in bad] == list(BAD)
     answers, words = answers_of_calls(root)
     assert answers == [right] * 4

@@ -1,40 +1,47 @@
 """Recordings in prompts of text: transformers' answers, every door, batch, chunk, cache and layout."""
 
-import base64
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
-from exact_answers import ids_and_logprobs
 from hearing_models import KINDS, RATE, WRITTEN, hearing_folder, original_folder, recording, their_answer
 from jobs_of_rows import answers_of_job, openai_row
+from media_answers import (
+    CHAT,
+    NUM_TOKENS,
+    SAMPLING,
+    TEXT,
+    answers,
+    audio_part,
+    body,
+    check_two_ranks,
+    cold_answers,
+    content_of,
+    conversation,
+    data_url,
+    noted_again,
+    with_files,
+    write_answers,
+)
 from serving import ServedHere
 from speech_models import wave_file
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.compat.audio_reading import PendingRecordings
-from spmd_worker.compat.call_images import CallPrompt
-from spmd_worker.engine.calls import call_runner
-from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
-NUM_TOKENS = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
-SAMPLING: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
 ROOMY: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_blocks": 96, "max_model_len": 256}
-CHAT = "/v1/chat/completions"
 FIRST, SECOND, THIRD = recording(20_000, 1), recording(9_001, 2), recording(20_000, 3)
-TEXT = {"type": "text", "text": "What is it?"}
 
 
 def text_of(kind: str, num: int) -> str:
@@ -54,10 +61,6 @@ def prompts(kind: str) -> list[Any]:
         prompt_of(kind, SECOND),
         prompt_of(kind, SECOND, SECOND),
     ]
-
-
-def answers(llm: LLM, given: list[Any]) -> list[Any]:
-    return ids_and_logprobs(llm.generate(given, GREEDY, use_tqdm=False))
 
 
 def opened(kind: str, **options: Any) -> LLM:
@@ -85,12 +88,7 @@ def llm(kind: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM, kind: str) -> list[Any]:
-    """Each prompt's answer, alone and cold."""
-    found = []
-    for each in prompts(kind):
-        llm.reset_prefix_cache()
-        found += answers(llm, [each])
-    return found
+    return cold_answers(llm, prompts(kind))
 
 
 @pytest.mark.guarantee("Answers to recordings are those of transformers")
@@ -155,10 +153,7 @@ def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
 
 def test_dropped_features_are_made_again(llm: LLM, kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """A call that holds the features of no prompt that waits."""
-    again, made = CallPrompt.again, []
-    for module in (call_runner, data_parallel_prompts):
-        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1.0)
-    monkeypatch.setattr(CallPrompt, "again", lambda prompt: made.append(prompt) or again(prompt))
+    made = noted_again(monkeypatch)
     llm.reset_prefix_cache()
     assert answers(llm, prompts(kind)) == expected
     # Four prompts hear: each is prepared before the call's first step, and before its own.
@@ -176,44 +171,21 @@ LAYOUTS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_paralle
 
 
 def main(kind: str, folder: Path, layout: str) -> None:
-    """Write a rank's answers."""
     with opened(kind, **LAYOUTS[layout]) as made:
-        rank = made.llm_engine.engine_channel.rank
-        (folder / str(rank)).write_text(json.dumps(answers(made, prompts(kind))))
+        write_answers(made, prompts(kind), folder)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tmp_path: Path):
-    ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240).checked()
-    first, second = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
-    assert first == second
-    if layout == "pipeline":
-        assert first == json.loads(json.dumps(expected))
-    # Two tensor ranks add in another order.
-    assert [each[:2] for each in first] == [each[:2] for each in expected]
-
-
-def audio_part(data: bytes) -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+    check_two_ranks(__file__, kind, layout, expected, tmp_path)
 
 
 def url_part(url: str) -> dict[str, Any]:
     return {"type": "audio_url", "audio_url": {"url": url}}
 
 
-def url_of(data: bytes) -> str:
-    return "data:audio/wav;base64," + base64.b64encode(data).decode()
-
-
-def conversation(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*parts, TEXT]}]
-
-
-def body(*parts: Any) -> dict[str, Any]:
-    return {"messages": conversation(*parts), **SAMPLING}
-
-
+url_of = partial(data_url, kind="audio/wav")
 FILES = [wave_file(each) for each in (FIRST, SECOND)]
 PARTS = [audio_part(each) for each in FILES]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -232,10 +204,7 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for number, data in enumerate(FILES):
-        (folder / f"{number}.wav").write_bytes(data)
-    return folder
+    return with_files(tmp_path_factory.mktemp("root"), {f"{number}.wav": data for number, data in enumerate(FILES)})
 
 
 def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
@@ -258,10 +227,6 @@ def answers_of_calls(root: Path) -> tuple[list[tuple[str, int]], list[str]]:
     return found, [str(each.error) for each in errors]
 
 
-def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
-    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
-
-
 @pytest.mark.guarantee("One recording, one answer: calls, rows and requests", is_control_inside=True)
 def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
     folder = hearing_folder("qwen2_audio")
@@ -278,11 +243,11 @@ def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
         {"prompt": WRITTEN["qwen2_audio"], "audios": ["0.wav"], "truncate_prompt_tokens": 9},
     ]
     first, second, other, third, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
-    right = answer_of(first["response"]["body"])
-    assert answer_of(second["response"]["body"]) == right
+    right = content_of(first["response"]["body"])
+    assert content_of(second["response"]["body"]) == right
     assert (third["outputs"][0]["text"], third["usage"]["prompt_tokens"]) == right
     # Negative control: the other order.
-    assert answer_of(other["response"]["body"])[0] != right[0]
+    assert content_of(other["response"]["body"])[0] != right[0]
     codes = [each["error"]["code"] for each in bad]
     assert codes == [*BAD, *["images_unsupported"] * 2, "audio_unsupported", "conflicting_keys"]
     said = dict(zip([*BAD, "", "", "audio", "cut"], [each["error"]["message"] for each in bad], strict=True))
@@ -299,7 +264,7 @@ def test_doors_of_recordings_give_the_same_answer(root: Path, tmp_path: Path):
     assert all(words)
     with ServedHere(model=folder) as server:
         status, served, _ = server.client.ask(CHAT, body(*PARTS))
-        assert (status, answer_of(served)) == (200, right)
+        assert (status, content_of(served)) == (200, right)
         status, served, _ = server.client.ask(CHAT, body(*BAD["audio_too_long"]))
         assert (status, served["error"]["code"]) == (400, "audio_too_long")
         status, served, _ = server.client.ask("/tokenize", {"messages": conversation(*PARTS)})

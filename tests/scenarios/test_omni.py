@@ -1,6 +1,5 @@
 """Prompts of text, images and recordings: transformers' answers, every door, batch, chunk, cache and layout."""
 
-import base64
 import json
 import sys
 from collections.abc import Iterator
@@ -10,11 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from exact_answers import ids_and_logprobs
 from hearing_models import RATE, recording
 from jobs_of_rows import answers_of_job, openai_row
+from media_answers import (
+    CHAT,
+    GREEDY,
+    NUM_TOKENS,
+    SAMPLING,
+    TEXT,
+    answers,
+    audio_part,
+    body,
+    check_two_ranks,
+    cold_answers,
+    content_of,
+    conversation,
+    data_url,
+    noted_again,
+    with_files,
+    write_answers,
+)
 from media_models import noise, saved
 from omni_models import VIDEO_FPS, VIDEO_SIZE, Given, omni_folder, text_of, their_answer, written
 from safetensors.torch import load_file
@@ -24,24 +39,16 @@ from speech_models import wave_file
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.compat.call_images import CallPrompt
 from spmd_worker.compat.image_prompts import ImagePrompts
 from spmd_worker.compat.media_keywords import media_values
-from spmd_worker.engine.calls import call_runner
-from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
 from spmd_worker.frontends.tools.verify import main as verify
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
-NUM_TOKENS = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
-SAMPLING: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
 ROOMY: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_blocks": 128, "max_model_len": 320}
-CHAT = "/v1/chat/completions"
 P, Q, R = noise(97, 61, 3), noise(130, 157, 4), noise(97, 61, 5)
 A, B, C = recording(20_000, 1), recording(17_001, 2), recording(20_000, 3)
-TEXT = {"type": "text", "text": "What is it?"}
 MIXED: dict[str, list[Given]] = {
     "images first": [("image", P), ("audio", A), ("image", Q), ("audio", B)],
     "audio first": [("audio", B), ("audio", A), ("image", Q)],
@@ -68,10 +75,6 @@ def prompts(kind: str) -> list[Any]:
     return [*[prompt_of(kind, media) for media in MIXED.values()], {"prompt": "Text alone, behind others."}]
 
 
-def answers(llm: LLM, given: list[Any]) -> list[Any]:
-    return ids_and_logprobs(llm.generate(given, GREEDY, use_tqdm=False))
-
-
 def opened(kind: str, **options: Any) -> LLM:
     videos = {"video_processor": {"size": json.dumps(VIDEO_SIZE["size"])}}
     return LLM(str(omni_folder(kind)), **{**ROOMY, **videos, **options})
@@ -90,12 +93,7 @@ def llm(kind: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM, kind: str) -> list[Any]:
-    """Each prompt's answer, alone and cold."""
-    found = []
-    for each in prompts(kind):
-        llm.reset_prefix_cache()
-        found += answers(llm, [each])
-    return found
+    return cold_answers(llm, prompts(kind))
 
 
 @pytest.mark.guarantee("Answers to images and recordings in one prompt are those of transformers")
@@ -148,10 +146,7 @@ def test_chunks_give_the_same_bits(kind: str, chunk: int, expected: list[Any]):
 
 def test_dropped_contents_are_made_again(llm: LLM, kind: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch):
     """A call that holds the pixels and features of no prompt that waits."""
-    again, made = CallPrompt.again, []
-    for module in (call_runner, data_parallel_prompts):
-        monkeypatch.setattr(module, "half_window_bytes", lambda gib: 1.0)
-    monkeypatch.setattr(CallPrompt, "again", lambda prompt: made.append(prompt) or again(prompt))
+    made = noted_again(monkeypatch)
     llm.reset_prefix_cache()
     assert answers(llm, prompts(kind)) == expected
     assert len(made) == 2 * len(MIXED)
@@ -169,23 +164,14 @@ LAYOUTS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_layers"
 
 
 def main(kind: str, folder: Path, layout: str) -> None:
-    """Write a rank's answers."""
     with opened(kind, **LAYOUTS[layout]) as made:
-        rank = made.llm_engine.engine_channel.rank
-        (folder / str(rank)).write_text(json.dumps(answers(made, prompts(kind))))
+        write_answers(made, prompts(kind), folder)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_answer_as_one(kind: str, layout: str, expected: list[Any], tmp_path: Path):
-    done = ranks.run_forked([__file__, kind, tmp_path, layout], 2, timeout_s=240)
-    assert done.returncode == 0, done.output
-    first, second = (json.loads(each.read_text()) for each in sorted(tmp_path.iterdir()))
-    assert first == second
-    if layout == "pipeline":
-        assert first == json.loads(json.dumps(expected))
-    # Two tensor ranks add in another order.
-    assert [each[:2] for each in first] == [each[:2] for each in expected]
+    check_two_ranks(__file__, kind, layout, expected, tmp_path)
 
 
 @pytest.mark.stress
@@ -214,32 +200,16 @@ def test_weights_sleep_change_and_are_saved(kind: str, expected: list[Any], tmp_
             assert answers(again, given) == expected[:1]
 
 
-def audio_part(data: bytes) -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
-
-
 def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def url_of(data: bytes, kind: str) -> str:
-    return f"data:{kind};base64," + base64.b64encode(data).decode()
-
-
-def conversation(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*parts, TEXT]}]
-
-
-def body(*parts: Any) -> dict[str, Any]:
-    return {"messages": conversation(*parts), **SAMPLING}
-
-
 WAVE, PNG = wave_file(A), saved(P)
-SOUND, PICTURE = audio_part(WAVE), image_part(url_of(PNG, "image/png"))
+SOUND, PICTURE = audio_part(WAVE), image_part(data_url(PNG, "image/png"))
 BAD: dict[str, list[Any]] = {
     "audio_empty": [PICTURE, audio_part(wave_file(recording(320)))],
     "audio_unreadable": [PICTURE, audio_part(b"junk")],
-    "image_unreadable": [SOUND, image_part(url_of(b"junk", "image/png"))],
+    "image_unreadable": [SOUND, image_part(data_url(b"junk", "image/png"))],
     "image_missing": [SOUND, {"type": "image"}],
     "audio_missing": [PICTURE, {"type": "audio"}],
     "too_many_audios": [PICTURE, *[SOUND] * 33],
@@ -251,14 +221,7 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    (folder / "a.wav").write_bytes(WAVE)
-    (folder / "p.png").write_bytes(PNG)
-    return folder
-
-
-def answer_of(answer: dict[str, Any]) -> tuple[str, int]:
-    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+    return with_files(tmp_path_factory.mktemp("root"), {"a.wav": WAVE, "p.png": PNG})
 
 
 @pytest.mark.guarantee(
@@ -279,12 +242,12 @@ def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
         {"messages": open_parts, "images": ["p.png"], **SAMPLING},
     ]
     first, second, other, third, fourth, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
-    right = answer_of(first["response"]["body"])
-    assert answer_of(second["response"]["body"]) == right
+    right = content_of(first["response"]["body"])
+    assert content_of(second["response"]["body"]) == right
     for each in (third, fourth):
         assert (each["outputs"][0]["text"], each["usage"]["prompt_tokens"]) == right
     # Negative control: the other order.
-    assert answer_of(other["response"]["body"])[0] != right[0]
+    assert content_of(other["response"]["body"])[0] != right[0]
     codes = [each["error"]["code"] for each in bad]
     assert codes == [*BAD, "placeholder_mismatch", "audio_missing"]
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
@@ -297,7 +260,7 @@ def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
     assert [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs] == [right] * 3
     with ServedHere(model=folder) as server:
         status, served, _ = server.client.ask(CHAT, body(SOUND, PICTURE))
-        assert (status, answer_of(served)) == (200, right)
+        assert (status, content_of(served)) == (200, right)
 
 
 def test_answers_about_videos_equal_transformers(llm: LLM, kind: str):

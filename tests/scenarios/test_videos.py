@@ -17,6 +17,7 @@ import ranks
 from content_templates import SMOLVLM
 from image_models import image_folder, media_kind, tokenizer_of_images
 from jobs_of_rows import answers_of_job, openai_row
+from media_answers import content_of, with_files
 from media_models import noise, saved
 from serving import ServedHere
 from video_models import NUM_TOKENS, VIDEO_KINDS, Media, Video, prompt_of_media, their_video_answer, video
@@ -223,14 +224,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("root")
-    for number, data in enumerate(FILES):
-        (folder / f"{number}.png").write_bytes(data)
-    return folder
-
-
-def text_of(answer: dict[str, Any]) -> tuple[str, int]:
-    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+    return with_files(tmp_path_factory.mktemp("root"), {f"{number}.png": data for number, data in enumerate(FILES)})
 
 
 @pytest.mark.guarantee("One video, one answer: calls, rows and requests", is_control_inside=True)
@@ -245,12 +239,12 @@ def test_doors_of_videos_give_the_same_answer(root: Path, tmp_path: Path):
     ]
     folder = image_folder("qwen2_5_vl")
     first, second, third, slower, both, *bad = answers_of_job(tmp_path, folder, rows, media_root=root)
-    right = text_of(first["response"]["body"])
-    assert text_of(second["response"]["body"]) == right
+    right = content_of(first["response"]["body"])
+    assert content_of(second["response"]["body"]) == right
     assert (third["outputs"][0]["text"], third["usage"]["prompt_tokens"]) == right
     # Negative control: other times behind the same ids.
-    assert text_of(slower["response"]["body"])[0] != right[0]
-    assert text_of(both["response"]["body"])[1] > right[1]
+    assert content_of(slower["response"]["body"])[0] != right[0]
+    assert content_of(both["response"]["body"])[1] > right[1]
     assert [each["error"]["code"] for each in bad] == list(BAD)
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
     assert (metrics["videos"], metrics["images"], metrics["video_tokens"] % 5) == (5, 1, 0)
@@ -261,7 +255,7 @@ def test_doors_of_videos_give_the_same_answer(root: Path, tmp_path: Path):
     assert [(each.outputs[0].text, len(each.prompt_token_ids or ())) for each in outputs] == [right] * 3
     with ServedHere(model=folder) as server:
         status, served, _ = server.client.ask(CHAT, conversation(URL))
-        assert (status, text_of(served)) == (200, right)
+        assert (status, content_of(served)) == (200, right)
         status, refused, _ = server.client.ask(CHAT, conversation(BAD["videos_unsupported"]))
         assert (status, refused["error"]["code"]) == (400, "videos_unsupported")
 

@@ -4,30 +4,24 @@ As `kimi_checkpoints`: no weight is what a mistake would leave it at. Sizes fit 
 the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kimi_checkpoints import stirred
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
-from run_folder import made_once
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
 _BASE: dict[str, Any] = {
-    "vocab_size": 96,
+    **BASE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "layer_group_size": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
@@ -70,27 +64,17 @@ _FILE_KEYS = {
 
 
 @cache
-def bailing_folder(name: str) -> Path:
-    """The checkpoint of a case as transformers saves it; written once a run."""
-    return made_once(f"bailing {name}", lambda folder: bailing_reference(name).save_pretrained(folder))
-
-
-@cache
-def thinned_bailing_folder(name: str) -> Path:
-    """The same with the class's keys, the head size of linear layers as the file's own, and no defaults."""
-    return made_once(f"thinned bailing {name}", lambda folder: _thin(folder, name))
-
-
-@cache
 def bailing_reference(name: str) -> BailingHybridForCausalLM:
     """transformers' model with the weights of the folder."""
     return stirred(BailingHybridForCausalLM, BailingHybridConfig(**BAILING_CASES[name]))
 
 
-def _thin(folder: Path, name: str) -> None:
-    shutil.copytree(bailing_folder(name), folder)
-    path = folder / "config.json"
-    given = json.loads(path.read_text())
+def _write(folder: Path, name: str) -> None:
+    bailing_reference(name).save_pretrained(folder)
+
+
+def _thin(given: Config, name: str) -> Config:
+    """The class's keys, the head size of linear layers as the file's own, and no defaults."""
     sizes = {"head_dim": given.pop("linear_head_dim"), "short_conv_kernel_size": given.pop("linear_conv_kernel_dim")}
     del given["linear_num_heads"]
     for key in ("layer_types", "mlp_layer_types"):
@@ -99,4 +83,8 @@ def _thin(folder: Path, name: str) -> None:
     thin = without_defaults(given, BailingHybridConfig().to_dict(), "rope_theta")
     thin = {_FILE_KEYS.get(key, key): value for key, value in thin.items()}
     thin.pop("rope_parameters", None)
-    path.write_text(json.dumps({**thin, **sizes}))
+    return {**thin, **sizes}
+
+
+_CHECKPOINTS = Checkpoints("bailing", _write, _thin)
+bailing_folder, thinned_bailing_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

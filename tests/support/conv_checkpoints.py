@@ -4,8 +4,6 @@ are.
 As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,11 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import open_reference, without_defaults
-from run_folder import made_once
 from transformers import PreTrainedModel
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "max_position_embeddings": 256, "norm_eps": 0.03}
 _LFM2 = {**_BASE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 _WIDTH = {"intermediate_size": 72, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.1}
 _LFM3 = {**_BASE, "num_hidden_layers": 5, "intermediate_size": 48, "head_dim": 16, "sliding_window": 9}
@@ -92,18 +80,6 @@ _BESIDE: dict[str, Any] = {
 
 
 @cache
-def conv_folder(name: str) -> Path:
-    """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"conv {name}", lambda folder: _write(folder, *CASES[name]))
-
-
-@cache
-def thinned_conv_folder(name: str) -> Path:
-    """The same with the keys of older files, and without those that have the class's default."""
-    return made_once(f"thinned conv {name}", lambda folder: _thin(conv_folder(name), folder, CASES[name][0]))
-
-
-@cache
 def conv_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder."""
     folder, family = thinned_conv_folder(name) if is_thinned else conv_folder(name), CASES[name][0]
@@ -124,28 +100,25 @@ def conv_suffix(family: str) -> str:
     return "ForConditionalGeneration" if family == "Lfm2Vl" else "ForCausalLM"
 
 
-def _write(folder: Path, family: str, keys: dict[str, Any]) -> None:
+def _write(folder: Path, name: str) -> None:
+    family, keys = CASES[name]
     config = conv_config(family, keys)
     model = getattr(transformers, family + conv_suffix(family))(config).float().eval()
     stir(model)
     with torch.no_grad():
-        for name, value in model.named_buffers():
-            if name.endswith("expert_bias"):
+        for key, value in model.named_buffers():
+            if key.endswith("expert_bias"):
                 value.copy_(0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3)))
-        for name, value in model.named_parameters():
-            if ".conv.conv.weight" in name:
+        for key, value in model.named_parameters():
+            if ".conv.conv.weight" in key:
                 value.mul_(0.7)
     model.save_pretrained(folder)
 
 
-def _thin(full: Path, folder: Path, family: str) -> None:
-    shutil.copytree(full, folder)
-    path = folder / "config.json"
-    whole = json.loads(path.read_text())
-    config = whole.get("text_config", whole)
-    family = "Lfm2" if family == "Lfm2Vl" else family
-    defaults = getattr(transformers, f"{family}Config")().to_dict()
-    thin = without_defaults(config, defaults)
+def _thin(config: Config, name: str) -> Config:
+    """The keys of older files, and none that have the class's default."""
+    family = CASES[name][0].removesuffix("Vl")
+    thin = without_defaults(config, getattr(transformers, f"{family}Config")().to_dict())
     if family == "Lfm2":
         kinds = thin.pop("layer_types")
         thin["full_attn_idxs"] = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
@@ -154,4 +127,8 @@ def _thin(full: Path, folder: Path, family: str) -> None:
         thin |= {} if rope is None else {"rope_theta": rope["rope_theta"]}
     if family != "Lfm3":
         thin["tie_embedding"] = thin.pop("tie_word_embeddings", True)
-    path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))
+    return thin
+
+
+_CHECKPOINTS = Checkpoints("conv", _write, _thin)
+conv_folder, thinned_conv_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

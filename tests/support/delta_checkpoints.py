@@ -5,33 +5,25 @@ No weight is what a mistake would leave it at: norms are not 1, epsilons not sma
 nothing of the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import transformers
+from made_checkpoints import BASE, Checkpoints, Config
 from mamba_checkpoints import stir_hybrid
 from reference_models import without_defaults
-from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-VOCAB_SIZE = 96
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
+    **BASE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 _LINEAR = {
@@ -87,12 +79,6 @@ _CASES = {**DELTA_CASES, PERIOD: ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _PE
 
 
 @cache
-def delta_folder(name: str) -> Path:
-    """The checkpoint of a case; written once a run."""
-    return made_once(f"delta {name}", lambda folder: _write(folder, name))
-
-
-@cache
 def delta_reference(name: str) -> PreTrainedModel:
     """transformers' model with the weights of the folder."""
     model: PreTrainedModel = getattr(transformers, _CASES[name][1])(delta_config(name)).float().eval()
@@ -140,31 +126,18 @@ def _olmo_on_hub(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str
     return named
 
 
-@cache
-def thinned_delta_folder(name: str) -> Path:
-    """The same, with a config.json as the hub has it: without the defaults of the class, an interval in place of the
-    list of layers, and ropes with sections for images, or in the older keys.
+def _thin(config: Config, name: str) -> Config:
+    """Without the defaults of the class, with an interval in place of the list of layers, and ropes with sections for
+    images, or in the older keys.
     """
-    return made_once(f"thinned delta {name}", lambda folder: _thin(folder, name))
-
-
-def _thin(folder: Path, name: str) -> None:
-    shutil.copytree(delta_folder(name), folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    defaults = getattr(transformers, DELTA_CASES[name][0])()
-    if "text_config" in config:
-        text = without_defaults(config["text_config"], defaults.text_config.to_dict())
-        config["text_config"] = {**_newer_rope(text), "full_attention_interval": 2}
-    else:
-        config = without_defaults(config, defaults.to_dict())
-        if config["model_type"] == "qwen3_next":
-            config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
-        if config["model_type"] != "olmo_hybrid":
-            config = {**_newer_rope(config), "full_attention_interval": 2}
-            config.pop("layer_types", None)
-    config.get("text_config", config).pop("norm_topk_prob", None)
-    path.write_text(json.dumps(config))
+    thin = without_defaults(config, getattr(transformers, DELTA_CASES[name][0])().get_text_config().to_dict())
+    if thin["model_type"] == "qwen3_next":
+        thin |= {"rope_theta": thin.pop("rope_parameters")["rope_theta"]}
+    if thin["model_type"] != "olmo_hybrid":
+        thin = {**_newer_rope(thin), "full_attention_interval": 2}
+        thin.pop("layer_types", None)
+    thin.pop("norm_topk_prob", None)
+    return thin
 
 
 def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -173,3 +146,7 @@ def _newer_rope(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters")
     newer = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
     return config if rope is None else {**newer, "rope_parameters": {**rope, **sections}}
+
+
+_CHECKPOINTS = Checkpoints("delta", _write, _thin)
+delta_folder, thinned_delta_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

@@ -3,17 +3,14 @@
 As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from family_checkpoints import BASE
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
-from run_folder import made_once
 from transformers import PreTrainedModel
 
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -289,18 +286,6 @@ CLASSES = {"MiniMaxM3VL": "MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3V
 
 
 @cache
-def expert_folder(name: str) -> Path:
-    """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"experts {name}", lambda folder: _write(folder, *CASES[name]))
-
-
-@cache
-def thinned_expert_folder(name: str) -> Path:
-    """The same without the keys that have the class's default, and with the hub's word for the number of experts."""
-    return made_once(f"thinned experts {name}", lambda folder: _thin(expert_folder(name), folder, name))
-
-
-@cache
 def expert_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder, expert by expert."""
     return open_experts(thinned_expert_folder(name) if is_thinned else expert_folder(name))
@@ -317,7 +302,8 @@ def open_experts(folder: Path) -> PreTrainedModel:
     )
 
 
-def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+def _write(folder: Path, name: str) -> None:
+    family, overrides = CASES[name]
     # The usual 1e-6 is too small for a wrong one to be seen.
     text, kind = {**BASE, "rms_norm_eps": 0.03, **overrides}, "ForCausalLM"
     if family in WITH_IMAGES:
@@ -345,11 +331,8 @@ def stir(model: PreTrainedModel) -> None:
         value.copy_(noise * (0.5 if is_table else (2.0 if is_score else 1.4) * fan_in**-0.5))
 
 
-def _thin(full: Path, folder: Path, name: str) -> None:
-    shutil.copytree(full, folder)
-    path = folder / "config.json"
-    whole = json.loads(path.read_text())
-    config = whole.get("text_config", whole)
+def _thin(config: Config, name: str) -> Config:
+    """Without the keys that have the class's default, and with the hub's word for the number of experts."""
     defaults = getattr(transformers, f"{CASES[name][0]}Config")().get_text_config().to_dict()
     thin = without_defaults(config, defaults)
     if name == "minimax_m2":
@@ -371,7 +354,7 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["first_k_dense_replace"] = CASES[name][1]["first_k_dense_replace"]
     if name == "mimo_v2_flash":
         thin = _hub_mimo(thin)
-    path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))
+    return thin
 
 
 def _hub_minimax(thin: dict[str, Any]) -> dict[str, Any]:
@@ -429,3 +412,7 @@ def _older_step(thin: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": [ropes[kind]["rope_theta"] for kind in kinds],
         "partial_rotary_factors": [ropes[kind].get("partial_rotary_factor", 1.0) for kind in kinds],
     }
+
+
+_CHECKPOINTS = Checkpoints("experts", _write, _thin)
+expert_folder, thinned_expert_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

@@ -23,23 +23,12 @@ from dense_checkpoints import (
 )
 from image_checkpoints import NESTED
 from logit_scales import scale_logits
+from made_checkpoints import BASE
 from reference_models import open_reference, without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-BASE = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2}
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps")
 _LONG = {

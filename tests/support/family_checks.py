@@ -13,7 +13,7 @@ from our_model import is_noticed, load_model
 from peft import PeftModel
 from peft_adapters import peft_logits, write_adapter
 from plain_models import new_model
-from reference_models import Oracle, random_prompt, relative_error
+from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error
 from safetensors.torch import load_file
 from state_segments import CHUNKS
 from thread_groups import on_ranks
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import SpmdError
+from spmd_worker.base.errors import ModelConfigError, SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -47,6 +47,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+def folder_logits(rows: list[list[int]], folder: Path) -> list[Tensor]:
+    """Logits of rows by a model of the folder with kernels of plain torch."""
+    return run_rows([new_model(folder)], rows)[0]
+
+
 def are_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     """Whether the states of all rows have the same bits."""
     return all(torch.equal(*pair) for rows in zip(one, other, strict=True) for pair in zip(*rows, strict=True))
@@ -65,6 +70,26 @@ def check_steps(model: DecoderForCausalLM, rows: list[list[int]]) -> list[Tensor
         assert torch.equal(found[0], logits[row])
         assert are_same(found_states, [states[row]])
     return logits
+
+
+def check_int8(oracle: Oracle, name: str, model: DecoderForCausalLM, most: float = 0.3) -> None:
+    """Logits of a model in int8 are near transformers', and in chunks their bits and those of states are the same."""
+    logits, states = run_rows([model], oracle.rows)
+    assert 1e-3 < oracle.worst_error(name, logits) < most
+    found, found_states = run_rows([model], oracle.rows, 16)
+    assert all(map(torch.equal, found, logits))
+    assert are_same(found_states, states)
+
+
+def check_engine(folder: Path, reference: Any, rows: list[list[int]], num_tokens: int) -> None:
+    """Ids of transformers in small steps, with fewer slots than rows, and of the same prompts again from snapshots."""
+    rows = [*rows, [*rows[0], *rows[1]]]
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    right = [greedy_without_cache(reference, row, num_tokens) for row in rows]
+    with LLM(folder, num_blocks=40, max_num_batched_tokens=17, max_num_seqs=2) as llm:
+        for _ in range(2):
+            outputs = llm.generate(rows, greedy, use_tqdm=False)
+            assert [list(each.outputs[0].token_ids) for each in outputs] == right
 
 
 def ids_and_logprobs(llm: LLM, rows: list[list[int]], params: SamplingParams) -> list[Any]:
@@ -225,15 +250,6 @@ def readings_of(files: Iterable[Mapping[str, Any]], *, with_reasons: bool = Fals
     return found
 
 
-def is_any_noticed(
-    folders: Mapping[str, Iterable[Path]],
-    logits_of: Callable[[Path], list[Tensor]],
-    is_right: Callable[[str, list[Tensor]], bool],
-) -> bool:
-    """`is_noticed` of the folders of any case; `is_right` takes its name and logits."""
-    return any(is_noticed(paths, logits_of, partial(is_right, name)) for name, paths in folders.items())
-
-
 def silent_mutants(
     monkeypatch: pytest.MonkeyPatch,
     architecture: str,
@@ -248,3 +264,27 @@ def silent_mutants(
         if read() == right and not is_noticed():
             silent.append(what)
     return silent
+
+
+def check_entries(
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    mutants: Iterable[tuple[str, Family]],
+    read: Callable[[], list[Any]],
+    folders: Mapping[str, Iterable[Path]],
+    logits_of: Callable[[Path], list[Tensor]],
+    is_right: Callable[[str, list[Tensor]], bool],
+) -> None:
+    """Each mutant is read otherwise, or noticed in a case's folders; `is_right` takes its name and logits."""
+
+    def is_seen() -> bool:
+        return any(is_noticed(paths, logits_of, partial(is_right, name)) for name, paths in folders.items())
+
+    assert silent_mutants(monkeypatch, architecture, mutants, read, is_seen) == []
+
+
+def check_rejected(config: Mapping[str, Any], message: str) -> None:
+    """A config.json is rejected with an error that has the message."""
+    with pytest.raises(ModelConfigError) as caught:
+        model_config_of(dict(config), Path("config.json"))
+    assert message in str(caught.value)

@@ -5,13 +5,13 @@ As `delta_checkpoints`: no weight is what a mistake would leave it at. Sizes fit
 the runtime under test.
 """
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from made_checkpoints import Checkpoints, Config
 from mamba_checkpoints import stir_hybrid
 from reference_models import without_defaults
 from run_folder import made_once
@@ -65,21 +65,9 @@ KIMI_CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def kimi_folder(name: str) -> Path:
-    """The checkpoint of a case with the hub's names and every key in its config.json; written once a run."""
-    return made_once(f"kimi {name}", lambda folder: _write(folder, name))
-
-
-@cache
 def saved_kimi_folder(name: str) -> Path:
     """The same as transformers saves it, which renames dense layers as if they were sparse."""
     return made_once(f"saved kimi {name}", lambda folder: kimi_reference(name).save_pretrained(folder))
-
-
-@cache
-def thinned_kimi_folder(name: str) -> Path:
-    """The same, with a config.json as the hub has it: a section for linear layers, numbered from 1."""
-    return made_once(f"thinned kimi {name}", lambda folder: _thin(folder, name))
 
 
 @cache
@@ -115,10 +103,8 @@ def _as_on_hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _thin(folder: Path, name: str) -> None:
-    shutil.copytree(kimi_folder(name), folder)
-    path = folder / "config.json"
-    given, defaults = json.loads(path.read_text()), KimiLinearConfig().to_dict()
+def _thin(given: Config, name: str) -> Config:
+    """A section for linear layers, numbered from 1."""
     kinds, feed_forwards = given.pop("layer_types"), given.pop("mlp_layer_types")
     section = {
         "num_heads": given.pop("linear_num_heads"),
@@ -127,7 +113,11 @@ def _thin(folder: Path, name: str) -> None:
         "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"],
         "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"],
     }
-    thin = without_defaults(given, defaults)
+    thin = without_defaults(given, KimiLinearConfig().to_dict())
     thin |= {"linear_attn_config": section, "head_dim": 72, "rope_theta": 10000.0, "mla_use_nope": True}
     num_dense = feed_forwards.index("sparse")
-    path.write_text(json.dumps(thin if num_dense == 1 else {**thin, "first_k_dense_replace": num_dense}))
+    return thin if num_dense == 1 else {**thin, "first_k_dense_replace": num_dense}
+
+
+_CHECKPOINTS = Checkpoints("kimi", _write, _thin)
+kimi_folder, thinned_kimi_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

@@ -5,18 +5,15 @@ As `family_checkpoints`: no weight is what a mistake would leave it at. Sizes fi
 the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import transformers
 from expert_checkpoints import open_experts, stir
-from family_checkpoints import BASE
 from kimi_names import restore_layers
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
-from run_folder import made_once
 from transformers import PreTrainedModel
 
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
@@ -152,24 +149,13 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def latent_folder(name: str) -> Path:
-    """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"latent {name}", lambda folder: _write(folder, *CASES[name]))
-
-
-@cache
-def thinned_latent_folder(name: str) -> Path:
-    """The same without the keys that have the class's default, and with the rope keys of older files."""
-    return made_once(f"thinned latent {name}", lambda folder: _thin(latent_folder(name), folder, name))
-
-
-@cache
 def latent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder, expert by expert."""
     return open_experts(thinned_latent_folder(name) if is_thinned else latent_folder(name))
 
 
-def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+def _write(folder: Path, name: str) -> None:
+    family, overrides = CASES[name]
     # The usual 1e-6 is too small for a wrong one to be seen.
     text, kind = {**BASE, **overrides, "rms_norm_eps": 0.03}, "ForCausalLM"
     if family in WITH_IMAGES:
@@ -181,11 +167,8 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     restore_layers(folder / "model.safetensors")
 
 
-def _thin(full: Path, folder: Path, name: str) -> None:
-    shutil.copytree(full, folder)
-    path = folder / "config.json"
-    complete = json.loads(path.read_text())
-    config = complete.get("text_config", complete)
+def _thin(config: Config, name: str) -> Config:
+    """Without the keys that have the class's default, and with the rope keys of older files."""
     families = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3", "mistral_large4_text": "MistralLarge4Text"}
     family = families.get(config["model_type"], CASES[name][0])
     defaults = getattr(transformers, f"{family}Config")().to_dict()
@@ -198,4 +181,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin.pop("mlp_layer_types", None)
     if name.startswith("glm_moe_dsa") and thin.pop("indexer_types", ["full"])[1:2] == ["shared"]:
         thin |= {"index_topk_freq": 2, "index_skip_topk_offset": 1}
-    path.write_text(json.dumps({**complete, "text_config": thin} if "text_config" in complete else thin))
+    return thin
+
+
+_CHECKPOINTS = Checkpoints("latent", _write, _thin)
+latent_folder, thinned_latent_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

@@ -5,31 +5,17 @@ No weight is what a mistake would leave it at: norms are not 1, epsilons not sma
 nothing of the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import without_defaults
-from run_folder import made_once
 from transformers import PreTrainedModel
 
-VOCAB_SIZE = 96
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 512}
 _ALONE = ("Mamba2", "Mamba", "FalconMamba")
 """Families without attention."""
 _OF_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
@@ -162,18 +148,6 @@ MAMBA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @cache
-def mamba_folder(name: str) -> Path:
-    """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"mamba {name}", lambda folder: mamba_reference(name).save_pretrained(folder))
-
-
-@cache
-def thinned_mamba_folder(name: str) -> Path:
-    """The same without the keys that have the class's default, and with the hub's older keys."""
-    return made_once(f"thinned mamba {name}", lambda folder: _thin(mamba_folder(name), folder, name))
-
-
-@cache
 def mamba_reference(name: str) -> PreTrainedModel:
     """transformers' model of a case."""
     model_class = getattr(transformers, f"{MAMBA_CASES[name][0]}ForCausalLM")
@@ -226,12 +200,14 @@ def stir_hybrid(model: PreTrainedModel, scores: tuple[str, ...] = ()) -> None:
             value.add_(0.3 * noise)
 
 
-def _thin(full: Path, folder: Path, name: str) -> None:
-    shutil.copytree(full, folder)
+def _write(folder: Path, name: str) -> None:
+    mamba_reference(name).save_pretrained(folder)
+
+
+def _thin(config: Config, name: str) -> Config:
+    """Without the keys that have the class's default, and with the hub's older keys."""
     family, given = MAMBA_CASES[name]
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    defaults = getattr(transformers, f"{family}Config")().to_dict()
-    thin = without_defaults(config, defaults)
+    thin = without_defaults(config, getattr(transformers, f"{family}Config")().to_dict())
     thin.pop("rope_parameters", None)
     if family == "NemotronH":
         letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
@@ -243,4 +219,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["position_embedding_type"] = given.get("position_embedding_type", "nope")
     if family not in ("NemotronH", *_ALONE):
         thin["rope_theta"] = 10000.0
-    (folder / "config.json").write_text(json.dumps(thin))
+    return thin
+
+
+_CHECKPOINTS = Checkpoints("mamba", _write, _thin)
+mamba_folder, thinned_mamba_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

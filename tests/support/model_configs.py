@@ -110,6 +110,15 @@ def with_indexers(model_config: ModelConfig, **changes: Any) -> ModelConfig:
     return replace(model_config, layers=tuple(layers))
 
 
+def with_delta(model_config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Every gated delta net with other fields."""
+    layers = [
+        layer if layer.delta is None else replace(layer, delta=replace(layer.delta, **changes))
+        for layer in model_config.layers
+    ]
+    return replace(model_config, layers=tuple(layers))
+
+
 def with_windows(model_config: ModelConfig, *windows: int) -> ModelConfig:
     """A window for each layer."""
     layers = zip(model_config.layers, windows, strict=True)

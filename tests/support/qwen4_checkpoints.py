@@ -4,8 +4,6 @@ No weight is what a mistake would leave it at. Tables of n-grams are so small th
 ones; indexers leave keys out after a few tokens. Knows nothing of the runtime under test.
 """
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from typing import Any
 import torch
 import transformers
 from delta_checkpoints import MOE, SMALL_VISION
+from made_checkpoints import Checkpoints, Config
 from mamba_checkpoints import stir_hybrid
 from reference_models import without_defaults
-from run_folder import made_once
 from transformers import PreTrainedModel
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -56,18 +54,6 @@ QWEN4_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @cache
-def qwen4_folder(name: str) -> Path:
-    """The checkpoint of a case; written once a run."""
-    return made_once(f"qwen4 {name}", lambda folder: qwen4_reference(name).save_pretrained(folder))
-
-
-@cache
-def thinned_qwen4_folder(name: str) -> Path:
-    """The same without the keys that have the class's default, and with ropes in the keys of files with images."""
-    return made_once(f"thinned qwen4 {name}", lambda folder: _thin(folder, name))
-
-
-@cache
 def qwen4_reference(name: str) -> PreTrainedModel:
     """transformers' model with the weights of the folder."""
     config_class, model_class, given = QWEN4_CASES[name]
@@ -84,13 +70,14 @@ def qwen4_reference(name: str) -> PreTrainedModel:
     return model
 
 
-def _thin(folder: Path, name: str) -> None:
-    shutil.copytree(qwen4_folder(name), folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    defaults = getattr(transformers, QWEN4_CASES[name][0])()
-    if "text_config" in config:
-        config["text_config"] = without_defaults(config["text_config"], defaults.text_config.to_dict())
-    else:
-        config = without_defaults(config, defaults.to_dict())
-    path.write_text(json.dumps(config))
+def _write(folder: Path, name: str) -> None:
+    qwen4_reference(name).save_pretrained(folder)
+
+
+def _thin(config: Config, name: str) -> Config:
+    """Without the keys that have the class's default."""
+    return without_defaults(config, getattr(transformers, QWEN4_CASES[name][0])().get_text_config().to_dict())
+
+
+_CHECKPOINTS = Checkpoints("qwen4", _write, _thin)
+qwen4_folder, thinned_qwen4_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

@@ -3,8 +3,6 @@
 As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
 """
 
-import json
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,21 +11,11 @@ from typing import Any
 import torch
 import transformers
 from family_checkpoints import stir
+from made_checkpoints import BASE, Checkpoints, Config
 from reference_models import open_reference, without_defaults
-from run_folder import made_once
 from transformers import PreTrainedConfig, PreTrainedModel
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 0.03,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_BASE = {**BASE, "max_position_embeddings": 256, "rms_norm_eps": 0.03}
 _LLAMA4 = {
     **_BASE,
     "num_hidden_layers": 4,
@@ -121,18 +109,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @cache
-def recent_folder(name: str) -> Path:
-    """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"recent {name}", lambda folder: _write(folder, name))
-
-
-@cache
-def thinned_recent_folder(name: str) -> Path:
-    """The same without the keys that have the class's default or follow from others."""
-    return made_once(f"thinned recent {name}", lambda folder: _thin(recent_folder(name), folder, CASES[name][0]))
-
-
-@cache
 def recent_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder."""
     return open_reference(thinned_recent_folder(name) if is_thinned else recent_folder(name))
@@ -160,14 +136,12 @@ def _write(folder: Path, name: str) -> None:
     model.save_pretrained(folder)
 
 
-def _thin(full: Path, folder: Path, family: str) -> None:
-    shutil.copytree(full, folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    defaults = getattr(transformers, f"{family}TextConfig")().to_dict()
-    thin = without_defaults(config, defaults)
+def _thin(config: Config, name: str) -> Config:
+    """Without the keys that have the class's default or follow from others."""
+    family = CASES[name][0]
+    thin = without_defaults(config, getattr(transformers, f"{family}TextConfig")().to_dict())
     _THINNERS[family](thin)
-    path.write_text(json.dumps(thin))
+    return thin
 
 
 def _thin_llama4(config: dict[str, Any]) -> None:
@@ -197,3 +171,7 @@ _THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "Gemma4": _thin_gemma4,
     "Gemma4Unified": _thin_gemma4,
 }
+
+
+_CHECKPOINTS = Checkpoints("recent", _write, _thin)
+recent_folder, thinned_recent_folder = _CHECKPOINTS.folder, _CHECKPOINTS.thinned

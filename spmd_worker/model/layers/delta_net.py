@@ -9,17 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
-from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
-from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.recurrence import RecurrentMixer, own_outputs, recurrent_inputs
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
@@ -89,7 +88,7 @@ class GatedNorm(CheckpointLayer):
         )
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(RecurrentMixer):
     """Value heads are split over ranks with their key heads; of more ranks than key heads several have one."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
@@ -124,22 +123,9 @@ class DeltaNet(nn.Module):
         num_inputs = delta.num_value_heads * delta.value_size
         self.out_proj = RowParallelLinear(context, inputs, num_inputs, hidden_size, has_bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
+    def mixed(
+        self, x: Tensor, metadata: AttentionMetadata, states: LayerStates, adapters: StepAdapters | None
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]. Reads and writes the states of the step's sequences."""
-        del ropes, layer_cache, is_fused
-        assert wanted is None, "a state is a function of all tokens"
-        assert states is not None
         assert states.state is not None
         gates = self.gates
         mixed, gate, b, a = self.in_proj(x, adapters).split_with_sizes(self._sizes, dim=-1)

@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
-from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
-from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.recurrence import RecurrentMixer, own_outputs, recurrent_inputs
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, MambaConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
@@ -150,7 +149,7 @@ class MambaNorm(CheckpointLayer):
         yield shard(f"{prefix}.weight", shape, f"{prefix}.weight", 0, *self._share.normed)
 
 
-class Mamba(nn.Module):
+class Mamba(RecurrentMixer):
     """[T, hidden] -> this rank's part of [T, hidden]."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
@@ -182,23 +181,10 @@ class Mamba(nn.Module):
             context, share.inner, num_columns, hidden_size, config.has_output_bias, config.out_multiplier
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
+    def mixed(
+        self, x: Tensor, metadata: AttentionMetadata, states: LayerStates, adapters: StepAdapters | None
     ) -> Tensor:
-        """Reads and writes the states of the step's sequences alone."""
-        del ropes, layer_cache, is_fused
         config = self.config
-        assert wanted is None, "a state is a function of all tokens"
-        assert states is not None, "the layer has states"
         assert states.state is not None, "the layer has states"
         projected = self.in_proj(_scaled(x, config.in_multiplier), adapters)
         projected = projected if self._multipliers is None else projected * self._multipliers

@@ -11,19 +11,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from spmd_worker.model.layers.norm import FullNorm, RMSNorm
-from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
-from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.recurrence import RecurrentMixer, own_outputs, recurrent_inputs
 from spmd_worker.model.layers.short_conv import ConvWeights
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, Mamba1Config, NormConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
@@ -47,7 +46,7 @@ class ChannelGates(CheckpointLayer):
             yield shard(f"{parent}.{name}", shape, f"{prefix}.{parameter}", 0, *self._channels)
 
 
-class Mamba1(nn.Module):
+class Mamba1(RecurrentMixer):
     """[T, hidden] -> this rank's part of [T, hidden]."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
@@ -71,22 +70,9 @@ class Mamba1(nn.Module):
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = norms
         self.out_proj = RowParallelLinear(context, channels, config.num_channels, hidden_size, config.has_output_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
+    def mixed(
+        self, x: Tensor, metadata: AttentionMetadata, states: LayerStates, adapters: StepAdapters | None
     ) -> Tensor:
-        """Reads and writes the states of the step's sequences alone."""
-        del ropes, layer_cache, is_fused
-        assert wanted is None, "a state is a function of all tokens"
-        assert states is not None, "the layer has states"
         assert states.state is not None, "the layer has states"
         inputs, gate = self.in_proj(x, adapters).chunk(2, dim=-1)
         segments, (inputs,) = recurrent_inputs(metadata, states, inputs)

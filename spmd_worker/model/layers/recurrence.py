@@ -1,16 +1,47 @@
-"""Inputs and outputs of the recurrences of a step, in which rows may have drafts, or lag (`DraftReplay`).
+"""Mixers with states, and the inputs and outputs of their recurrences: rows may have drafts, or lag (`DraftReplay`).
 
 T: tokens of the step; L: tokens that its rows lag by.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
-from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.recurrent import StateSegments
+
+
+class RecurrentMixer(nn.Module):
+    """Mixer whose outputs are a function of states and of all tokens: it has no keys, and leaves no token out."""
+
+    def forward(
+        self,
+        x: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor | None,
+        metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
+        *,
+        states: LayerStates | None = None,
+        adapters: StepAdapters | None = None,
+        is_fused: bool = True,
+    ) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]."""
+        del ropes, layer_cache, is_fused
+        assert wanted is None, "a state is a function of all tokens"
+        assert states is not None, "the layer has states"
+        return self.mixed(x, metadata, states, adapters)
+
+    @abstractmethod
+    def mixed(
+        self, x: Tensor, metadata: AttentionMetadata, states: LayerStates, adapters: StepAdapters | None
+    ) -> Tensor:
+        """`forward`. Reads and writes the states of the step's sequences alone."""
 
 
 def recurrent_inputs(

@@ -6,17 +6,16 @@ T: tokens of the step; C: channels of this rank; K: taps.
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
-from spmd_worker.model.layers.recurrence import own_outputs, recurrent_inputs
-from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.recurrence import RecurrentMixer, own_outputs, recurrent_inputs
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ranks.topology import shard_range
 
@@ -39,7 +38,7 @@ class ConvWeights(CheckpointLayer):
             yield shard(f"{prefix}.bias", self._shape[:1], f"{prefix}.bias", 0, *self._channels)
 
 
-class ShortConv(nn.Module):
+class ShortConv(RecurrentMixer):
     """Channels are split over ranks, those of B, C and v alike."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
@@ -55,24 +54,9 @@ class ShortConv(nn.Module):
         self.conv = ConvWeights(context, hidden_size, channels, conv.kernel_size, conv.has_bias)
         self.out_proj = RowParallelLinear(context, channels, hidden_size, hidden_size, conv.has_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
+    def mixed(
+        self, x: Tensor, metadata: AttentionMetadata, states: LayerStates, adapters: StepAdapters | None
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]. Replaces the last inputs of the convolution, in the slots of
-        the step's sequences.
-        """
-        del ropes, layer_cache, is_fused
-        assert wanted is None, "a state is a function of all tokens"
-        assert states is not None, "a convolution has states"
         before, after, value = self.in_proj(x, adapters).chunk(3, dim=-1)
         segments, (inputs,) = recurrent_inputs(metadata, states, before * value)
         mixed = self._kernels.short_conv(

@@ -30,8 +30,6 @@ class RowStore:
         self._width, self._dtype, self._device, self._is_holder = width, dtype, device, is_holder
         self._rows: dict[bytes, Tensor] = {}
         self._of_requests: dict[RequestId, tuple[bytes, Tensor]] = {}
-        self.num_copied = 0
-        """Rows that steps have copied to the device so far."""
 
     def hold(self, request_id: int, content: bytes, data: bytes) -> None:
         """Hold a request's rows, little-endian numbers of the model's dtype, until `forget`."""
@@ -74,7 +72,6 @@ class RowStore:
         if not places:
             return None
         indices = to_device(torch.from_numpy(np.concatenate(places).astype(np.int64)), self._device)
-        self.num_copied += sum(map(len, parts))
         return TokenRows(indices, to_device(torch.cat(parts), self._device) if self._is_holder else None)
 
     def _held(self, request_id: RequestId, content: bytes) -> Tensor:
