@@ -8,10 +8,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
+from spmd_worker.model_config.byte_level_bpe import BYTES
 from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
 from spmd_worker.tokenizer.continued_message import before_mark, with_mark
 from spmd_worker.tokenizer.conversion import older_files
@@ -20,16 +21,6 @@ from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
 from spmd_worker.tokenizer.tokenizer_files import TOKENIZER_FILE, TokenizerFiles, read_tokenizer_files
 
 logger = logging.getLogger(__name__)
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable character -> the byte it encodes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return {chr(value if value in printable else next(others)): value for value in range(256)}
-
-
-_BYTES: Final = _byte_characters()
 
 
 class TokenizerFilesError(TokenizerError):
@@ -88,6 +79,11 @@ class Tokenizer:
     def is_isolated(self) -> bool:
         """Whether texts are encoded in a process with limits: tokenizer.json has components that no known model has."""
         return isinstance(self._encoder, IsolatedEncoder)
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether the folder has a file of ranks and no tokenizer.json: transformers may open it with other ids."""
+        return self._files.is_of_ranks
 
     @property
     def bos_token_id(self) -> int | None:
@@ -239,7 +235,7 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if self._is_byte_level else None
         if token is None:
             return None
-        found = [_BYTES.get(character) for character in token]
+        found = [BYTES.get(character) for character in token]
         # As in the library: an added token may have characters that encode no byte.
         return token.encode() if None in found else bytes(each for each in found if each is not None)
 
