@@ -215,12 +215,14 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     files = read_model_files(location.folder, with_images=with_images, with_audio=with_audio)
     _warn_of_missing_processor(config, files.model_config, location.folder)
     processor = _image_processor(config, files.model_config.vision, location.folder)
+    videos: VideoProcessor | None = None
     if processor is not None and files.model_config.vision is not None:
-        vision = normalised_by(files.model_config.vision, processor)
+        videos = _video_processor(config, files.model_config.vision, processor, location.folder)
+        levels = None if videos is None else videos.own_levels
+        vision = normalised_by(files.model_config.vision, processor, levels)
         files = replace(files, model_config=replace(files.model_config, vision=vision))
     resolved = resolve(config, files, device_type, location)
     if processor is not None:
-        videos = _video_processor(config, files.model_config.vision, processor, location.folder)
         largest = max(most_image_tokens(processor), 0 if videos is None else most_frame_tokens(videos))
         resolved = replace(resolved, image_processor=processor, video_processor=videos, largest_image=largest)
     speculation = config.speculative_config

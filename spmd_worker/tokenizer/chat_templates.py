@@ -31,7 +31,8 @@ class ChatTemplates:
             return self.sources.get(given, given)
         if not self.sources:
             raise ChatTemplateError(
-                "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json)"
+                "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json): give one as "
+                "chat_template=, a text or a file, or put a file of that name there"
             )
         for name in (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,):
             if name in self.sources:
