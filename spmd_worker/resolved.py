@@ -230,8 +230,20 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)
     if config.plan:
         return resolved
-    tokenizer = Tokenizer.open_if_present(location.folder)
+    tokenizer = _tokenizer(config.model, location.folder)
     return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
+
+
+def _tokenizer(model: ModelOptions, folder: Path) -> Tokenizer | None:
+    """The folder's, with the chat template that was given. Raises TokenizerError and ConfigError."""
+    tokenizer, key = Tokenizer.open_if_present(folder), "model.chat_template"
+    if model.chat_template is None:
+        return tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{key} needs a tokenizer, which renders it, and {folder} has none that can be used: leave it out"
+        )
+    return tokenizer.with_chat_template(key, model.chat_template)
 
 
 def _check_connector(cache: CacheConfig) -> None:

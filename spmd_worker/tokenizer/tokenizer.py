@@ -7,13 +7,14 @@ files of older tokenizers, and nothing in the folder is executed but the chat te
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.model_config.byte_level_bpe import BYTES
-from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
+from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, load_template
 from spmd_worker.tokenizer.continued_message import before_mark, with_mark
 from spmd_worker.tokenizer.conversion import older_files
 from spmd_worker.tokenizer.encoder import library_errors
@@ -41,7 +42,7 @@ class Tokenizer:
         self._files, self._backend, self._encoder = files, backend, files.encoder
         self.special_tokens: Mapping[str, str] = files.special_tokens
         """`bos_token`, `eos_token`, `pad_token`, ... -> the token."""
-        self.chat_templates = files.chat_templates
+        self.chat_templates, self._fingerprint = files.chat_templates, files.fingerprint
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
@@ -203,8 +204,25 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def fingerprint(self) -> str:
-        """Digest of the files, 32 hexadecimal digits: equal on two ranks exactly when they read the same tokenizer."""
+        """Digest of the files and of a chat template that was given, 32 hexadecimal digits: equal on two ranks exactly
+        when they read the same.
+        """
+        return self._fingerprint
+
+    def files_fingerprint(self) -> str:
+        """`fingerprint` without a chat template that was given."""
         return self._files.fingerprint
+
+    def with_chat_template(self, key: str, given: str) -> "Tokenizer":
+        """The same tokenizer with one chat template, that of the setting `key`: see `load_template`. Raises ConfigError
+        for a missing file.
+        """
+        text = load_template(key, given, self.chat_templates.sources)
+        tokenizer = Tokenizer(self._files)
+        tokenizer.chat_templates = ChatTemplates({DEFAULT: text}, self.special_tokens)
+        digest = blake2b(f"{self.files_fingerprint()}:{text}".encode(), digest_size=16)
+        tokenizer._fingerprint = digest.hexdigest()
+        return tokenizer
 
     def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether decoding uses a token: it exists, and is not a special token that is skipped."""

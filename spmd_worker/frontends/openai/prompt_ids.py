@@ -99,8 +99,8 @@ def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
         return prompt.text
     if not tokenizer.has_chat_template:
         message = (
-            "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt, or put "
-            "chat_template.jinja there"
+            "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt, or "
+            "start with model.chat_template=FILE"
         )
         raise InvalidRequestError(message, "chat_template_missing")
     variables = prompt.template_kwargs
