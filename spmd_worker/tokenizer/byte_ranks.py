@@ -60,7 +60,11 @@ def tokenizer_of_ranks(
         "decoder": byte_step(use_regex=True),
         "model": bpe_model(ids | added, _merges(name, texts), ignore_merges=True),
     }
-    return json.dumps(content, ensure_ascii=False).encode()
+    try:
+        return json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        fault = "an added token or the regular expression contains a lone surrogate, which UTF-8 cannot encode"
+        raise TokenizerError(f"{name}: {fault}: {WAY_OUT}") from None
 
 
 def _check(name: str, vocabulary: Vocabulary) -> None:

@@ -220,8 +220,8 @@ class Tokenizer:
         text = load_template(key, given, self.chat_templates.sources)
         tokenizer = Tokenizer(self._files)
         tokenizer.chat_templates = ChatTemplates({DEFAULT: text}, self.special_tokens)
-        digest = blake2b(f"{self.files_fingerprint()}:{text}".encode(), digest_size=16)
-        tokenizer._fingerprint = digest.hexdigest()
+        content = f"{self.files_fingerprint()}:{text}".encode("utf-8", "surrogatepass")
+        tokenizer._fingerprint = blake2b(content, digest_size=16).hexdigest()
         return tokenizer
 
     def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:

@@ -182,6 +182,8 @@ BAD = {
     "id of a rank": (kimi_added(5, "[BOS]"), r"added token '\[BOS\]' has the id 5.*not that of the token of rank 5"),
     "two ids": (kimi_added(9000, f"<|reserved_token_{len(tokens())}|>"), r"the id 9000, which must be .*which is also"),
     "long added token": (kimi_added(9000, "x" * 9000), "9000 characters"),
+    "surrogate": (kimi_added(9000, "\ud800"), "lone surrogate"),
+    "surrogate in the pattern": (tekken_with(pattern="\ud800"), "lone surrogate"),
     "not an object": (tekken_of("[1]"), "must be a JSON object"),
     "no vocabulary": (tekken_of("{}"), "object config and a list vocab"),
     "deep": (tekken_of("[" * 99 + "]" * 99), "levels"),
@@ -257,3 +259,37 @@ def test_folder_prefers_its_tokenizer_json(tmp_path: Path):
     assert Tokenizer.open(folder).encode(TEXTS[0]) == before.encode(TEXTS[0])
     edit(folder / "tokenizer_config.json", tokenizer_class="OtherTokenizer")
     assert Tokenizer.open(folder).encode(TEXTS[0]) == before.encode(TEXTS[0])
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_faults_of_ranks_are_sentences(seed: int, tmp_path: Path):
+    """Whatever is in the files, they are read or rejected."""
+    random, num_rejected = Random(seed), 0
+    for number in range(200):
+        kind = random.choice(KINDS)
+        folder = write_ranks(tmp_path / str(number), kind)
+        path = folder / random.choice([FILES[kind], *(["tokenizer_config.json"] if kind != "tekken" else [])])
+        if path.suffix == ".json" and random.random() < 0.7:
+            path.write_text(json.dumps(with_fault(json.loads(path.read_text()), random)))
+        else:
+            content = bytearray(path.read_bytes())
+            at = random.randrange(len(content))
+            content[at : at + random.randrange(9)] = random.randbytes(random.randrange(9))
+            path.write_bytes(content)
+        try:
+            tokenizer = Tokenizer.open(folder)
+            tokenizer.decode(tokenizer.encode(TEXTS[0]))
+        except TokenizerError as error:
+            num_rejected += 1
+            assert len(str(error)) < 1200
+    assert num_rejected > 50
+
+
+def with_fault(value: Any, random: Random) -> Any:
+    """The object, list or value with another value in one place."""
+    if isinstance(value, dict | list) and value and random.random() < 0.85:
+        at = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        value[at] = with_fault(value[at], random)
+        return value
+    return random.choice([None, True, -1, 1.5, 1e308, 10**30, "", "\ud800", "\0", [], {}, [[]], {"a": 1}, "AA==", 300])
