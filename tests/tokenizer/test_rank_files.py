@@ -265,7 +265,7 @@ def test_folder_prefers_its_tokenizer_json(tmp_path: Path):
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_faults_of_ranks_are_sentences(seed: int, tmp_path: Path):
     """Whatever is in the files, they are read or rejected."""
-    random, num_rejected = Random(seed), 0
+    random, said = Random(seed), list[str]()
     for number in range(200):
         kind = random.choice(KINDS)
         folder = write_ranks(tmp_path / str(number), kind)
@@ -281,9 +281,9 @@ def test_drawn_faults_of_ranks_are_sentences(seed: int, tmp_path: Path):
             tokenizer = Tokenizer.open(folder)
             tokenizer.decode(tokenizer.encode(TEXTS[0]))
         except TokenizerError as error:
-            num_rejected += 1
-            assert len(str(error)) < 1200
-    assert num_rejected > 50
+            said.append(str(error))
+    assert len(said) > 50
+    assert max(map(len, said)) < 1200
 
 
 def with_fault(value: Any, random: Random) -> Any:
