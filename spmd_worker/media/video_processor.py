@@ -292,7 +292,9 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
     is_rated = settings.given.get("fps") is not None
     if is_rated and settings.given.get("num_frames") is not None:
         raise settings.given.error("num_frames", f"does not go with fps: give one of them{WAY_OUT}")
-    if not is_rated and settings.of("num_frames").get("num_frames") is not None:
+    # Files of GLM have a number that its classes do not read.
+    reader = settings.given if rule.sampling.startswith("glm") else settings.of("num_frames")
+    if not is_rated and reader.get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
     elif rule.num_frames and settings.of("fps").get("fps") is None:
         found["num_frames"] = min(max(rule.num_frames, found["min_frames"]), found["max_frames"])

@@ -92,6 +92,17 @@ def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[s
     assert (found.layout, found.max_pixels, found.min_frames) == (layout, 28 * 28 * 2 * 30_000, 1)
 
 
+def test_number_of_frames_in_files_of_glm_is_not_read(tmp_path: Path):
+    """What transformers saves has 16, its default, of which its own rule of seconds takes no notice."""
+    file = {"num_frames": 16, "fps": 2}
+    found, given = (
+        read(tmp_path / str(each), "glm4v", each, video_preprocessor_config=file) for each in ({}, {"num_frames": 6})
+    )
+    assert found is not None
+    assert given is not None
+    assert (found.num_frames, found.fps, given.num_frames) == (0, 2.0, 6)
+
+
 @pytest.mark.parametrize(
     ("kind", "key"), [("internvl", "min_pixels"), ("smolvlm", "max_video_tokens"), ("glm4v", "cap_pixels_per_frame")]
 )
