@@ -70,7 +70,7 @@ in the local cache and downloaded if it is not there (`pip install 'spmd-worker[
 | --- | --- |
 | `config.json` | required; its `architectures` must be in a table below |
 | `*.safetensors` | required: one file, or several with their index |
-| `tokenizer.json` | or `vocab.json` and `merges.txt`, or `tokenizer.model`, `spiece.model` or `sentencepiece.bpe.model`. These are converted, which needs transformers; models of SentencePiece need sentencepiece and protobuf too. Rows of token ids need no tokenizer |
+| `tokenizer.json` | or `tekken.json` (Mistral), `tiktoken.model` (Kimi, Moonlight), `hy.tiktoken` (Hunyuan), `qwen.tiktoken`, from which one is made; or `vocab.json` and `merges.txt`, `tokenizer.model`, `spiece.model` or `sentencepiece.bpe.model`, which transformers converts, those of SentencePiece with sentencepiece and protobuf. Rows of token ids need no tokenizer |
 | `generation_config.json` | optional: defaults of sampling, and end-of-sequence tokens |
 | `hf_quant_config.json` | optional: how ModelOpt quantised the weights, if config.json does not say it |
 | `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/` | optional: the chat template, for chat rows |

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.names import hint, with_keyword_hints
-from spmd_worker.compat.chat import load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config, with_keyword_signature
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
@@ -39,6 +38,7 @@ from spmd_worker.engine.data_parallel.replicas import open_replicas
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.chat_templates import load_template
 
 _Calls = TypeVar("_Calls")
 _Arguments = ParamSpec("_Arguments")
@@ -75,7 +75,9 @@ class LLM:
     @with_keyword_signature
     def __init__(self, model: str | Path, **keywords: Unpack[LLMKeywords]) -> None:
         resolved = read_run(run_config({"model": model, **keywords}))
-        self._chat_template = load_template(keywords.get("chat_template"), resolved.tokenizer)
+        given = keywords.get("chat_template")
+        named = {} if resolved.tokenizer is None else resolved.tokenizer.chat_templates.sources
+        self._chat_template = None if given is None else load_template("chat_template", given, named)
         self.llm_engine = start_engine(resolved, engine_class=LLMEngine)
         self._open()
 

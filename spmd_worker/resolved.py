@@ -215,12 +215,14 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     files = read_model_files(location.folder, with_images=with_images, with_audio=with_audio)
     _warn_of_missing_processor(config, files.model_config, location.folder)
     processor = _image_processor(config, files.model_config.vision, location.folder)
+    videos: VideoProcessor | None = None
     if processor is not None and files.model_config.vision is not None:
-        vision = normalised_by(files.model_config.vision, processor)
+        videos = _video_processor(config, files.model_config.vision, processor, location.folder)
+        levels = None if videos is None else videos.own_levels
+        vision = normalised_by(files.model_config.vision, processor, levels)
         files = replace(files, model_config=replace(files.model_config, vision=vision))
     resolved = resolve(config, files, device_type, location)
     if processor is not None:
-        videos = _video_processor(config, files.model_config.vision, processor, location.folder)
         largest = max(most_image_tokens(processor), 0 if videos is None else most_frame_tokens(videos))
         resolved = replace(resolved, image_processor=processor, video_processor=videos, largest_image=largest)
     speculation = config.speculative_config
@@ -228,8 +230,20 @@ def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
         resolved = with_draft(resolved, speculation.method, speculation.model, speculation.most_drafts)
     if config.plan:
         return resolved
-    tokenizer = Tokenizer.open_if_present(location.folder)
+    tokenizer = _tokenizer(config.model, location.folder)
     return replace(resolved, tokenizer=tokenizer, model_config=_with_tokenizer_eos(resolved.model_config, tokenizer))
+
+
+def _tokenizer(model: ModelOptions, folder: Path) -> Tokenizer | None:
+    """The folder's, with the chat template that was given. Raises TokenizerError and ConfigError."""
+    tokenizer, key = Tokenizer.open_if_present(folder), "model.chat_template"
+    if model.chat_template is None:
+        return tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{key} needs a tokenizer, which renders it, and {folder} has none that can be used: leave it out"
+        )
+    return tokenizer.with_chat_template(key, model.chat_template)
 
 
 def _check_connector(cache: CacheConfig) -> None:

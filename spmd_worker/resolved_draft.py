@@ -25,6 +25,8 @@ from spmd_worker.model_config.model_config import (
 )
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, tensor_names, tensor_shapes
 from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.tokenizer.conversion import older_files
+from spmd_worker.tokenizer.tokenizer_files import TOKENIZER_FILE
 
 DRAFT_MODEL, MTP, EAGLE3 = "draft_model", "mtp", "eagle3"
 HEAD_METHODS: Final = (MTP, EAGLE3)
@@ -137,18 +139,21 @@ def _mismatch(draft: ModelConfig, folder: Path, target: Target) -> str:
         return f"layers of {draft.architecture} read the keys of others"
     if draft.vocab_size != target.model_config.vocab_size:
         return f"it has {draft.vocab_size} token ids and the target {target.model_config.vocab_size}"
-    own, others = (_tokenizer_digest(each) for each in (folder, target.location.folder))
-    if own != others:
-        return "its tokenizer.json is not the target's" if own else "it has no tokenizer.json, and the target has one"
-    return ""
-
-
-def _tokenizer_digest(folder: Path) -> str:
-    """Digest of the folder's tokenizer.json; empty without one."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    own, others = (_tokenizer_digests(each) for each in (folder, target.location.folder))
+    if own == others:
         return ""
-    return blake2b(read_regular_file(path, _MAX_TOKENIZER_BYTES), digest_size=16).hexdigest()
+    return (
+        f"its {' and '.join(own)} is not the target's"
+        if own
+        else f"it has no {' and '.join(others)}, and the target has one"
+    )
+
+
+def _tokenizer_digests(folder: Path) -> dict[str, str]:
+    """Digest of the folder's tokenizer.json, or of the files that one is made from; {} without a tokenizer."""
+    names = (TOKENIZER_FILE,) if (folder / TOKENIZER_FILE).is_file() else older_files(folder)
+    contents = {name: read_regular_file(folder / name, _MAX_TOKENIZER_BYTES) for name in names}
+    return {name: blake2b(content, digest_size=16).hexdigest() for name, content in contents.items()}
 
 
 def _read_mtp(model: str | None, num_drafts: int, target: Target) -> DraftRun:

@@ -14,7 +14,7 @@ from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, RunConfig, SamplingConfig
-from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import read_run
 from spmd_worker.resolved import resolve_run
@@ -161,6 +161,42 @@ def test_tokenizer_eos_token_ends_rows(folder: Path, tmp_path: Path):
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     assert ends(tmp_path) == (3, 4), "no tokenizer: as config.json says"
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    model = ModelOptions(path=str(folder), chat_template=template)
+    tokenizer = resolve_run(RunConfig(model=model, device="cpu"), "cpu").tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_given_chat_template_replaces_the_folders(folder: Path, tmp_path: Path):
+    """Folders with tekken.json alone have none, and those of the hub's cache are not to be changed."""
+    shutil.copytree(folder, tmp_path / "model")
+    templates = tmp_path / "model" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools {{ messages[0].content }}")
+    (tmp_path / "own.jinja").write_text("own {{ messages[0].content }}{{ eos_token }}")
+    plain = Tokenizer.open(tmp_path / "model")
+    fingerprints = {plain.fingerprint()}
+    for given, expected in (
+        (str(tmp_path / "own.jinja"), "own hi</s>"),
+        ("tool_use", "tools hi"),
+        ("{{ messages[0].role }}", "user"),
+    ):
+        tokenizer = with_template(tmp_path / "model", given)
+        for variables in ({}, {"tools": [{}]}):
+            assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], True, variables) == expected
+        assert tokenizer.files_fingerprint() == plain.fingerprint()
+        fingerprints.add(tokenizer.fingerprint())
+    assert len(fingerprints) == 4
+    with pytest.raises(
+        ConfigError, match=r"^model.chat_template='none.jinja' is neither .* \(tool_use\): No such file"
+    ):
+        with_template(tmp_path / "model", "none.jinja")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"^model.chat_template needs a tokenizer, .* has none"):
+        with_template(tmp_path / "model", "{{ a }}")
 
 
 @pytest.mark.guarantee("A row ends at the tokenizer's end of sequence, too", is_control_inside=True)

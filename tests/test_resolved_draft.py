@@ -78,6 +78,10 @@ def test_draft_model_of_other_tokens_is_refused(tmp_path: Path):
     other = SpeculativeConfig(method="draft_model", model=str(own))
     with pytest.raises(ConfigError, match=r"its tokenizer\.json is not the target's"):
         resolve_run(RunConfig(**{**vars(run), "plan": _plan(run), "speculative_config": other}), "cpu")
+    # A tokenizer that is made of another file.
+    (own / "tokenizer.json").rename(own / "tiktoken.model")
+    with pytest.raises(ConfigError, match=r"its tiktoken\.model is not the target's"):
+        resolve_run(RunConfig(**{**vars(run), "plan": _plan(run), "speculative_config": other}), "cpu")
 
 
 def _plan(run: RunConfig) -> Any:

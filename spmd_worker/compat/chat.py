@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from spmd_worker.base.config.plain_values import asks, shown
+from spmd_worker.base.config.plain_values import asks
 from spmd_worker.base.config.schema import ModelOptions
-from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
@@ -140,27 +138,6 @@ def _chat_format(options: ChatOptions, tokenizer: Tokenizer) -> ChatFormat:
     template = options.template
     source = tokenizer.chat_template_source if template is None else tokenizer.chat_templates.source(template)
     return chat_format_of(options.model.tool_call_format, options.model.reasoning_format, source)
-
-
-def load_template(given: Any, tokenizer: Tokenizer | None) -> str | None:
-    """Load a chat template: the text (anything with a brace or newline), the name of one of the folder's templates, or
-    the content of a file. Raises ConfigError for a missing file.
-    """
-    if given is None:
-        return None
-    text, names = str(given), [] if tokenizer is None else sorted(tokenizer.chat_templates.sources)
-    if isinstance(given, str) and (any(each in text for each in "{}\n") or text in names):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror
-    except ValueError as error:  # an invalid file name, or text that is not UTF-8
-        why = str(error)
-    raise ConfigError(
-        f"chat_template={shown(text)} is neither a template's text nor a file, nor the name of one of the model "
-        f"folder's templates ({', '.join(names) or 'none'}): {why}"
-    )
 
 
 def _prepared(index: int, message: Any, images: list[Any]) -> dict[str, Any]:

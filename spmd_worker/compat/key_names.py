@@ -18,7 +18,7 @@ from spmd_worker.compat.keywords import KEYWORDS, Effect, is_given
 _Made = TypeVar("_Made", bound=type)
 
 _PYTHONIC: Final = {"true": "True", "false": "False", "null": "None"}
-_ARGUMENTS: Final = {"model.tool_call_format": "tool_call_format", "model.path": "model"}
+_ARGUMENTS: Final = {f"model.{name}": name for name in ("chat_template", "tool_call_format")} | {"model.path": "model"}
 """Arguments of `chat` and `chat_messages`, and of `LLM(...)`, that are not in the table of keywords."""
 
 

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 def script_tokenizer(own: Tokenizer, model_folder: Path) -> Any:
     """The tokenizer for scripts. Nothing is downloaded, no code of the folder is executed, and nothing is random."""
+    if own.is_of_ranks:
+        logger.info("the tokenizer of %s is made from a file of ranks, so ours is used", model_folder)
+        return PlainTokenizer(own)
     if own.is_isolated:
         logger.info("the format of the tokenizer of %s is unknown, so ours, with limits, is used", model_folder)
         return PlainTokenizer(own)

@@ -35,7 +35,7 @@ from spmd_worker.media.processor_settings import (
 from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.families.omni_rows import opened_omni
-from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.model_config.vision_config import Levels, VisionConfig
 
 OVERRIDES: Final = "mm_processor_kwargs"
 _MAX_PIXELS: Final = 1 << 28
@@ -93,9 +93,12 @@ class ImageProcessor:
     is_numbered: bool = False
 
 
-def normalised_by(vision: VisionConfig, processor: ImageProcessor) -> VisionConfig:
-    """The config of a tower whose pixels are those of `processor`."""
+def normalised_by(vision: VisionConfig, processor: ImageProcessor, videos: Levels | None = None) -> VisionConfig:
+    """The config of a tower whose pixels are those of `processor`; those of frames of videos have `videos`, if they
+    differ.
+    """
     vision = replace(vision, image_mean=processor.mean, image_std=processor.std, rescale_factor=processor.scale)
+    vision = replace(vision, video_levels=videos)
     # Of two sizes of tokens the processor has one.
     merge_size = processor.merge_size if vision.tower is not None and vision.tower.merge_sizes else vision.merge_size
     return replace(vision, merge_size=merge_size)

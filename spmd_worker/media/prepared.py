@@ -23,8 +23,9 @@ Shapes = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True)
 class ImagePixels:
     """The squares or the one picture that a tower reads of an image, in its order. `grid` is the number of patches of
-    one of them, down and across; `size` is (height, width) of the image before it was prepared. In kinds whose frames
-    of videos are pooled, `frame` is 1 for a frame, 2 for the last one of its video.
+    one of them, down and across; `size` is (height, width) of the image before it was prepared. In models that
+    pool frames of videos or normalise them by other numbers, `frame` is 1 for a frame; where they are pooled, 2 for the
+    last one of its video.
     """
 
     crops: tuple[Pixels, ...]

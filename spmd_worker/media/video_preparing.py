@@ -54,7 +54,7 @@ def prepare_video(
             tuple([np.ascontiguousarray(each) for each in frames[size_of_step * step : size_of_step * (step + 1)]]),
             grid,
             size,
-            frame=(1 + (step + 1 == num_steps)) * processor.rule.pools,
+            frame=1 + (step + 1 == num_steps) if processor.rule.pools else int(processor.has_own_levels),
         )
         place = FramePlace(step, time, goes_on=processor.goes_on and step + 1 < num_steps)
         made.append(

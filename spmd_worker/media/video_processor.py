@@ -1,9 +1,10 @@
 """VideoProcessor: the numbers by which a checkpoint's videos are prepared, and how they are read.
 
-A missing key has the value that its class of transformers has. Frames become pixels as images do: numbers that a tower
-has once for both are compared with those of images.
+A missing key has the value that its class of transformers has. Frames become pixels as images do, by their own numbers;
+those that a tower has once for both must be those of images.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.media import sizes
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, Values, json_object
@@ -19,7 +21,10 @@ from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.media.video_rules import OMNI_KEY, RULES, VideoRule
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
 from spmd_worker.model_config.families.omni_rows import opened_omni
+from spmd_worker.model_config.vision_config import Levels
 from spmd_worker.tokenizer.video_parts import DEFAULT_FPS
+
+logger = logging.getLogger(__name__)
 
 WAY_OUT: Final = "; limits.max_videos=0 runs without videos"
 OVERRIDES: Final = "model.video_processor"
@@ -44,7 +49,8 @@ class VideoProcessor:
     smaller frames: they are tokens of a video, or of a frame in layouts that bound videos.
 
     With `side` above 0 frames are squares of so many pixels a side, of `tokens_per_frame` tokens, whose long side
-    becomes `longest_edge` before, if that is above 0. Of files `fps` frames a second are taken, `min_frames` to
+    becomes `longest_edge` before, if that is above 0. With `has_own_levels` frames are normalised by other numbers than
+    images. Of files `fps` frames a second are taken, `min_frames` to
     `max_frames`, or `num_frames` if that is above 0.
     """
 
@@ -63,10 +69,16 @@ class VideoProcessor:
     side: int = 0
     tokens_per_frame: int = 0
     longest_edge: int = 0
+    has_own_levels: bool = False
     fps: float = DEFAULT_FPS
     num_frames: int = 0
     min_frames: int = 4
     max_frames: int = 768
+
+    @property
+    def own_levels(self) -> Levels | None:
+        """The numbers by which frames are normalised; None if they are those of images."""
+        return Levels(self.mean, self.std, self.scale) if self.has_own_levels else None
 
     @property
     def pixels_per_token(self) -> int:
@@ -159,26 +171,21 @@ def read_video_processor(
         ConfigReader(values, path, way_out=WAY_OUT), ConfigReader(given, Path(OVERRIDES), way_out=WAY_OUT)
     )
     settings.check_steps(is_optional="")
-    processor = VideoProcessor(
+    mean, std = settings.levels("image_mean", rule.mean), settings.levels("image_std", rule.std)
+    scale = settings.file.number("rescale_factor", 1 / 255)
+    return VideoProcessor(
         images.kind,
         layout,
         **_sizes(settings, rule, images),
-        mean=settings.levels("image_mean", rule.mean),
-        std=settings.levels("image_std", rule.std),
-        scale=settings.file.number("rescale_factor", 1 / 255),
+        mean=mean,
+        std=std,
+        scale=scale,
+        has_own_levels=(mean, std, scale) != (images.mean, images.std, images.scale),
         resampling=settings.resampling(rule.resampling),
         cap_tokens=_cap_tokens(settings, rule.cap_tokens),
         time_per_second=_time_per_second(config, rule) if rule.time_key else 0.0,
         **_sampling(settings, rule),
     )
-    for key, own, other in (
-        ("image_mean", processor.mean, images.mean),
-        ("image_std", processor.std, images.std),
-        ("rescale_factor", processor.scale, images.scale),
-    ):
-        if own != other:
-            raise settings.file.error(key, f"must be that of images, {other}: the tower has one for both{WAY_OUT}")
-    return processor
 
 
 def _video_values(folder: Path) -> tuple[Values, Path] | None:
@@ -236,9 +243,13 @@ def _squares(settings: ProcessorSettings, rule: VideoRule, images: ImageProcesso
     longest = _longest_edge(settings) if rule.sampling == "smolvlm" else 0
     key = "max_image_size" if longest else "size"
     side = settings.side(key, "longest_edge", 364) if longest else settings.square(key, 384)
-    if side != images.side:
+    if side != images.side and settings.of(key) is settings.given:
         words = f"must be the size that the tower has, {images.side}, not {side}{WAY_OUT}"
-        raise settings.of(key).error(key, words)
+        raise settings.given.error(key, words)
+    if side != images.side:
+        message = "%s=%d of videos is not the size that the tower has: frames have that of images, %d"
+        logger.warning(message, settings.file.where(key), side, images.side, extra=SAME_ON_EVERY_RANK)
+        side = images.side
     if settings.file.get("do_center_crop"):
         raise settings.file.error("do_center_crop", f"is not supported for videos, only false{WAY_OUT}")
     settings.file.choice("initial_shift", (True,), True)
@@ -281,7 +292,9 @@ def _sampling(settings: ProcessorSettings, rule: VideoRule) -> dict[str, Any]:
     is_rated = settings.given.get("fps") is not None
     if is_rated and settings.given.get("num_frames") is not None:
         raise settings.given.error("num_frames", f"does not go with fps: give one of them{WAY_OUT}")
-    if not is_rated and settings.of("num_frames").get("num_frames") is not None:
+    # Files of GLM have a number that its classes do not read.
+    reader = settings.given if rule.sampling.startswith("glm") else settings.of("num_frames")
+    if not is_rated and reader.get("num_frames") is not None:
         found["num_frames"] = settings.integer("num_frames", 1, 1, _MAX_TOKENS)
     elif rule.num_frames and settings.of("fps").get("fps") is None:
         found["num_frames"] = min(max(rule.num_frames, found["min_frames"]), found["max_frames"])

@@ -47,7 +47,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", STATE_FILE)
 _SHARDS: Final = "model-*-of-*.safetensors"
 TOKENIZER_FILES: Final = (
     *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
-    *("spm.model", "source.spm", "target.spm", "tekken.json"),
+    *("spm.model", "source.spm", "target.spm", "tekken.json", "tiktoken.model", "*.tiktoken"),
     *("special_tokens_map.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
 """Patterns of a tokenizer's files."""

@@ -142,6 +142,15 @@ _HEAD_SIZE_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Levels:
+    """Numbers by which pixels are normalised: x * scale, less the mean, by the deviation of each channel."""
+
+    mean: Numbers
+    std: Numbers
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """`kind` is a row of `families/vision_rows.py`, `image_token_id` the id of tokens that take rows; those of
     frames of a video have `video_token_id`, None in a model that takes none. Behind each of
@@ -152,7 +161,7 @@ class VisionConfig:
     above 1 positions of the first tokens of runs are needed too (`IndexerConfig`). `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
     in bfloat16 with `has_bfloat16_pixels`; with `scales_levels` mean and deviation are scaled instead, to
-    levels of 0 to 255, which gives other last bits.
+    levels of 0 to 255, which gives other last bits. `video_levels` are those of frames of videos, None for the same.
 
     `audio`: the model hears, and its prompts have audio where those of others have images. Each token then has
     `merge_size` rows of the convolutions. `beside` is the audio of a model that takes images and audio.
@@ -172,10 +181,15 @@ class VisionConfig:
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
+    video_levels: Levels | None = None
     has_bfloat16_pixels: bool = False
     scales_levels: bool = False
     audio: AudioInput | None = None
     beside: "VisionConfig | None" = None
+
+    @property
+    def image_levels(self) -> Levels:
+        return Levels(self.image_mean, self.image_std, self.rescale_factor)
 
     @property
     def parts(self) -> "tuple[VisionConfig, ...]":

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.errors import ChatTemplateError, TokenizerError
+from spmd_worker.base.config.plain_values import shown
+from spmd_worker.base.errors import ChatTemplateError, ConfigError, TokenizerError
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
 DEFAULT: Final = "default"
@@ -31,7 +32,8 @@ class ChatTemplates:
             return self.sources.get(given, given)
         if not self.sources:
             raise ChatTemplateError(
-                "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json)"
+                "the model folder has no chat template (chat_template.jinja or in tokenizer_config.json): give one as "
+                "chat_template=, a text or a file, or put a file of that name there"
             )
         for name in (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,):
             if name in self.sources:
@@ -49,6 +51,25 @@ class ChatTemplates:
         if len(self._templates) > _MAX_PROCESSES:
             del self._templates[next(iter(self._templates))]
         return template
+
+
+def load_template(key: str, given: str | Path, sources: Mapping[str, str]) -> str:
+    """Text of the chat template of the setting `key`: the text itself (anything with a brace or newline), that of one
+    of `sources`, the folder's by name, or the content of a file. Raises ConfigError for a missing file.
+    """
+    text = str(given)
+    if isinstance(given, str) and (text in sources or any(each in text for each in "{}\n")):
+        return sources.get(text, text)
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror
+    except ValueError as error:  # an invalid file name, or text that is not UTF-8
+        why = str(error)
+    raise ConfigError(
+        f"{key}={shown(text)} is neither a template's text nor a file, nor the name of one of the model folder's "
+        f"templates ({', '.join(sorted(sources)) or 'none'}): {why}"
+    )
 
 
 def named_templates(path: Path, value: Any) -> dict[str, str]:

@@ -1,29 +1,38 @@
-"""Conversion of older tokenizers' files, `vocab.json` with `merges.txt` or a SentencePiece model, to a tokenizer.json.
+"""Conversion of the files of other tokenizers to a tokenizer.json: nothing is downloaded, no code of the folder is
+executed, and nothing is written.
 
-transformers' own converter does it, if transformers is installed; nothing is downloaded, no code of the folder is
-executed, and nothing is written. That converter goes by the class that the folder names, not by a SentencePiece model's
-own fields, so its result is compared with the model.
+tiktoken's ranks and Mistral's tekken.json are converted here. `vocab.json` with `merges.txt` and SentencePiece models
+are by transformers' own converter, if transformers is installed; it goes by the class that the folder names, not by a
+SentencePiece model's own fields, so its result is compared with the model.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from spmd_worker.base import files
 from spmd_worker.base.config.extras import package_fault
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.tokenizer.encoder import is_failure
+from spmd_worker.tokenizer.tekken_file import NAMED, TEKKEN_FILE, tokenizer_of_tekken
+from spmd_worker.tokenizer.tiktoken_file import TIKTOKEN_FILES, Settings, tokenizer_of_tiktoken
 
 _SENTENCEPIECE: Final = "tokenizer.model"
 _OF_ENCODERS: Final = ("spiece.model", "sentencepiece.bpe.model", "spm.model")
 """SentencePiece models of T5, Pegasus, mBART, NLLB and DeBERTa, whose classes number the pieces anew."""
 _PAIRS: Final = (("vocab.json", "source.spm", "target.spm"), ("vocab.json", "sentencepiece.bpe.model"))
 """Files of Marian and M2M100, of which transformers makes no tokenizer.json."""
-_TEKKEN: Final = "tekken.json"
-"""Mistral's own file, which mistral-common reads."""
-_ALONE: Final = (*_OF_ENCODERS, _TEKKEN)
-_KINDS: Final = (("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS, *[(each,) for each in _ALONE])
+_ALONE: Final = (*_OF_ENCODERS, *TIKTOKEN_FILES)
+_KINDS: Final = (
+    *((TEKKEN_FILE,), ("vocab.json", "merges.txt"), (_SENTENCEPIECE,), *_PAIRS),
+    *[(each,) for each in _ALONE],
+)
+_MAX_BYTES: Final = 64 * 1024 * 1024
+"""Maximum size of a file of ranks: tekken.json has up to 20 MiB."""
 _MODELS: Final = {1: "Unigram", 2: "BPE"}
 """SentencePiece's numbers (`TrainerSpec.ModelType`) -> the names in a tokenizer.json."""
 _TEXTS: Final = (
@@ -36,15 +45,46 @@ with a space, of which transformers keeps one fewer than SentencePiece.
 
 
 def older_files(folder: Path) -> tuple[str, ...]:
-    """File names of an older tokenizer in the folder, () for none."""
+    """File names of a tokenizer without a tokenizer.json in the folder, () for none."""
     return next((names for names in _KINDS if all((folder / name).is_file() for name in names)), ())
 
 
-def converted(folder: Path) -> bytes | None:
-    """tokenizer.json made from the older files of `folder`; None if there are none. Raises TokenizerError."""
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A tokenizer.json, and the file `path` that it was made from. `named`: special tokens by the names that its models
+    have for them, where tokenizer_config.json has none. `is_of_ranks`: it was made here, not by transformers.
+    """
+
+    path: Path
+    content: bytes
+    named: Mapping[str, str] = field(default_factory=dict)
+    is_of_ranks: bool = False
+
+
+def converted(folder: Path, config: Mapping[str, Any], model: Settings) -> Converted | None:
+    """The tokenizer.json of the older files of `folder`; None if there are none. `config` is its tokenizer_config.json.
+    Raises TokenizerError.
+    """
     names = older_files(folder)
     if not names:
         return None
+    path = folder / names[0]
+    if names == (TEKKEN_FILE,):
+        content = tokenizer_of_tekken(str(path), _read(path))
+        return Converted(path, content, NAMED, is_of_ranks=True)
+    if path.name in TIKTOKEN_FILES:
+        return Converted(path, tokenizer_of_tiktoken(path, _read(path), config, model), is_of_ranks=True)
+    return Converted(path, _by_transformers(folder, names))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return files.read_regular_file(path, _MAX_BYTES)
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _by_transformers(folder: Path, names: tuple[str, ...]) -> bytes:
     missing = f"{folder} has {' and '.join(names)} but no tokenizer.json, and"
     if names in _PAIRS:
         raise TokenizerError(
@@ -53,11 +93,6 @@ def converted(folder: Path) -> bytes | None:
             f"target language, if there is one, as ids of decoder_prompt; it decodes the token_ids of the answers"
         )
     made = f"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
-    if names == (_TEKKEN,):
-        raise TokenizerError(
-            f"{missing} {_TEKKEN} is not read: texts, images and recordings need a tokenizer.json, made with "
-            f'mistral-common installed by python -c "{made}"; rows with prompt_token_ids work without'
-        )
     try:
         from transformers import AutoTokenizer
 

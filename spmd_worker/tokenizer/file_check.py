@@ -50,8 +50,7 @@ class CheckedFile:
 
 def check_file(name: str, content: bytes) -> CheckedFile:
     """Check the file `name`. Raises TokenizerError: key, value, rule, way out."""
-    if content.count(b"[") + content.count(b"{") > _MAX_ARRAYS or content.count(b",") > _MAX_ITEMS:
-        raise TokenizerError(f"{name} has more than {_MAX_ARRAYS} arrays or {_MAX_ITEMS} items: {WAY_OUT}")
+    check_size(name, content)
     try:
         values = files.parse_json_object(content, max_nesting=_MAX_NESTING)
     except files.JsonError as error:
@@ -60,6 +59,12 @@ def check_file(name: str, content: bytes) -> CheckedFile:
         return CheckedFile(values, _check(values))
     except _InvalidError as error:
         raise TokenizerError(f"{name}: {error}: {WAY_OUT}") from None
+
+
+def check_size(name: str, content: bytes) -> None:
+    """Check what parsing the JSON of a file takes. Raises TokenizerError."""
+    if content.count(b"[") + content.count(b"{") > _MAX_ARRAYS or content.count(b",") > _MAX_ITEMS:
+        raise TokenizerError(f"{name} has more than {_MAX_ARRAYS} arrays or {_MAX_ITEMS} items: {WAY_OUT}")
 
 
 def check_token(name: str, key: str, content: str) -> None:

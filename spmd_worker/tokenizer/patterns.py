@@ -30,14 +30,21 @@ _CONTRACTIONS: Final = (
 _UPPER_THEN_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 
+
+def _without_han(alternative: str) -> str:
+    """Kimi's form of one with two classes of letters: the same without characters of Han in both."""
+    return alternative.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+
+
+_CASED: Final = [(_UPPER_THEN_LOWER, _UPPER), (_without_han(_UPPER_THEN_LOWER), _without_han(_UPPER))]
 _LINEAR_WITH: Final = {
     **dict.fromkeys((*_CONTRACTIONS, r"\s+(?!\S)", " ?[^(\\s|[.,!?…。，、।۔،])]+"), ""),
     **dict.fromkeys((r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*\r?\n"), r"\s+"),
     _UPPER_THEN_LOWER: _UPPER,
-    **{f"{_UPPER_THEN_LOWER}{each}?": f"{_UPPER}{each}?" for each in _CONTRACTIONS},
-    **{f"{_UPPER}{each}?": "" for each in _CONTRACTIONS},
+    **{f"{lower}{each}?": f"{upper}{each}?" for lower, upper in _CASED for each in _CONTRACTIONS},
+    **{f"{upper}{each}?": "" for _, upper in _CASED for each in _CONTRACTIONS},
 }
-"""Alternative -> the other one that it needs, "" for none. GPT-4's, Llama 3's, Qwen's, Mistral's, BLOOM's."""
+"""Alternative -> the other one that it needs, "" for none. GPT-4's, Llama 3's, Qwen's, Mistral's, BLOOM's, Kimi's."""
 
 
 def is_linear(pattern: str) -> bool:

@@ -7,12 +7,14 @@ files of older tokenizers, and nothing in the folder is executed but the chat te
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import TokenizerError
-from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE
+from spmd_worker.model_config.byte_level_bpe import BYTES
+from spmd_worker.tokenizer.chat_templates import DEFAULT, TOOL_USE, ChatTemplates, load_template
 from spmd_worker.tokenizer.continued_message import before_mark, with_mark
 from spmd_worker.tokenizer.conversion import older_files
 from spmd_worker.tokenizer.encoder import library_errors
@@ -20,16 +22,6 @@ from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
 from spmd_worker.tokenizer.tokenizer_files import TOKENIZER_FILE, TokenizerFiles, read_tokenizer_files
 
 logger = logging.getLogger(__name__)
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable character -> the byte it encodes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return {chr(value if value in printable else next(others)): value for value in range(256)}
-
-
-_BYTES: Final = _byte_characters()
 
 
 class TokenizerFilesError(TokenizerError):
@@ -50,7 +42,7 @@ class Tokenizer:
         self._files, self._backend, self._encoder = files, backend, files.encoder
         self.special_tokens: Mapping[str, str] = files.special_tokens
         """`bos_token`, `eos_token`, `pad_token`, ... -> the token."""
-        self.chat_templates = files.chat_templates
+        self.chat_templates, self._fingerprint = files.chat_templates, files.fingerprint
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = {token.content: i for i, token in added.items()}
@@ -88,6 +80,11 @@ class Tokenizer:
     def is_isolated(self) -> bool:
         """Whether texts are encoded in a process with limits: tokenizer.json has components that no known model has."""
         return isinstance(self._encoder, IsolatedEncoder)
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether the folder has a file of ranks and no tokenizer.json: transformers may open it with other ids."""
+        return self._files.is_of_ranks
 
     @property
     def bos_token_id(self) -> int | None:
@@ -207,8 +204,25 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def fingerprint(self) -> str:
-        """Digest of the files, 32 hexadecimal digits: equal on two ranks exactly when they read the same tokenizer."""
+        """Digest of the files and of a chat template that was given, 32 hexadecimal digits: equal on two ranks exactly
+        when they read the same.
+        """
+        return self._fingerprint
+
+    def files_fingerprint(self) -> str:
+        """`fingerprint` without a chat template that was given."""
         return self._files.fingerprint
+
+    def with_chat_template(self, key: str, given: str) -> "Tokenizer":
+        """The same tokenizer with one chat template, that of the setting `key`: see `load_template`. Raises ConfigError
+        for a missing file.
+        """
+        text = load_template(key, given, self.chat_templates.sources)
+        tokenizer = Tokenizer(self._files)
+        tokenizer.chat_templates = ChatTemplates({DEFAULT: text}, self.special_tokens)
+        content = f"{self.files_fingerprint()}:{text}".encode("utf-8", "surrogatepass")
+        tokenizer._fingerprint = blake2b(content, digest_size=16).hexdigest()
+        return tokenizer
 
     def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether decoding uses a token: it exists, and is not a special token that is skipped."""
@@ -239,7 +253,7 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if self._is_byte_level else None
         if token is None:
             return None
-        found = [_BYTES.get(character) for character in token]
+        found = [BYTES.get(character) for character in token]
         # As in the library: an added token may have characters that encode no byte.
         return token.encode() if None in found else bytes(each for each in found if each is not None)
 

@@ -3,8 +3,9 @@
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +15,12 @@ import tokenizers
 from spmd_worker.base import files
 from spmd_worker.base.errors import TokenizerError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.tokenizer.added_tokens import added_tokens, named_tokens
 from spmd_worker.tokenizer.chat_templates import DEFAULT, ChatTemplates, named_templates
-from spmd_worker.tokenizer.conversion import converted
+from spmd_worker.tokenizer.conversion import Converted, converted
 from spmd_worker.tokenizer.encoder import Encoder, opened
 from spmd_worker.tokenizer.encoder_process import IsolatedEncoder
-from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file, check_token
+from spmd_worker.tokenizer.file_check import WAY_OUT, CheckedFile, check_file
 from spmd_worker.tokenizer.source_language import SourceLanguage, has_languages, source_language
 from spmd_worker.tokenizer.token_bound import UNKNOWN, TokenBound, token_bound
 
@@ -36,7 +38,6 @@ _FILES: Final = (TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_F
 
 _MAX_BYTES: Final = 256 * 1024 * 1024
 """Maximum size of tokenizer.json: vocabularies of a million tokens take 64 MiB."""
-_MAX_ID_DIGITS: Final = 10
 
 _BERT_CLASSES: Final = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
 _BERT_MODELS: Final = ("bert", "distilbert", "electra", "mpnet", "nomic_bert")
@@ -47,7 +48,7 @@ _BERT_NORMALIZER: Final = "BertNormalizer"
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
     """Checked contents of a folder's files. `backend` has the vocabulary and the decoder; `fingerprint` is a digest.
-    `source` is the rule of a translator's source languages.
+    `source` is the rule of a translator's source languages. `is_of_ranks`: the vocabulary was a file of ranks.
     """
 
     backend: tokenizers.Tokenizer
@@ -58,25 +59,21 @@ class TokenizerFiles:
     truncation_side: str
     bound: TokenBound
     source: SourceLanguage | None = None
+    is_of_ranks: bool = False
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read and check the files. Raises TokenizerError naming the file and the fault."""
     contents = {name: _read(folder / name) for name in (*_FILES, *_more_templates(folder))}
-    if contents[TOKENIZER_FILE] is None:
-        contents[TOKENIZER_FILE] = converted(folder)
-    content, path = contents[TOKENIZER_FILE], folder / TOKENIZER_FILE
-    if content is None:
-        raise TokenizerError(
-            f"{folder} has no {TOKENIZER_FILE}: text prompts need one (convert other formats with transformers' "
-            f"save_pretrained); rows with prompt_token_ids work without"
-        )
     config = _json_object(folder / _SPECIAL_TOKENS_FILE, contents[_SPECIAL_TOKENS_FILE])
     config |= _json_object(folder / _CONFIG_FILE, contents[_CONFIG_FILE])
-    special_tokens = _named_tokens(config)
-    checked = check_file(str(path), content)
-    text = content.decode("utf-8")
+    given = contents[TOKENIZER_FILE]
+    made = _converted(folder, config) if given is None else Converted(folder / TOKENIZER_FILE, given)
+    path, contents[TOKENIZER_FILE] = made.path, made.content
+    checked = check_file(str(path), made.content)
+    text = made.content.decode("utf-8")
     of_text = _added_ids(checked.values)
+    special_tokens = {name: each for name, each in made.named.items() if each in of_text} | named_tokens(config)
     source = _source_language(folder, config, of_text)
     of_class = {
         "normalizer": _class_normalizer(folder, checked, config),
@@ -86,7 +83,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     if changed:
         checked = replace(checked, values={**checked.values, **changed})
         text = json.dumps(checked.values)
-    added = _added_tokens(checked.values, config, special_tokens, folder / _CONFIG_FILE)
+    added = added_tokens(checked.values, config, special_tokens, folder / _CONFIG_FILE)
     backend, encoder = _open_library(path, text, checked, added)
     vocabulary = checked.values["model"].get("vocab")
     bound = token_bound(backend, vocabulary if isinstance(vocabulary, dict) else None) if checked.is_known else UNKNOWN
@@ -98,7 +95,21 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     for name, each in contents.items():
         digest.update(f"{name}:{each is not None}:{len(each or b'')}\n".encode())
         digest.update(each or b"")
-    return TokenizerFiles(backend, encoder, special_tokens, templates, digest.hexdigest(), side, bound, source)
+    fingerprint = digest.hexdigest()
+    return TokenizerFiles(
+        *(backend, encoder, special_tokens, templates, fingerprint, side, bound, source),
+        is_of_ranks=made.is_of_ranks,
+    )
+
+
+def _converted(folder: Path, config: Mapping[str, Any]) -> Converted:
+    made = converted(folder, config, partial(_model_settings, folder))
+    if made is None:
+        raise TokenizerError(
+            f"{folder} has no {TOKENIZER_FILE}: text prompts need one (convert other formats with transformers' "
+            f"save_pretrained); rows with prompt_token_ids work without"
+        )
+    return made
 
 
 def _read(path: Path) -> bytes | None:
@@ -110,10 +121,15 @@ def _read(path: Path) -> bytes | None:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
+def _model_settings(folder: Path) -> dict[str, Any]:
+    """config.json; {} if it does not exist."""
+    return _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
+
+
 def _source_language(folder: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> SourceLanguage | None:
     """The rule for texts' languages. The model's own file is read only if it may say more."""
     is_asked = not config.get("tokenizer_class") and has_languages(added)
-    return source_language(config, _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE)) if is_asked else {})
+    return source_language(config, _model_settings(folder) if is_asked else {})
 
 
 def _added_ids(values: Mapping[str, Any]) -> dict[str, int]:
@@ -126,9 +142,8 @@ def _class_normalizer(folder: Path, checked: CheckedFile, config: Mapping[str, A
     own = checked.values.get("normalizer")
     if not isinstance(own, dict) or own.get("type") != _BERT_NORMALIZER:
         return None
-    model = _json_object(folder / _MODEL_FILE, _read(folder / _MODEL_FILE))
     try:
-        normalizer = _bert_normalizer(config, model)
+        normalizer = _bert_normalizer(config, _model_settings(folder))
     except ValueError as error:
         raise TokenizerError(f"{folder / _CONFIG_FILE}: {error}") from None
     changed = [] if normalizer is None else [key for key in normalizer if own.get(key) != normalizer[key]]
@@ -196,54 +211,6 @@ def _json_object(path: Path, content: bytes | None) -> dict[str, Any]:
         return files.parse_json_object(content, allows_nan=True)
     except files.JsonError as error:
         raise TokenizerError(f"{path} {error}") from None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, `unk_token`, ... -> text. A token is written as its text or as {"content": text}."""
-    named = {name: _token_content(value) for name, value in config.items() if name.endswith("_token")}
-    return {name: content for name, content in named.items() if content is not None}
-
-
-def _token_content(value: Any) -> str | None:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) and content else None
-
-
-def _added_tokens(
-    values: Mapping[str, Any], config: Mapping[str, Any], named: Mapping[str, str], path: Path
-) -> list[dict[str, Any]]:
-    """Tokens that the configuration, `path`, names and tokenizer.json does not, which are added as transformers adds
-    them: the arguments of `AddedToken`. Raises TokenizerError.
-    """
-    tokens: dict[str, dict[str, Any]] = {}
-    for token in _listed_tokens(config):
-        tokens.setdefault(token["content"], token)
-    key = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
-    extra = config.get(key) or []
-    extra = list(extra.values()) if isinstance(extra, dict) else extra
-    if not isinstance(extra, list):
-        # A string is a sequence too: each of its letters would be a token.
-        raise TokenizerError(f"{path}: {key}={str(extra)[:80]!r} must be a list of tokens, or an object of them")
-    for content in (*named.values(), *(_token_content(value) for value in extra)):
-        if content is not None:
-            tokens.setdefault(content, {"content": content, "special": True, "normalized": False})
-    for content in tokens:
-        check_token(str(path), "a token", content)
-    known = {token["content"] for token in values.get("added_tokens") or []}
-    return [token for content, token in tokens.items() if content not in known]
-
-
-def _listed_tokens(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    listed = config.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
-        return
-    for key in sorted(listed, key=lambda key: int(key) if key.isdecimal() and len(key) <= _MAX_ID_DIGITS else 0):
-        value = listed[key]
-        content = _token_content(value)
-        if content is not None and isinstance(value, dict):
-            flags = {name: value.get(name, False) is True for name in ("lstrip", "rstrip", "single_word", "special")}
-            normalized = value.get("normalized", not flags["special"]) is True
-            yield {"content": content, "normalized": normalized, **flags}
 
 
 def _more_templates(folder: Path) -> list[str]:

@@ -92,6 +92,17 @@ def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[s
     assert (found.layout, found.max_pixels, found.min_frames) == (layout, 28 * 28 * 2 * 30_000, 1)
 
 
+def test_number_of_frames_in_files_of_glm_is_not_read(tmp_path: Path):
+    """What transformers saves has 16, its default, of which its own rule of seconds takes no notice."""
+    file = {"num_frames": 16, "fps": 2}
+    found, given = (
+        read(tmp_path / str(each), "glm4v", each, video_preprocessor_config=file) for each in ({}, {"num_frames": 6})
+    )
+    assert found is not None
+    assert given is not None
+    assert (found.num_frames, found.fps, given.num_frames) == (0, 2.0, 6)
+
+
 @pytest.mark.parametrize(
     ("kind", "key"), [("internvl", "min_pixels"), ("smolvlm", "max_video_tokens"), ("glm4v", "cap_pixels_per_frame")]
 )
@@ -109,17 +120,15 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
 
 
 OF_SQUARES = {"do_center_crop": "internvl", "initial_shift": "internvl", "max_image_size": "smolvlm"}
-OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
+OTHER_SQUARE = {"height": 56, "width": 70}
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"size": OTHER_SQUARES[0]}, "must be the size that the tower has, 56, not 57"),
-        ({"size": OTHER_SQUARES[1]}, "must be a square"),
+        ({"size": OTHER_SQUARE}, "must be a square"),
         ({"size": {"height": 56, "width": 56}, "do_center_crop": True}, "only false; limits.max_videos=0"),
         ({"size": {"height": 56, "width": 56}, "initial_shift": 3}, "initial_shift"),
-        ({"max_image_size": {"longest_edge": 63}}, "must be the size that the tower has, 64, not 63"),
         ({"max_image_size": 64, "video_sampling": 3}, "video_sampling"),
         ({"max_image_size": 64, "video_sampling": {"max_frames": -1}}, "max_frames"),
         ({"max_image_size": 64, "video_sampling": {"video_size": {"longest_edge": 10**12}}}, "video_size.longest_edge"),
@@ -129,8 +138,7 @@ OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
         ({"patch_size": 16}, "must be that of images, 14"),
         ({"merge_size": 1}, "must be that of images, 2"),
         ({"temporal_patch_size": 3}, "is not supported, only 2"),
-        ({"image_mean": [0.5] * 3}, "must be that of images"),
-        ({"rescale_factor": 1}, "must be that of images"),
+        ({"image_mean": [0.5] * 2}, "image_mean=[0.5, 0.5] must list 3 numbers"),
         ({"rescale_factor": "x"}, "rescale_factor"),
         ({"do_resize": False}, "is not supported, only true"),
         ({"fps": 1e9}, "must be at most 1000"),
@@ -147,11 +155,47 @@ OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
 )
 def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[str, Any], words: str):
     kind = next((kind for key, kind in OF_SQUARES.items() if key in values), "qwen2_5_vl")
-    kind = "internvl" if values.get("size") in OTHER_SQUARES else kind
+    kind = "internvl" if values.get("size") == OTHER_SQUARE else kind
     with pytest.raises(ModelConfigError) as found:
         read(tmp_path, kind, video_preprocessor_config=values)
     assert words in str(found.value)
     assert "video_preprocessor_config.json" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "side"),
+    [
+        ("internvl", {"size": {"height": 384, "width": 384}}, 56),
+        ("smolvlm", {"max_image_size": {"longest_edge": 63}}, 64),
+    ],
+)
+def test_frames_have_the_size_of_the_tower(
+    tmp_path: Path, kind: str, values: dict[str, Any], side: int, caplog: pytest.LogCaptureFixture
+):
+    """InternVL 3.5's file says 384, of which no tower of 448 makes tokens: transformers fails at the first video."""
+    found = read(tmp_path, kind, video_preprocessor_config=values)
+    assert found is not None
+    assert found.side == side
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"is not the size that the tower has: frames have that of images, {side}")
+    if kind == "internvl":
+        with pytest.raises(ModelConfigError, match="must be the size that the tower has, 56, not 57"):
+            read(tmp_path / "given", kind, {"size": 57}, video_preprocessor_config=values)
+
+
+def test_videos_have_their_own_levels(tmp_path: Path):
+    same = read(tmp_path / "a", "internvl", video_preprocessor_config={"size": 56, **_levels(tmp_path / "b")})
+    assert same is not None
+    assert same.own_levels is None
+    other = read(tmp_path / "c", "internvl", video_preprocessor_config={"size": 56, "image_mean": 0.3})
+    assert other is not None
+    assert other.own_levels is not None
+    assert other.own_levels.mean == (0.3, 0.3, 0.3)
+
+
+def _levels(folder: Path) -> dict[str, Any]:
+    images = media_processor(folder, "internvl")
+    return {"image_mean": images.mean, "image_std": images.std}
 
 
 def test_omni_models_have_bounds_of_their_class(tmp_path: Path):

@@ -335,6 +335,21 @@ def test_additional_chat_templates_are_fetched(tmp_path: Path, fake_hub: Callabl
     assert [each for each in fetched.fetched if "/" in each] == ["additional_chat_templates/tool_use.jinja"]
 
 
+def test_files_of_ranks_are_fetched_without_code(tmp_path: Path, fake_hub: Callable[[Path], FakeHub]):
+    """Kimi's, Hunyuan's and Mistral's folders were downloaded without a tokenizer."""
+    source = tmp_path / "source"
+    shutil.copytree(MODEL, source)
+    names = ["hy.tiktoken", "tekken.json", "tiktoken.model"]
+    for name in (*names, "tokenization_kimi.py"):
+        (source / name).write_text("{}")
+    fetched = fake_hub(source)
+    locate_model("org/tiny", None)
+    assert [each for each in sorted(fetched.fetched) if "tok" in each or each in names] == [
+        *names,
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+
+
 def pooling_of(folder: Path) -> PoolingConfig | None:
     return read_model_files(folder).model_config.pooling
 

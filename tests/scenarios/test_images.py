@@ -4,7 +4,9 @@ and layout.
 
 import json
 import random
+import shutil
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,12 +32,15 @@ from image_models import (
     their_answer,
     their_logprobs,
     their_vector,
+    tokenizer_of_images,
 )
 from jobs_of_rows import answers_of_job
+from json_files import edit
 from media_models import noise, saved
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.model_config.byte_level_bpe import BYTES
 from spmd_worker.replica.mirror import state_check
 from spmd_worker.replica.scheduler import allocator
 from spmd_worker.replica.scheduler.planner import Planner
@@ -473,6 +478,29 @@ def long_answers(llm: LLM, kind: str) -> list[Any]:
     """The first prompts with images, for longer than they are compared with transformers."""
     params = SamplingParams(temperature=0, max_tokens=NUM_LONG, logprobs=1, ignore_eos=True)
     return answers(llm, [prompts(kind)[number] for number in (0, 2, 3)], [params] * 3)
+
+
+@pytest.mark.stress
+def test_folder_of_ranks_answers_about_images(tmp_path: Path):
+    """Kimi's folder on the hub has tiktoken.model, and needed a tokenizer.json beside it."""
+    folder = Path(shutil.copytree(image_folder("kimi_k25"), tmp_path / "model"))
+    vocabulary = tokenizer_of_images("kimi_k25").get_vocab(with_added_tokens=False)
+    bytes_of = {text: bytes(BYTES[each] for each in text) for text in vocabulary}
+    lines = [f"{b64encode(bytes_of[text]).decode()} {rank}\n" for text, rank in vocabulary.items()]
+    added = tokenizer_of_images("kimi_k25").get_added_tokens_decoder()
+    listed = {str(number): {"content": token.content, "special": True} for number, token in added.items()}
+    (folder / "tokenizer.json").unlink()
+    (folder / "tiktoken.model").write_text("".join(lines))
+    edit(folder / "tokenizer_config.json", tokenizer_class="TikTokenTokenizer", added_tokens_decoder=listed)
+    given = prompts("kimi_k25")[:1]
+    with opened("kimi_k25") as llm:
+        expected = answers(llm, given, [GREEDY])
+        chat = llm.get_tokenizer().chat_template
+    with LLM(str(folder), dtype="float32", **ROOMY) as llm:
+        assert answers(llm, given, [GREEDY]) == expected
+        ids = {"prompt_token_ids": expected[0][0], "multi_modal_data": given[0]["multi_modal_data"]}
+        assert answers(llm, [ids], [GREEDY]) == expected
+        assert llm.get_tokenizer().chat_template == chat
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

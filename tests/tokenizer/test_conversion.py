@@ -250,15 +250,6 @@ def test_tokenizers_of_pairs_are_named_with_the_way_out(
     assert "save_pretrained" not in record.getMessage()
 
 
-def test_tekken_file_is_named_with_the_way_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Regression: Voxtral's folder on the hub was loaded without a tokenizer and without a word."""
-    (tmp_path / "tekken.json").write_text("{}")
-    assert Tokenizer.open_if_present(tmp_path) is None
-    (record,) = caplog.records
-    for text in ("tekken.json is not read", "mistral-common", "save_pretrained", "prompt_token_ids"):
-        assert text in record.getMessage()
-
-
 @pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf"])
 @pytest.mark.matrix
 def test_missing_sentencepiece_package_is_named(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

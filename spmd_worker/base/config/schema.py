@@ -160,6 +160,11 @@ class ModelOptions:
         "the folder's own `default_prompt_name`, `''`: none",
     )
     allow_any_dimensions: bool = option(False, "cut vectors to `dimensions` that config.json does not name")
+    chat_template: str | None = command_option(
+        None,
+        "chat template in place of the folder's, which may have none: a file, a text, or the name of another one of "
+        "the folder",
+    )
     tool_call_format: str = command_option(
         "auto",
         "syntax of the model's tool calls, which chat rows get back as `tool_calls`: `hermes`, `llama3_json`, "

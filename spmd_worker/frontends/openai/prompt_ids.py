@@ -98,7 +98,10 @@ def _text_of(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer) -> str:
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if not tokenizer.has_chat_template:
-        message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
+        message = (
+            "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt, or "
+            "start with model.chat_template=FILE"
+        )
         raise InvalidRequestError(message, "chat_template_missing")
     variables = prompt.template_kwargs
     if prompt.reasoning_effort is not None:

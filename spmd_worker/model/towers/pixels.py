@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_worker.media.prepared import ImagePixels
-from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.model_config.vision_config import Levels, VisionConfig
 
 
 class PixelTable(nn.Module):
@@ -17,37 +17,34 @@ class PixelTable(nn.Module):
 
     def __init__(self, vision: VisionConfig, device: torch.device) -> None:
         super().__init__()
-        self._table, self._device = _table(vision), device
+        self._table, self._device = _table(vision, vision.image_levels), device
+        self._of_frames = self._table if vision.video_levels is None else _table(vision, vision.video_levels)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        table = self._table.to(pixels.device)
+    def forward(self, pixels: Tensor, *, is_frame: bool = False) -> Tensor:
+        table = (self._of_frames if is_frame else self._table).to(pixels.device)
         return torch.stack([table[channel][pixels[:, :, channel].int()] for channel in range(3)])
 
     def planes(self, image: ImagePixels) -> list[Tensor]:
         """float32 [3, height, width] of each square of the image, or of the image itself."""
         # Arrays of received pixels are read-only.
-        return [self(torch.tensor(each, device=self._device)) for each in image.crops]
+        pixels = [torch.tensor(each, device=self._device) for each in image.crops]
+        return [self(each, is_frame=image.frame > 0) for each in pixels]
 
 
-def _table(vision: VisionConfig) -> Tensor:
-    """float32 [3, 256]: (x * factor - mean) / std, each step rounded to float32, or to bfloat16; or the same with mean
-    and std divided by the factor.
+def _table(vision: VisionConfig, levels: Levels) -> Tensor:
+    """float32 [3, 256]: (x * scale - mean) / std, each step rounded to float32, or to bfloat16; or the same with mean
+    and std divided by the scale.
     """
     if vision.has_bfloat16_pixels:
-        given = torch.arange(256, dtype=torch.bfloat16) * vision.rescale_factor
-        mean, std = (
-            torch.tensor(each, dtype=torch.bfloat16).unsqueeze(1) for each in (vision.image_mean, vision.image_std)
-        )
+        given = torch.arange(256, dtype=torch.bfloat16) * levels.scale
+        mean, std = (torch.tensor(each, dtype=torch.bfloat16).unsqueeze(1) for each in (levels.mean, levels.std))
         return ((given - mean) / std).float()
     if vision.scales_levels:
-        mean, std = (
-            torch.tensor(each).unsqueeze(1) * (1 / vision.rescale_factor)
-            for each in (vision.image_mean, vision.image_std)
-        )
+        mean, std = (torch.tensor(each).unsqueeze(1) * (1 / levels.scale) for each in (levels.mean, levels.std))
         return (torch.arange(256, dtype=torch.float32) - mean) / std
-    levels = (np.arange(256, dtype=np.float64) * vision.rescale_factor).astype(np.float32)
-    pairs = zip(vision.image_mean, vision.image_std, strict=True)
-    return torch.from_numpy(np.stack([(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs]))
+    scaled = (np.arange(256, dtype=np.float64) * levels.scale).astype(np.float32)
+    pairs = zip(levels.mean, levels.std, strict=True)
+    return torch.from_numpy(np.stack([(scaled - np.float32(mean)) / np.float32(std) for mean, std in pairs]))
 
 
 def patches_of(plane: Tensor, patch_size: int, num_frames: int = 1, merge_size: int = 1) -> Tensor:

@@ -10,6 +10,19 @@ from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.files import is_plain_name
+from spmd_worker.model_config.byte_level_bpe import (
+    CL100K,
+    O200K,
+    QWEN2,
+    QWEN35,
+    SEQUENCE,
+    TEKKEN,
+    added_token,
+    around,
+    bpe_model,
+    byte_step,
+    split_step,
+)
 from spmd_worker.model_config.gguf.model import GgufModel
 from spmd_worker.model_config.gguf.tokens import (
     BYTE,
@@ -23,30 +36,14 @@ from spmd_worker.model_config.gguf.tokens import (
     token_id,
 )
 
-_CONTRACTIONS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES: Final = r"\s+(?!\S)|\s+"
-_CL100K: Final = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|" + _SPACES
-_CASED: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_QWEN2: Final = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35: Final = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
-_TEKKEN: Final = "|".join([*_CASED, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", _SPACES])
-_O200K: Final = "|".join(
-    [
-        *(f"{each}{_CONTRACTIONS}?" for each in _CASED),
-        *(r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", _SPACES),
-    ]
-)
 _GPT2, _DIGITS = "", "digits"
 """Splits of GPT-2, alone and behind one of digits."""
 _SPLITS: Final = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _CL100K),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    "qwen35": QWEN35,
+    "tekken": TEKKEN,
+    "gpt-4o": O200K,
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
 }
@@ -57,8 +54,6 @@ _COMPOSES: Final = ("qwen2", "qwen35")
 """Those whose texts are brought to NFC."""
 _NAMED: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _UNSTRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")
-_SEQUENCE: Final = "sequence".capitalize()
-"""The library's word for steps, and for a text between special tokens."""
 _SPACE: Final = "\u2581"
 WAY_OUT: Final = "put the model's own tokenizer.json beside the file and give model.path their folder"
 
@@ -117,20 +112,19 @@ def _byte_level(model: GgufModel, tokens: Tokens) -> dict[str, Any]:
     if not isinstance(pre, str) or pre not in _SPLITS:
         raise metadata.error(key, f"is not known, only {', '.join(sorted(_SPLITS))}: {WAY_OUT}")
     split, takes_words = _SPLITS[pre], pre in _TAKES_WORDS
-    steps: list[dict[str, Any]] = [_byte_step(use_regex=split in (_GPT2, _DIGITS))]
+    steps: list[dict[str, Any]] = [byte_step(use_regex=split in (_GPT2, _DIGITS))]
     if split == _DIGITS:
         steps.insert(0, {"type": "Digits", "individual_digits": True})
     elif split:
-        regex = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        steps.insert(0, regex)
+        steps.insert(0, split_step(split))
     # Numbers of the embedding's rows that have no token.
     vocabulary = {text: i for i, text in enumerate(tokens.texts) if tokens.types[i] != UNUSED}
     return {
         **_outside(model, tokens, adds_first=takes_words),
         "normalizer": {"type": "NFC"} if pre in _COMPOSES else None,
-        "pre_tokenizer": {"type": _SEQUENCE, "pretokenizers": steps},
-        "decoder": _byte_step(use_regex=True),
-        "model": _bpe(vocabulary, _stored_merges(model), ignore_merges=takes_words),
+        "pre_tokenizer": {"type": SEQUENCE, "pretokenizers": steps},
+        "decoder": byte_step(use_regex=True),
+        "model": bpe_model(vocabulary, _stored_merges(model), ignore_merges=takes_words),
     }
 
 
@@ -152,38 +146,18 @@ def _sentence_piece(model: GgufModel, tokens: Tokens) -> dict[str, Any]:
     return {
         **_outside(model, tokens, adds_first=True),
         "normalizer": {
-            "type": _SEQUENCE,
+            "type": SEQUENCE,
             "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}],
         },
         "pre_tokenizer": None,
-        "decoder": {"type": _SEQUENCE, "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": _bpe(
+        "decoder": {"type": SEQUENCE, "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": bpe_model(
             *(vocabulary, merges),
             unk_token=tokens.texts[unknown or 0],
             fuse_unk=True,
             byte_fallback=BYTE in tokens.types,
         ),
     }
-
-
-def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **changed: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **changed,
-        "vocab": vocabulary,
-        "merges": merges,
-    }
-
-
-def _byte_step(*, use_regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": use_regex}
 
 
 def _stored_merges(model: GgufModel) -> list[list[str]]:
@@ -233,15 +207,11 @@ def _outside(model: GgufModel, tokens: Tokens, *, adds_first: bool) -> dict[str,
     # Phi-3's, of which llama.cpp knows it, too.
     strips = model.key == "phi3" and model.metadata.get("tokenizer.ggml.model") == "llama"
     added = [
-        {
-            "id": number,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": strips and kind == CONTROL and text not in _UNSTRIPPED,
-            "normalized": False,
-            "special": kind != USER_DEFINED,
-        }
+        added_token(
+            *(number, text),
+            rstrip=strips and kind == CONTROL and text not in _UNSTRIPPED,
+            special=kind != USER_DEFINED,
+        )
         for number, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True))
         if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
     ]
@@ -259,20 +229,6 @@ def _processor(model: GgufModel, tokens: Tokens, *, adds_first: bool) -> dict[st
     bos, eos = token_id(metadata, "bos"), token_id(metadata, "eos")
     first = bos if metadata.flag("tokenizer.ggml.add_bos_token", adds_first) else None
     last = eos if metadata.flag("tokenizer.ggml.add_eos_token", False) else None
-    used = {tokens.texts[number]: number for number in (first, last) if number is not None}
-    if not used:
-        return None
-
-    def one(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        named = [None if number is None else tokens.texts[number] for number in (first, last)]
-        before, after = (
-            [{"SpecialToken": {"id": each, "type_id": type_id}}] if each is not None else [] for each in named
-        )
-        return [*before, {_SEQUENCE: {"id": sequence, "type_id": type_id}}, *after]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": one("A", 0),
-        "pair": [*one("A", 0), *one("B", 1)],
-        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]} for text, number in used.items()},
-    }
+    before, behind = (None if number is None else tokens.texts[number] for number in (first, last))
+    ids = {tokens.texts[number]: number for number in (first, last) if number is not None}
+    return around(before, behind, ids)

@@ -1,6 +1,9 @@
 """Rows of the frames of videos: those of transformers' towers, in order."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,15 +38,15 @@ def _context() -> LayerContext:
 
 
 @torch.inference_mode()
-def our_rows(kind: str) -> Tensor:
-    """Of all frames, each step by itself."""
-    folder = image_folder(kind)
+def our_rows(kind: str, folder: Path | None = None) -> Tensor:
+    """Of all frames, each step by itself, by the files of the kind's folder or of this one."""
+    folder = folder or image_folder(kind)
     config = read_model_files(folder, with_images=True).model_config
     assert config.vision is not None
     images = read_image_processor(folder, config.vision)
     video = read_video_processor(folder, images)
     assert video is not None
-    model = build_model(_context(), replace(config, vision=normalised_by(config.vision, images)))
+    model = build_model(_context(), replace(config, vision=normalised_by(config.vision, images, video.own_levels)))
     with model.weights.open(folder) as source:
         model.weights.fill(source)
     model.pack_weights()
@@ -56,9 +59,10 @@ def our_rows(kind: str) -> Tensor:
 
 
 @torch.inference_mode()
-def their_rows(kind: str, *, is_reversed: bool = False) -> Tensor:
+def their_rows(kind: str, *, is_reversed: bool = False, **changed: Any) -> Tensor:
+    """`changed`: settings of videos in place of those of images."""
     frames = FRAMES[::-1] if is_reversed else FRAMES
-    made = oracle_video(layout_of(kind), frames, MODELS[media_kind(kind)].settings)
+    made = oracle_video(layout_of(kind), frames, {**MODELS[media_kind(kind)].settings, **changed})
     body: Any = image_reference(kind).model
     if "video_grid_thw" in made:
         return torch.cat([*body.get_video_features(made["pixel_values_videos"], made["video_grid_thw"]).pooler_output])
@@ -80,4 +84,19 @@ def test_rows_of_frames_are_those_of_transformers(kind: str):
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
     # Negative control: frames in another order.
     others = their_rows(kind, is_reversed=True)
+    assert float((ours - others).abs().max() / theirs.abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.gate("internvl")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "llava_onevision"])
+def test_videos_are_normalised_by_their_own_file(kind: str, tmp_path: Path):
+    """InternVL 3.5's folders have CLIP's numbers for videos beside ImageNet's for images, and did not start."""
+    levels = {"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.275]}
+    folder = Path(shutil.copytree(image_folder(kind), tmp_path / "model"))
+    settings = {**MODELS[media_kind(kind)].settings, **levels}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    ours, theirs = our_rows(kind, folder), their_rows(kind, **levels)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
+    # Negative control: the numbers of images.
+    others = their_rows(kind)
     assert float((ours - others).abs().max() / theirs.abs().max()) > 100 * TOLERANCE
