@@ -25,7 +25,7 @@ _IRRELEVANT: Final = (
     *("path", "dtype", "max_model_len", "load_format", "logprobs_mode", "head_dtype", "allow_nonfinite", "runner"),
     "pooling_type",
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
-    *("adapters", "max_cpu_loras", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
+    *("adapters", "max_cpu_loras", "lora_experts", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
 )
 """Keys of `model` on which no block depends, or that are topics of their own. A new key counts until it is here."""
 
