@@ -3,64 +3,235 @@
 PEFT wraps stacks (`target_parameters`); files with a module for each expert are made of such an adapter.
 """
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from expert_checkpoints import expert_folder, open_experts
+from expert_models import PLACED, new_model
 from our_model import load_model, prompt_logits
 from peft import PeftModel
 from peft_adapters import Settings, peft_logits, write_adapter
 from reference_models import random_prompt, relative_error
 from run_folder import made_once
+from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import AdapterError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
-from spmd_worker.model.adapters.source import AdapterSource, read_adapter
+from spmd_worker.model.adapters.peft_config import PeftConfig
+from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, read_adapter
+from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.registry import build_model
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.ops.attention.sdpa import SdpaBackend
+from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.expert_layout import ExpertLayout
 
 LIMITS = AdapterLimits(max_loras=4, max_lora_rank=16, max_cpu_loras=4, of_experts=True)
 PROMPTS = [random_prompt(length, 3, vocab_size=96) for length in (1, 17, 9, 30)]
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ROUTER = ["mlp.gate.weight"]
-CASES: dict[str, tuple[str, list[str]]] = {
-    "mixtral": ("mixtral", STACKS + ROUTER),
-    "qwen2_moe": ("qwen2_moe", STACKS + ROUTER + ["shared_expert_gate.weight"]),
-    "gpt_oss": ("gpt_oss", STACKS + ["mlp.router.weight"]),
-    "glm4_moe": ("glm4_moe", STACKS),
-    "down_alone": ("qwen3_moe", STACKS[1:]),
-    "olmoe": ("olmoe", STACKS),
-    "granite_moe": ("granite_moe", ["experts.gate_up_proj", "experts.down_proj"]),
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+PATTERNS: Settings = (
+    ("rank_pattern", {"experts.down_proj": 5, "0.mlp.gate.weight": 2}),
+    ("alpha_pattern", {r"layers\.1\.mlp\.experts\.gate_up_proj": 30}),
+    ("use_rslora", True),
+)
+CASES: dict[str, tuple[str, tuple[str, ...], Settings]] = {
+    "mixtral": ("mixtral", (*STACKS, "mlp.gate.weight"), PATTERNS),
+    "qwen2_moe": ("qwen2_moe", (*STACKS, "mlp.gate.weight", "shared_expert_gate.weight"), ()),
+    "gpt_oss": ("gpt_oss", (*STACKS, "mlp.router.weight"), ()),
+    "glm4_moe": ("glm4_moe", STACKS, ()),
+    "down_alone": ("qwen3_moe", STACKS[1:], ()),
+    "olmoe": ("olmoe", STACKS, ()),
+    "granite_moe": ("granite_moe", ("experts.gate_up_proj", "experts.down_proj"), ()),
 }
+"""Family, `target_parameters` and more arguments of LoraConfig."""
 
 
-def settings_of(parameters: list[str]) -> Settings:
-    return (("target_modules", ("q_proj",)), ("target_parameters", parameters), ("r", 3), ("lora_alpha", 9))
-
-
-def adapter_of(family: str, parameters: list[str], seed: int = 0) -> Path:
-    settings = settings_of(parameters)
-    name = f"experts' adapter {family} {parameters} {seed}"
+def adapter_of(case: str, seed: int = 0, **changes: Any) -> Path:
+    """The PEFT folder of a case, of which attention has matrices too; written once a run."""
+    family, parameters, more = CASES[case]
+    options = {"r": 3, "lora_alpha": 9, "target_modules": ("q_proj",), "target_parameters": list(parameters)}
+    settings = tuple((options | dict(more) | changes).items())
+    name = f"adapter of experts {case} {changes} {seed}"
     return made_once(name, lambda folder: write_adapter(open_experts(expert_folder(family)), folder, settings, seed))
 
 
-def loaded_logits(model, sources: list[AdapterSource | None], prompts=PROMPTS) -> list[Tensor]:
+@cache
+def theirs(case: str) -> list[Tensor]:
+    reference = open_experts(expert_folder(CASES[case][0]))
+    model = PeftModel.from_pretrained(reference, adapter_of(case)).eval()
+    return [peft_logits(model, prompt) for prompt in PROMPTS]
+
+
+def loaded_logits(model: DecoderForCausalLM, sources: Sequence[AdapterSource | None], **options: Any) -> list[Tensor]:
+    """Logits of all prompts, each with one of `sources`."""
     loaded = LoadedAdapters(model, LIMITS)
     for source in {each.digest: each for each in sources if each is not None}.values():
         loaded.commit(loaded.prepare(source))
-    return prompt_logits(model, prompts, loaded=loaded, digests=[0 if each is None else each.digest for each in sources])
+    digests = [0 if each is None else each.digest for each in sources]
+    return prompt_logits(model, PROMPTS, loaded=loaded, digests=digests, **options)
 
 
+def worst_error(case: str) -> float:
+    source = read_adapter(adapter_of(case))
+    found = loaded_logits(load_model(expert_folder(CASES[case][0])), [source] * len(PROMPTS))
+    return max(map(relative_error, found, theirs(case)))
+
+
+@pytest.mark.gate("mixtral", "gpt_oss")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case: str):
-    family, parameters = CASES[case]
-    folder = adapter_of(family, parameters)
-    theirs = PeftModel.from_pretrained(open_experts(expert_folder(family)), folder).eval()
-    model, source = load_model(expert_folder(family)), read_adapter(folder)
-    found = loaded_logits(model, [source] * len(PROMPTS))
-    errors = [relative_error(ours, peft_logits(theirs, prompt)) for ours, prompt in zip(found, PROMPTS, strict=True)]
-    plain = [relative_error(ours, peft_logits(theirs, prompt)) for ours, prompt in zip(prompt_logits(model, PROMPTS), PROMPTS, strict=True)]
-    print(case, errors, plain)
-    assert max(errors) < 1e-4
-    assert min(plain) > 1e-2
+    assert worst_error(case) < 1e-4
+    plain = prompt_logits(load_model(expert_folder(CASES[case][0])), PROMPTS)
+    assert min(map(relative_error, plain, theirs(case))) > 1e-2
+
+
+def _permuted(right: Callable[..., AdapterModule], module: AdapterModule, expert: int, rows: slice) -> AdapterModule:
+    return right(module, (expert + 1) % module.num_experts, rows)
+
+
+def _minor(right: Callable[..., AdapterModule], module: AdapterModule, expert: int, rows: slice) -> AdapterModule:
+    """Columns of B expert by expert, like rows of A."""
+    b = module.b.view(len(module.b), module.num_experts, module.rank)[rows, expert]
+    return replace(right(module, expert, rows), b=b)
+
+
+@pytest.mark.parametrize("fault", ["scale", "experts", "order", "wrappers"])
+def test_comparison_detects_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
+    of_expert = AdapterModule.of_expert
+    if fault == "scale":
+        monkeypatch.setattr(PeftConfig, "scaling_of", lambda *_: 1.0)
+    elif fault == "wrappers":
+        right = PeftConfig.parameters_of
+        monkeypatch.setattr(PeftConfig, "parameters_of", lambda *of: right(*of)[::-1])
+        with pytest.raises(AdapterError, match=r"lora_A \[40, 64\] must be|experts"):
+            worst_error("mixtral")
+        return
+    else:
+        wrong = partial(_permuted if fault == "experts" else _minor, of_expert)
+        monkeypatch.setattr(AdapterModule, "of_expert", lambda *of: wrong(*of))
+    assert worst_error("mixtral") > 1e-3
+
+
+def apart(source: AdapterSource, model: DecoderForCausalLM, names: Sequence[str]) -> AdapterSource:
+    """The adapter as files have it whose model has a module for each matrix of an expert."""
+    modules = {}
+    for name, module in source.modules.items():
+        matrices = names[:2] if name.endswith("gate_up_proj") else names[2:]
+        rows = len(module.b) // len(matrices)
+        for expert in range(module.num_experts):
+            for part, matrix in enumerate(matrices):
+                found = module.of_expert(expert, slice(part * rows, (part + 1) * rows))
+                modules[f"{name.rpartition('.')[0]}.{expert}.{matrix}"] = found
+        if not module.num_experts:
+            modules[name] = module
+    return replace(source, modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"), [("mixtral", ("w1", "w3", "w2")), ("glm4_moe", ("gate_proj", "up_proj", "down_proj"))]
+)
+def test_modules_of_experts_have_the_bits_of_stacks(case: str, names: tuple[str, ...]):
+    model, source = load_model(expert_folder(CASES[case][0])), read_adapter(adapter_of(case))
+    modules = apart(source, model, names)
+    if case == "mixtral":
+        older = {name.replace("mlp.", "block_sparse_moe."): each for name, each in modules.modules.items()}
+        modules = replace(modules, modules=older)
+    found, expected = (loaded_logits(model, [each] * len(PROMPTS)) for each in (modules, source))
+    assert all(map(torch.equal, found, expected))
+
+
+ROWS = [("bfloat16", None), ("float32", None), ("bfloat16", "int8")]
+
+
+@pytest.mark.gate("mixtral-bfloat16-None", "gpt_oss-bfloat16-None", "mixtral-bfloat16-int8")
+@pytest.mark.parametrize(("dtype", "quantization"), ROWS)
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_row_has_equal_bits_in_any_batch(case: str, dtype: str, quantization: str | None):
+    model = load_model(expert_folder(CASES[case][0]), dtype=dtype, quantization=quantization)
+    without = prompt_logits(model, PROMPTS)
+    first, second = read_adapter(adapter_of(case)), read_adapter(adapter_of(case, 1, r=7))
+    sources = [first, None, second, first]
+    mixed = loaded_logits(model, sources)
+    for chunk in (1, 7):
+        assert all(map(torch.equal, loaded_logits(model, sources, chunk=chunk, is_fused=(True, False)), mixed)), chunk
+    for index, (source, logits, plain) in enumerate(zip(sources, mixed, without, strict=True)):
+        alone = loaded_logits(model, [source if each == index else None for each in range(len(PROMPTS))])
+        assert torch.equal(alone[index], logits)
+        assert torch.equal(logits, plain) == (source is None)
+
+
+LAYOUTS = {"columns": None, "experts": ExpertLayout(PLACED), "exact": ExpertLayout(PLACED, is_exact=True)}
+
+
+@pytest.mark.gate("mixtral-columns", "mixtral-experts", "gpt_oss-exact")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_logits_on_ranks_are_those_of_peft(case: str, layout: str):
+    source = read_adapter(adapter_of(case))
+
+    def run(group: Any) -> list[Tensor]:
+        model = new_model(expert_folder(CASES[case][0]), group, layout=LAYOUTS[layout])
+        logits = loaded_logits(model, [source] * len(PROMPTS))
+        return [each[:, : model.lm_head.shard.num_owned] for each in logits]
+
+    found = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
+    assert max(map(relative_error, found, theirs(case))) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.stress)])
+def test_leaves_give_any_number_of_ranks_equal_logits(dtype: torch.dtype):
+    source, folder = read_adapter(adapter_of("mixtral")), expert_folder("mixtral")
+
+    def run(group: Any) -> list[Tensor]:
+        parts = (group, ReferenceKernels(), SdpaBackend(), dtype, torch.device("cpu"))
+        model = build_model(LayerContext(*parts, num_leaves=2), read_model_files(folder).model_config)
+        with model.weights.open(folder) as checkpoint:
+            model.weights.fill(checkpoint)
+        logits = loaded_logits(model, [source, None, source, source])
+        return [each[:, : model.lm_head.shard.num_owned] for each in logits]
+
+    one, two = (
+        [torch.cat(each, dim=1) for each in zip(*on_ranks(size, run, adds_by_tree=True), strict=True)]
+        for size in (1, 2)
+    )
+    assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.gate("gpt_oss")
+@pytest.mark.parametrize("case", ["gpt_oss", "mixtral", "granite_moe"])
+def test_merged_adapter_is_that_of_rows(case: str):
+    model = load_model(expert_folder(CASES[case][0]), lora_merge=adapter_of(case))
+    assert max(map(relative_error, prompt_logits(model, PROMPTS), theirs(case))) < 1e-4
+
+
+def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
+    model, source = load_model(expert_folder("mixtral")), read_adapter(adapter_of("mixtral"))
+    with pytest.raises(
+        AdapterError, match=r"experts\.0\.w1: adapters of experts need room .* model\.lora_experts=true"
+    ):
+        LoadedAdapters(model, replace(LIMITS, of_experts=False)).prepare(source)
+    monkeypatch.setattr(model.model, "adapts_experts", False)
+    with pytest.raises(
+        AdapterError, match=r"GPU kernels add no adapters to experts(.|\n)*nor of routers by GPU kernels"
+    ):
+        LoadedAdapters(model, LIMITS).prepare(source)
+
+
+def test_step_without_loaded_adapter_calls_all_experts_at_once(monkeypatch: pytest.MonkeyPatch):
+    model, source = load_model(expert_folder("mixtral")), read_adapter(adapter_of("mixtral"))
+    loaded = LoadedAdapters(model, LIMITS)
+    attention = replace(source, modules={name: each for name, each in source.modules.items() if "q_proj" in name})
+    loaded.commit(loaded.prepare(attention))
+    loaded.commit(loaded.prepare(source))
+    loaded.remove(source.digest)
+    monkeypatch.setattr(SparseFeedForward, "_calls", lambda *_: pytest.fail("one by one"))
+    prompt_logits(model, PROMPTS[:1], loaded=loaded, digests=[attention.digest])
