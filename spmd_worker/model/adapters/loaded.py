@@ -84,7 +84,7 @@ class LoadedAdapters:
         of_experts = {
             name: layer.accept_adapters(self._kernels)
             for name, layer in self.targets.sparse_layers.items()
-            if self.targets.adapts_experts
+            if not self.targets.why_no_experts
         }
         for name, parts in self.targets.parts.items():
             layer, found = self.targets.layers[name], self.targets.experts_of(name)
@@ -139,18 +139,23 @@ class LoadedAdapters:
         digest, source = source.digest, by_expert(text_part(source, self._weights.names), self._weights.names)
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
+        of_experts: list[str] = []
         problems: list[str] = []
         for module, pair in source.modules.items():
             name, problem = self.targets.find(module)
             problem = problem or self._problem(source, module, name)
             if not problem and name in taken:
                 problem = "a second adapter of its module"
-            if problem:
+            if problem and problem == self.targets.why_no_experts:
+                of_experts.append(module)
+            elif problem:
                 problems.append(f"{module}: {problem}")
             elif not (is_finite(pair.a, self._dtype) and is_finite(scaled(pair), self._dtype)):
                 problems.append(f"{module}: has numbers that are too large for {self._dtype}: set another model.dtype")
             found[module] = name
             taken[name] = module
+        if of_experts:
+            problems.insert(0, f"{of_experts[0]}, of {len(of_experts)} of experts: {self.targets.why_no_experts}")
         if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
         own, theirs = _model_names(self._base), _model_names(source.config.base_model)

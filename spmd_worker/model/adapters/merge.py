@@ -37,9 +37,9 @@ def weight_updates(
         found = names.expert_stack(stack)
         if found is not None:
             update = update.transposed() if found.is_transposed else update
-            num_experts, *shape = shapes.get(stack, (0,))
-            if int(expert) >= num_experts or tuple(shape) != update.shape:
-                problems.append(f"{module}: is {list(update.shape)}, but {stack} has {[num_experts, *shape]}")
+            num_experts, *sizes = shapes.get(stack, (0,))
+            if int(expert) >= num_experts or sizes != list(update.shape):
+                problems.append(f"{module}: is {list(update.shape)}, but {stack} has {[num_experts, *sizes]}")
             stacks.setdefault(stack, {})[int(expert)] = update
             continue
         try:

@@ -86,17 +86,17 @@ class AdapterTargets:
         self.sparse_layers = {name: each for name, each in modules.items() if isinstance(each, SparseFeedForward)}
         """Those of this rank that have experts."""
         can_adapt = model.model.adapts_experts
-        self._reason = "" if can_adapt else _BY_KERNELS
-        if can_adapt and not of_experts:
-            self._reason = _BY_OPTION
+        self.why_no_experts = _BY_KERNELS if not can_adapt else "" if of_experts else _BY_OPTION
+        """Reason why experts take no adapters, or nothing."""
         self.layers: dict[str, AdaptableLayer] = {
             name: each
             for name, each in modules.items()
             if isinstance(each, AdaptableLayer)
-            and (_EXPERTS not in name.split(".") or not self._reason)
+            and (_EXPERTS not in name.split(".") or not self.why_no_experts)
             and (can_adapt or not isinstance(each, Router))
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
+        self._routers = [ending for ours in _ROUTERS for ending in self._endings(ours)]
         linears = [ours for ours in _LINEARS if can_adapt or ours not in _ROUTERS]
         endings = [ending for ours in linears for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
@@ -105,7 +105,7 @@ class AdapterTargets:
             for name, shape in model.weights.shapes.items()
             if name.endswith(".weight") and len(shape) == 2
         }
-        experts = {} if self._reason else module_sizes(self._names, model.weights.shapes)
+        experts = {} if self.why_no_experts else module_sizes(self._names, model.weights.shapes)
         self._experts = frozenset(experts)
         self._shapes |= experts
         self.linears = dict.fromkeys(
@@ -134,15 +134,17 @@ class AdapterTargets:
         name = name.removesuffix(".weight")
         if name in self.linears:
             return name, ""
-        if _EXPERTS in name.split(".") and self._reason:
-            return name, self._reason
+        if _EXPERTS in name.split(".") and self.why_no_experts:
+            return name, self.why_no_experts
+        if name in self._shapes and self._inside(name) in self._routers:
+            return name, "GPU kernels add no adapters to routers: target other modules, or merge the adapter"
         if name in self._shapes and self._inside(name) in self._endings(_LATENT_PROJECTION):
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "
                 "latents: target the other projections, or merge the adapter with model.lora_merge"
             )
         if name in self._shapes:
-            return name, "adapters of embeddings and token heads are not supported, nor of routers by GPU kernels"
+            return name, "adapters of embeddings and token heads are not supported"
         return name, "the model has no such module"
 
     def find_score(self, given_name: str, shape: Sequence[int]) -> tuple[str, str]:
@@ -183,10 +185,6 @@ class AdapterTargets:
         if not name.startswith(f"{self._table.layers}."):
             return ""
         return name.removeprefix(f"{self._table.layers}.").partition(".")[2]
-
-    @property
-    def adapts_experts(self) -> bool:
-        return not self._reason
 
     def experts_of(self, name: str) -> tuple[str, str, str] | None:
         """Of one of `layers` that is an expert's: the sparse layer, the expert and its matrix; else None."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from expert_checkpoints import expert_folder, open_experts
 from expert_models import PLACED, new_model
+from leaf_models import leaf_folder
 from our_model import load_model, prompt_logits
 from peft import PeftModel
 from peft_adapters import Settings, peft_logits, write_adapter
@@ -25,7 +26,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.peft_config import PeftConfig
-from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, read_adapter
+from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, adapter_from_tensors, read_adapter
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
@@ -34,6 +35,7 @@ from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 from spmd_worker.ranks.expert_layout import ExpertLayout
+from spmd_worker.ranks.leaves import num_leaves
 
 LIMITS = AdapterLimits(max_loras=4, max_lora_rank=16, max_cpu_loras=4, of_experts=True)
 PROMPTS = [random_prompt(length, 3, vocab_size=96) for length in (1, 17, 9, 30)]
@@ -187,23 +189,38 @@ def test_logits_on_ranks_are_those_of_peft(case: str, layout: str):
     assert max(map(relative_error, found, theirs(case))) < 1e-4
 
 
+def leaf_adapter(model: DecoderForCausalLM) -> AdapterSource:
+    """Matrices of all experts and of q_proj."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for name in LoadedAdapters(model, LIMITS).targets.linears:
+        if "experts" in name or "q_proj" in name:
+            shape = model.weights.shapes[f"{name}.weight"]
+            tensors[f"{name}.lora_A.weight"] = torch.randn((5, shape[1]), generator=generator) * shape[1] ** -0.5
+            tensors[f"{name}.lora_B.weight"] = torch.randn((shape[0], 5), generator=generator) * 0.3
+    return adapter_from_tensors({"peft_type": "LORA", "r": 5, "lora_alpha": 5}, tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.stress)])
 def test_leaves_give_any_number_of_ranks_equal_logits(dtype: torch.dtype):
-    source, folder = read_adapter(adapter_of("mixtral")), expert_folder("mixtral")
+    model_config = read_model_files(leaf_folder("mixtral")).model_config
+    count = num_leaves(model_config, 8)
 
     def run(group: Any) -> list[Tensor]:
         parts = (group, ReferenceKernels(), SdpaBackend(), dtype, torch.device("cpu"))
-        model = build_model(LayerContext(*parts, num_leaves=2), read_model_files(folder).model_config)
-        with model.weights.open(folder) as checkpoint:
-            model.weights.fill(checkpoint)
+        model = build_model(LayerContext(*parts, num_leaves=count), model_config)
+        model.weights.fill(model.weights.dummy(0))
+        model.pack_weights()
+        source = leaf_adapter(model)
         logits = loaded_logits(model, [source, None, source, source])
         return [each[:, : model.lm_head.shard.num_owned] for each in logits]
 
-    one, two = (
+    one, two, four = (
         [torch.cat(each, dim=1) for each in zip(*on_ranks(size, run, adds_by_tree=True), strict=True)]
-        for size in (1, 2)
+        for size in (1, 2, 4)
     )
+    assert count >= 4
     assert all(map(torch.equal, one, two))
+    assert all(map(torch.equal, one, four))
 
 
 @pytest.mark.gate("gpt_oss")
@@ -216,13 +233,14 @@ def test_merged_adapter_is_that_of_rows(case: str):
 def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
     model, source = load_model(expert_folder("mixtral")), read_adapter(adapter_of("mixtral"))
     with pytest.raises(
-        AdapterError, match=r"experts\.0\.w1: adapters of experts need room .* model\.lora_experts=true"
+        AdapterError, match=r"experts\.0\.w1, of 96 of experts: adapters .* need room .* model\.lora_experts=true"
     ):
         LoadedAdapters(model, replace(LIMITS, of_experts=False)).prepare(source)
     monkeypatch.setattr(model.model, "adapts_experts", False)
-    with pytest.raises(
-        AdapterError, match=r"GPU kernels add no adapters to experts(.|\n)*nor of routers by GPU kernels"
-    ):
+    routers = {name: each for name, each in source.modules.items() if name.endswith("gate")}
+    with pytest.raises(AdapterError, match="GPU kernels add no adapters to routers"):
+        LoadedAdapters(model, LIMITS).prepare(replace(source, modules=routers))
+    with pytest.raises(AdapterError, match=r"experts: GPU kernels add no adapters"):
         LoadedAdapters(model, LIMITS).prepare(source)
 
 
