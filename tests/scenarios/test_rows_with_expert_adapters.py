@@ -42,6 +42,7 @@ def answers(llm: LLM, prompts: list[dict[str, Any]], requests: list[LoRARequest 
     ]
 
 
+@pytest.mark.stress
 def test_rows_keep_their_bits_in_an_engine():
     wanted: list[LoRARequest | None] = [request(1), None, request(2), request(1)]
     with LLM(str(expert_folder("qwen3_moe")), **SETTINGS, **ROOMY) as llm:

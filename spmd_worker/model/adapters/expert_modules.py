@@ -38,16 +38,29 @@ def module_of(names: CheckpointNames, piece: WeightSlice) -> str:
     return f"{piece.checkpoint_name}.{piece.source[0][0]}" if len(piece.source) == 3 else ""
 
 
-def by_expert(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
+def by_expert(source: AdapterSource, names: CheckpointNames, shapes: Mapping[str, Sequence[int]]) -> AdapterSource:
     """The adapter with matrices of single experts in place of those of stacks. A stack that the model does not have
-    stays, for the caller's error.
+    stays, for the caller's error. `shapes` are those of the checkpoint's tensors.
+
+    PEFT knows which dimension of a stack has inputs from its class, but not for each class and in each release: if
+    sizes are those of matrices the other way round, the adapter is turned.
     """
     if not any(each.num_experts for each in source.modules.values()):
         return source
     modules: dict[str, AdapterModule] = {}
+    sizes = module_sizes(names, shapes)
     for name, module in source.modules.items():
-        modules |= _experts(name, module, names) if module.num_experts else {name: module}
+        found = {name: module}
+        if module.num_experts:
+            found = _experts(name, module, names)
+            turned = found if _fits(found, sizes) else _experts(name, module.turned(), names)
+            found = turned if _fits(turned, sizes) else found
+        modules |= found
     return replace(source, modules=modules)
+
+
+def _fits(modules: Mapping[str, AdapterModule], sizes: Mapping[str, tuple[int, int]]) -> bool:
+    return all(sizes.get(name) == (len(each.b), each.a.shape[1]) for name, each in modules.items())
 
 
 def _experts(given: str, module: AdapterModule, names: CheckpointNames) -> dict[str, AdapterModule]:

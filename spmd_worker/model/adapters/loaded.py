@@ -136,7 +136,8 @@ class LoadedAdapters:
         """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every
         rank, which lists all that does not fit.
         """
-        digest, source = source.digest, by_expert(text_part(source, self._weights.names), self._weights.names)
+        names = self._weights.names
+        digest, source = source.digest, by_expert(text_part(source, names), names, self._weights.shapes)
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
         of_experts: list[str] = []

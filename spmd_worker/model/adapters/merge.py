@@ -19,7 +19,7 @@ def weight_updates(
     Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules,
     which replace weights.
     """
-    adapter = by_expert(text_part(adapter, names), names)
+    adapter = by_expert(text_part(adapter, names), names, shapes)
     updates: dict[str, LowRankUpdate | StackUpdate] = {}
     stacks: dict[str, dict[int, LowRankUpdate]] = {}
     problems: list[str] = []

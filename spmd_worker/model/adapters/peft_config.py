@@ -51,7 +51,7 @@ _HARMLESS: Final = (
 )
 """Keys that are read here or do not change what a trained adapter computes."""
 
-_STACKS: Final = ("gate_up_proj", "up_proj", "down_proj")
+_STACKS: Final = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "down_proj", "down_proj_bias")
 """Parameters of one module in the order in which transformers' classes have them."""
 
 
@@ -97,7 +97,7 @@ class PeftConfig:
         found = dict.fromkeys(
             leaf
             for owner, _, leaf in (each.rpartition(".") for each in self.parameters)
-            if not owner or module == owner or module.endswith(f".{owner}")
+            if module == (owner or "experts") or module.endswith(f".{owner or 'experts'}")
         )
         return tuple(sorted(found, key=_STACKS.index)) if all(each in _STACKS for each in found) else tuple(found)
 

@@ -7,7 +7,7 @@ rank], where the module's path is the checkpoint's. Knows no model: `LoadedAdapt
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +54,12 @@ class AdapterModule:
     @property
     def rank(self) -> int:
         return len(self.a) // max(self.num_experts, 1)
+
+    def turned(self) -> "AdapterModule":
+        """Of a stack, its update of matrices [outputs, inputs] as one of [inputs, outputs]."""
+        a = self.b.view(len(self.b), self.rank, self.num_experts).permute(2, 1, 0).reshape(-1, len(self.b))
+        b = self.a.view(self.num_experts, self.rank, -1).permute(2, 1, 0).reshape(self.a.shape[1], -1)
+        return replace(self, a=a, b=b)
 
     def of_expert(self, expert: int, rows: slice) -> "AdapterModule":
         """Matrices of one expert of a stack, for these rows of its outputs."""
@@ -187,6 +193,8 @@ def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> 
         full_name = f"{module}.{parameter}" if parameter else module
         is_stack = parameter not in ("", _WEIGHT)
         problem = _pair_problem(config, full_name, pair, is_stack=is_stack)
+        if parameter.endswith("bias"):
+            problem = f"target_parameters of {config.subject} has {parameter}, and adapters of biases are not computed"
         if not problem and not parameter and not config.has_target(module):
             problem = f"is not among target_modules of {config.subject}"
         if problem:

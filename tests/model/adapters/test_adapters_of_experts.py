@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from expert_checkpoints import CASES as FAMILIES
 from expert_checkpoints import expert_folder, open_experts
 from expert_models import PLACED, new_model
+from latent_checkpoints import latent_folder
 from leaf_models import leaf_folder
 from our_model import load_model, prompt_logits
 from peft import PeftModel
 from peft_adapters import Settings, peft_logits, write_adapter
+from recent_checkpoints import recent_folder
 from reference_models import random_prompt, relative_error
 from run_folder import made_once
 from thread_groups import on_ranks
@@ -45,6 +48,16 @@ PATTERNS: Settings = (
     ("alpha_pattern", {r"layers\.1\.mlp\.experts\.gate_up_proj": 30}),
     ("use_rslora", True),
 )
+ANYWHERE = ("experts.gate_up_proj", "experts.down_proj")
+FOLDERS = {
+    "llama4": recent_folder,
+    "gemma4": recent_folder,
+    "deepseek_v3": latent_folder,
+    "longcat_flash": latent_folder,
+}
+"""Checkpoints that are not of `expert_checkpoints`: PEFT takes inputs of Llama 4's stacks for outputs."""
+BESIDE = ("dbrx", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe", "olmoe", "granite_moe")
+"""DBRX has flat stacks, and the others are cases with more."""
 CASES: dict[str, tuple[str, tuple[str, ...], Settings]] = {
     "mixtral": ("mixtral", (*STACKS, "mlp.gate.weight"), PATTERNS),
     "qwen2_moe": ("qwen2_moe", (*STACKS, "mlp.gate.weight", "shared_expert_gate.weight"), ()),
@@ -52,23 +65,43 @@ CASES: dict[str, tuple[str, tuple[str, ...], Settings]] = {
     "glm4_moe": ("glm4_moe", STACKS, ()),
     "down_alone": ("qwen3_moe", STACKS[1:], ()),
     "olmoe": ("olmoe", STACKS, ()),
-    "granite_moe": ("granite_moe", ("experts.gate_up_proj", "experts.down_proj"), ()),
+    "granite_moe": ("granite_moe", ANYWHERE, ()),
+    "llama4": ("llama4", ANYWHERE, ()),
+    **{
+        name: (name, ANYWHERE, ())
+        for name in ("deepseek_v3", "longcat_flash", "gemma4", *FAMILIES)
+        if name not in BESIDE
+    },
 }
 """Family, `target_parameters` and more arguments of LoraConfig."""
 
 
-def adapter_of(case: str, seed: int = 0, **changes: Any) -> Path:
+def folder_of(case: str) -> Path:
+    family = CASES[case][0]
+    return FOLDERS.get(family, expert_folder)(family)
+
+
+def adapter_of(case: str) -> Path:
     """The PEFT folder of a case, of which attention has matrices too; written once a run."""
-    family, parameters, more = CASES[case]
-    options = {"r": 3, "lora_alpha": 9, "target_modules": ("q_proj",), "target_parameters": list(parameters)}
-    settings = tuple((options | dict(more) | changes).items())
-    name = f"adapter of experts {case} {changes} {seed}"
-    return made_once(name, lambda folder: write_adapter(open_experts(expert_folder(family)), folder, settings, seed))
+    _, parameters, more = CASES[case]
+    options = {
+        "r": 3,
+        "lora_alpha": 9,
+        "target_modules": r".*layers\.\d+\..*o(ut)?_proj",
+        "target_parameters": list(parameters),
+    }
+    settings = tuple((options | dict(more)).items())
+    name = f"adapter of experts {case}"
+    return made_once(name, lambda folder: write_adapter(open_experts(folder_of(case)), folder, settings))
+
+
+def our_model_of(case: str) -> DecoderForCausalLM:
+    return load_model(folder_of(case), max_images=0)
 
 
 @cache
 def theirs(case: str) -> list[Tensor]:
-    reference = open_experts(expert_folder(CASES[case][0]))
+    reference = open_experts(folder_of(case))
     model = PeftModel.from_pretrained(reference, adapter_of(case)).eval()
     return [peft_logits(model, prompt) for prompt in PROMPTS]
 
@@ -84,7 +117,7 @@ def loaded_logits(model: DecoderForCausalLM, sources: Sequence[AdapterSource | N
 
 def worst_error(case: str) -> float:
     source = read_adapter(adapter_of(case))
-    found = loaded_logits(load_model(expert_folder(CASES[case][0])), [source] * len(PROMPTS))
+    found = loaded_logits(our_model_of(case), [source] * len(PROMPTS))
     return max(map(relative_error, found, theirs(case)))
 
 
@@ -92,7 +125,7 @@ def worst_error(case: str) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case: str):
     assert worst_error(case) < 1e-4
-    plain = prompt_logits(load_model(expert_folder(CASES[case][0])), PROMPTS)
+    plain = prompt_logits(our_model_of(case), PROMPTS)
     assert min(map(relative_error, plain, theirs(case))) > 1e-2
 
 
@@ -138,11 +171,12 @@ def apart(source: AdapterSource, model: DecoderForCausalLM, names: Sequence[str]
     return replace(source, modules=modules)
 
 
+@pytest.mark.gate("mixtral-*")
 @pytest.mark.parametrize(
     ("case", "names"), [("mixtral", ("w1", "w3", "w2")), ("glm4_moe", ("gate_proj", "up_proj", "down_proj"))]
 )
 def test_modules_of_experts_have_the_bits_of_stacks(case: str, names: tuple[str, ...]):
-    model, source = load_model(expert_folder(CASES[case][0])), read_adapter(adapter_of(case))
+    model, source = our_model_of(case), read_adapter(adapter_of(case))
     modules = apart(source, model, names)
     if case == "mixtral":
         older = {name.replace("mlp.", "block_sparse_moe."): each for name, each in modules.modules.items()}
@@ -154,13 +188,14 @@ def test_modules_of_experts_have_the_bits_of_stacks(case: str, names: tuple[str,
 ROWS = [("bfloat16", None), ("float32", None), ("bfloat16", "int8")]
 
 
-@pytest.mark.gate("mixtral-bfloat16-None", "gpt_oss-bfloat16-None", "mixtral-bfloat16-int8")
+@pytest.mark.gate("mixtral-bfloat16-None", "mixtral-bfloat16-int8")
 @pytest.mark.parametrize(("dtype", "quantization"), ROWS)
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_row_has_equal_bits_in_any_batch(case: str, dtype: str, quantization: str | None):
-    model = load_model(expert_folder(CASES[case][0]), dtype=dtype, quantization=quantization)
+    model = load_model(folder_of(case), dtype=dtype, quantization=quantization)
     without = prompt_logits(model, PROMPTS)
-    first, second = read_adapter(adapter_of(case)), read_adapter(adapter_of(case, 1, r=7))
+    first = read_adapter(adapter_of(case))
+    second = replace(first, modules={name: replace(each, scaling=-2.0) for name, each in first.modules.items()})
     sources = [first, None, second, first]
     mixed = loaded_logits(model, sources)
     for chunk in (1, 7):
@@ -174,14 +209,14 @@ def test_row_has_equal_bits_in_any_batch(case: str, dtype: str, quantization: st
 LAYOUTS = {"columns": None, "experts": ExpertLayout(PLACED), "exact": ExpertLayout(PLACED, is_exact=True)}
 
 
-@pytest.mark.gate("mixtral-columns", "mixtral-experts", "gpt_oss-exact")
+@pytest.mark.gate("mixtral-columns", "mixtral-experts", "mixtral-exact")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_logits_on_ranks_are_those_of_peft(case: str, layout: str):
     source = read_adapter(adapter_of(case))
 
     def run(group: Any) -> list[Tensor]:
-        model = new_model(expert_folder(CASES[case][0]), group, layout=LAYOUTS[layout])
+        model = new_model(folder_of(case), group, layout=LAYOUTS[layout])
         logits = loaded_logits(model, [source] * len(PROMPTS))
         return [each[:, : model.lm_head.shard.num_owned] for each in logits]
 
@@ -214,19 +249,18 @@ def test_leaves_give_any_number_of_ranks_equal_logits(dtype: torch.dtype):
         logits = loaded_logits(model, [source, None, source, source])
         return [each[:, : model.lm_head.shard.num_owned] for each in logits]
 
-    one, two, four = (
+    one, four = (
         [torch.cat(each, dim=1) for each in zip(*on_ranks(size, run, adds_by_tree=True), strict=True)]
-        for size in (1, 2, 4)
+        for size in (1, 4)
     )
     assert count >= 4
-    assert all(map(torch.equal, one, two))
     assert all(map(torch.equal, one, four))
 
 
 @pytest.mark.gate("gpt_oss")
 @pytest.mark.parametrize("case", ["gpt_oss", "mixtral", "granite_moe"])
 def test_merged_adapter_is_that_of_rows(case: str):
-    model = load_model(expert_folder(CASES[case][0]), lora_merge=adapter_of(case))
+    model = load_model(folder_of(case), lora_merge=adapter_of(case))
     assert max(map(relative_error, prompt_logits(model, PROMPTS), theirs(case))) < 1e-4
 
 
@@ -247,7 +281,7 @@ def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_step_without_loaded_adapter_calls_all_experts_at_once(monkeypatch: pytest.MonkeyPatch):
     model, source = load_model(expert_folder("mixtral")), read_adapter(adapter_of("mixtral"))
     loaded = LoadedAdapters(model, LIMITS)
-    attention = replace(source, modules={name: each for name, each in source.modules.items() if "q_proj" in name})
+    attention = replace(source, modules={name: each for name, each in source.modules.items() if "o_proj" in name})
     loaded.commit(loaded.prepare(attention))
     loaded.commit(loaded.prepare(source))
     loaded.remove(source.digest)
