@@ -91,7 +91,7 @@ _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_parameters": P
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Of stacks of all experts, in every sparse layer."""
+    """Matrices of stacks of all experts, in every sparse layer."""
     generator, tensors = torch.Generator().manual_seed(3), {}
     for index, layer in enumerate(model.model.layers):
         experts = getattr(layer.mlp, "experts", None)

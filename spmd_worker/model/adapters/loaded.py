@@ -80,7 +80,7 @@ class LoadedAdapters:
         self.adapted_layers: frozenset[str] = frozenset()
         """Layers that a loaded adapter has matrices for: steps skip the others."""
         self._places: dict[str, _Place] = {}
-        """Where a layer's matrices are, by its name."""
+        """Places of layers' matrices, by name."""
         of_experts = {
             name: layer.accept_adapters(self._kernels)
             for name, layer in self.targets.sparse_layers.items()

@@ -56,7 +56,7 @@ class AdapterModule:
         return len(self.a) // max(self.num_experts, 1)
 
     def turned(self) -> "AdapterModule":
-        """Of a stack, its update of matrices [outputs, inputs] as one of [inputs, outputs]."""
+        """A stack's update of matrices [outputs, inputs] as one of [inputs, outputs]."""
         a = self.b.view(len(self.b), self.rank, self.num_experts).permute(2, 1, 0).reshape(-1, len(self.b))
         b = self.a.view(self.num_experts, self.rank, -1).permute(2, 1, 0).reshape(self.a.shape[1], -1)
         return replace(self, a=a, b=b)

@@ -187,7 +187,7 @@ class AdapterTargets:
         return name.removeprefix(f"{self._table.layers}.").partition(".")[2]
 
     def experts_of(self, name: str) -> tuple[str, str, str] | None:
-        """Of one of `layers` that is an expert's: the sparse layer, the expert and its matrix; else None."""
+        """The sparse layer, the expert and the matrix that one of `layers` is; None for one that is no expert's."""
         *owner, experts, expert, matrix = ("", "", *name.split("."))
         return (".".join(owner[2:]), expert, matrix) if experts == _EXPERTS else None
 

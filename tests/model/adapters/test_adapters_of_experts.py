@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from conv_checkpoints import conv_folder
+from delta_checkpoints import delta_folder
 from expert_checkpoints import CASES as FAMILIES
 from expert_checkpoints import expert_folder, open_experts
 from expert_models import PLACED, new_model
+from hybrid_runs import run_rows
 from latent_checkpoints import latent_folder
 from leaf_models import leaf_folder
+from mamba_checkpoints import mamba_folder, open_mamba
 from our_model import load_model, prompt_logits
 from peft import PeftModel
 from peft_adapters import Settings, peft_logits, write_adapter
 from recent_checkpoints import recent_folder
 from reference_models import random_prompt, relative_error
 from run_folder import made_once
+from stored_checkpoints import StackingKernels
 from thread_groups import on_ranks
 from torch import Tensor
 
@@ -37,6 +42,7 @@ from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.leaves import num_leaves
 
@@ -127,6 +133,36 @@ def test_logits_are_those_of_peft(case: str):
     assert worst_error(case) < 1e-4
     plain = prompt_logits(our_model_of(case), PROMPTS)
     assert min(map(relative_error, plain, theirs(case))) > 1e-2
+
+
+HYBRIDS = {
+    "nemotron": (mamba_folder, ("experts.up_proj", "experts.down_proj")),
+    "nemotron_latent": (mamba_folder, ("experts.up_proj", "experts.down_proj")),
+    "lfm2_moe": (conv_folder, ANYWHERE),
+    "qwen3_next": (delta_folder, ANYWHERE),
+}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_of_hybrids_are_those_of_peft(name: str, tmp_path: Path):
+    """Experts without gates, and in fewer dimensions, are among them."""
+    folder_of_kind, parameters = HYBRIDS[name]
+    folder = folder_of_kind(name)
+    settings = (
+        ("target_modules", r".*self_attn\.o(ut)?_proj|.*mixer\.o_proj"),
+        ("target_parameters", list(parameters)),
+    )
+    write_adapter(open_mamba(folder), tmp_path, settings)
+    reference = PeftModel.from_pretrained(open_mamba(folder), tmp_path).eval()
+    model, source = load_model(folder), read_adapter(tmp_path)
+    loaded = LoadedAdapters(model, LIMITS)
+    loaded.commit(loaded.prepare(source))
+    found, _ = run_rows([model], PROMPTS, loaded=loaded, digests=[source.digest] * len(PROMPTS))
+    plain, _ = run_rows([model], PROMPTS)
+    for ours, without, prompt in zip(found, plain, PROMPTS, strict=True):
+        assert relative_error(ours, peft_logits(reference, prompt)) < 1e-4
+        assert relative_error(without, ours) > 1e-2
 
 
 def _permuted(right: Callable[..., AdapterModule], module: AdapterModule, expert: int, rows: slice) -> AdapterModule:
@@ -270,6 +306,9 @@ def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
         AdapterError, match=r"experts\.0\.w1, of 96 of experts: adapters .* need room .* model\.lora_experts=true"
     ):
         LoadedAdapters(model, replace(LIMITS, of_experts=False)).prepare(source)
+    parts = (single_group(), StackingKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    assert model.model.adapts_experts
+    assert not build_model(LayerContext(*parts), model.model_config).model.adapts_experts
     monkeypatch.setattr(model.model, "adapts_experts", False)
     routers = {name: each for name, each in source.modules.items() if name.endswith("gate")}
     with pytest.raises(AdapterError, match="GPU kernels add no adapters to routers"):
