@@ -250,7 +250,8 @@ _REJECTED: Final = {
         "fully_sharded_loras=false"
     ),
     "adapters have no biases: leave it out, or merge the adapter (PEFT's merge_and_unload)": "enable_lora_bias=false",
-    "experts have no adapters: leave it out": "enable_mixed_moe_lora_format=false enable_moe_shared_loras=false",
+    "adapters of experts are read in both formats: leave it out": "enable_mixed_moe_lora_format=false",
+    "experts share no matrices of adapters: leave it out": "enable_moe_shared_loras=false",
     "adapters change the language model alone: leave it out": ("default_mm_loras enable_tower_connector_lora=false"),
     "all ranks and replays must compute equal logits, which custom code cannot guarantee: use "
     "allowed_token_ids, bad_words or logit_bias of SamplingParams": "logits_processors",

@@ -112,6 +112,7 @@ class LLMKeywords(_Others, total=False):
     max_loras: int | None
     max_lora_rank: int | None
     max_cpu_loras: int | None
+    lora_experts: bool | None
     max_prompt_adapters: int | None
     adapters: dict[str, str] | None
     prompt_adapters: dict[str, str] | None

@@ -26,7 +26,7 @@ _IRRELEVANT: Final = (
     "pooling_type",
     *("classifier_from_token", "default_prompt_name", "allow_any_dimensions", "tool_call_format", "reasoning_format"),
     "chat_template",
-    *("adapters", "max_cpu_loras", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
+    *("adapters", "max_cpu_loras", "lora_experts", "prompt_adapters", "max_prompt_adapters", "lora_merge"),
 )
 """Keys of `model` on which no block depends, or that are topics of their own. A new key counts until it is here."""
 

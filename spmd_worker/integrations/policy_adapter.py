@@ -85,7 +85,10 @@ def pushed_at_start(init_vllm: Callable[[Any], None]) -> Callable[[Any], None]:
             init_vllm(generation)
             return
         plain = module["LLM"]
-        module["LLM"] = partial(plain, enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=rank)
+        options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+        if _has_experts(generation.model):
+            options["lora_experts"] = True
+        module["LLM"] = partial(plain, **options)
         try:
             init_vllm(generation)
         finally:
@@ -135,6 +138,11 @@ def _rank_and_reason(generation: Any) -> tuple[int, str]:
     if rank > _MAX_RANK:
         return 0, f"its rank {rank} is above {_MAX_RANK}"
     return rank, ""
+
+
+def _has_experts(model: Any) -> bool:
+    """Whether adapters of the model have matrices for experts."""
+    return any("lora_" in name and ".experts." in name for name, _ in model.named_parameters())
 
 
 def _tensors(model: Any, name: str) -> TensorSnapshot:

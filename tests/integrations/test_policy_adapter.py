@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_folders import adapter_tensors
+from expert_checkpoints import expert_folder, open_experts
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference_models import checkpoint_folder, mixed_prompts, open_reference
 
@@ -136,6 +137,23 @@ def test_after_each_sync_log_probabilities_are_the_policys(name: str, sleeps: bo
             assert any(output.num_cached_tokens for output in before), "negative control"
     # The weights once, or once after each sleep.
     assert generation.num_pushed == num_weights * (4 if sleeps else 1)
+    generation.llm.close()
+
+
+@pytest.mark.stress
+def test_policy_with_adapted_experts_is_pushed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "PROMPTS", [[each % 90 + 3 for each in prompt] for prompt in PROMPTS])
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    folder, config = expert_folder("qwen3_moe"), LoraConfig(r=4, target_modules=["o_proj"], target_parameters=stacks)
+    model = get_peft_model(open_experts(folder), config).eval()
+    generation = Generation(model, str(folder))
+    for step in range(2):
+        update(model, step)
+        generation.sync_weights()
+        assert mean_difference(generation.generate(), model) < 10 * EQUAL
+    assert generation.policy_push is not None
+    update(model, 2)
+    assert mean_difference(generation.generate(), model) > ONE_SYNC_BEHIND, "negative control"
     generation.llm.close()
 
 

@@ -193,6 +193,7 @@ class ModelOptions:
         least=1,
         most=_MAX_CPU_LORAS,
     )
+    lora_experts: bool = option(False, "LoRA adapters may have matrices for experts; they need room for all experts")
     max_prompt_adapters: int = vllm_option(
         16, "prompt adapters that are loaded; one more evicts the one that was used longest ago", least=1
     )
@@ -257,7 +258,8 @@ class ModelOptions:
         if not (self.enable_lora or num_named):
             return None
         max_loras = self.max_loras or max(1, min(num_named, _MOST_LORAS))
-        return AdapterLimits(max_loras, self.max_lora_rank, self.max_cpu_loras or max(max_loras, num_named))
+        num_loaded = self.max_cpu_loras or max(max_loras, num_named)
+        return AdapterLimits(max_loras, self.max_lora_rank, num_loaded, self.lora_experts)
 
 
 def _check_images(model: ModelOptions) -> None:

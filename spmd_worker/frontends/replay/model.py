@@ -210,6 +210,8 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
             max_loras=header.max_loras or None,
             max_lora_rank=header.max_lora_rank or 1,
             max_cpu_loras=header.max_cpu_loras or None,
+            # The run has checked its adapters.
+            lora_experts=header.max_loras > 0,
             # As many as the run had: the executor evicts too.
             max_prompt_adapters=header.max_prompt_adapters or 1,
         ),

@@ -16,8 +16,9 @@ from torch import Tensor
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
+from spmd_worker.model.adapters.expert_modules import by_expert
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
-from spmd_worker.model.adapters.targets import AdapterTargets, num_inputs, scaled
+from spmd_worker.model.adapters.targets import AdapterTargets, TargetPart, num_inputs, scaled
 from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.linear import RowParallelLinear
@@ -44,6 +45,19 @@ class StagedAdapter:
     scores: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Slots of one layer in a stack, of `stride` layers, experts of one sparse layer, this one at `offset`."""
+
+    stack: AdapterStack
+    stride: int = 1
+    offset: int = 0
+
+    def slot(self, adapter: int) -> int:
+        """The stack's slot for the adapter in slot `adapter`."""
+        return adapter * self.stride + self.offset
+
+
 class LoadedAdapters:
     """The adapters of one model. At most `limits.max_cpu_loras` of different contents are loaded at once: the caller
     removes those that are replaced before it commits another. The layers get their stacks here.
@@ -58,19 +72,33 @@ class LoadedAdapters:
         """Bases of adapters that were warned of: a trainer pushes many adapters of one."""
         self._limits, self._kernels, self._dtype = limits, model.model.adapter_kernels, model.model.dtype
         self._weights = model.weights
-        self.targets, device = AdapterTargets(model), next(model.parameters()).device
+        self.targets, device = AdapterTargets(model, of_experts=limits.of_experts), next(model.parameters()).device
         self._slots: dict[int, int] = {}
         """Slot of each adapter, by its digest."""
         self._scores: dict[int, Mapping[str, Tensor]] = {}
         self._device = device
         self.adapted_layers: frozenset[str] = frozenset()
         """Layers that a loaded adapter has matrices for: steps skip the others."""
+        self._places: dict[str, _Place] = {}
+        """Places of layers' matrices, by name."""
+        of_experts = {
+            name: layer.accept_adapters(self._kernels)
+            for name, layer in self.targets.sparse_layers.items()
+            if not self.targets.why_no_experts
+        }
         for name, parts in self.targets.parts.items():
-            layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
-            sizes = (limits.max_cpu_loras, limits.max_lora_rank, num_inputs(layer), bounds, self._dtype, device)
-            leaf_ends = layer.adapter_leaf_ends if isinstance(layer, RowParallelLinear) else ()
+            layer, found = self.targets.layers[name], self.targets.experts_of(name)
             try:
-                layer.adapters = self._kernels.new_stack(AdapterSizes(*sizes, leaf_ends))
+                if found is None:
+                    layer.adapters = self._kernels.new_stack(self._sizes(name, parts))
+                    self._places[name] = _Place(layer.adapters)
+                    continue
+                sparse, expert, matrix = found
+                own = self.targets.sparse_layers[sparse].own
+                stacks = of_experts[sparse].stacks
+                if matrix not in stacks:
+                    stacks[matrix] = self._kernels.new_stack(self._sizes(name, parts, len(own)))
+                self._places[name] = _Place(stacks[matrix], len(own), own.index(int(expert)))
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ConfigError(
                     f"model.max_cpu_loras={limits.max_cpu_loras} adapters of rank model.max_lora_rank="
@@ -90,26 +118,45 @@ class LoadedAdapters:
     @property
     def stacks(self) -> list[AdapterStack]:
         """Those of all layers, in one order."""
-        stacks = [self.targets.layers[name].adapters for name in self.targets.parts]
-        return [stack for stack in stacks if stack is not None]
+        return [*{id(place.stack): place.stack for place in self._places.values()}.values()]
+
+    def _sizes(self, name: str, parts: Sequence[TargetPart], num_experts: int = 1) -> AdapterSizes:
+        """Sizes of a layer's stack, or of that of as many experts with this one's sizes."""
+        layer, bounds = self.targets.layers[name], tuple((part.start, part.stop) for part in parts)
+        num_slots, max_rank = self._limits.max_cpu_loras * num_experts, self._limits.max_lora_rank
+        leaf_ends = layer.adapter_leaf_ends if isinstance(layer, RowParallelLinear) else ()
+        return AdapterSizes(
+            num_slots, max_rank, num_inputs(layer), bounds, self._dtype_of(name), self._device, leaf_ends
+        )
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if self.targets.layers[name].is_float32 else self._dtype
 
     def prepare(self, source: AdapterSource) -> StagedAdapter:
         """Check an adapter against the model and slice it; nothing is changed. Raises AdapterError, the same on every
         rank, which lists all that does not fit.
         """
-        digest, source = source.digest, text_part(source, self._weights.names)
+        names = self._weights.names
+        digest, source = source.digest, by_expert(text_part(source, names), names, self._weights.shapes)
         found: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        of_experts: list[str] = []
         problems: list[str] = []
         for module, pair in source.modules.items():
             name, problem = self.targets.find(module)
             problem = problem or self._problem(source, module, name)
-            if not problem and name in found.values():
+            if not problem and name in taken:
                 problem = "a second adapter of its module"
-            if problem:
+            if problem and problem == self.targets.why_no_experts:
+                of_experts.append(module)
+            elif problem:
                 problems.append(f"{module}: {problem}")
             elif not (is_finite(pair.a, self._dtype) and is_finite(scaled(pair), self._dtype)):
                 problems.append(f"{module}: has numbers that are too large for {self._dtype}: set another model.dtype")
             found[module] = name
+            taken[name] = module
+        if of_experts:
+            problems.insert(0, f"{of_experts[0]}, of {len(of_experts)} of experts: {self.targets.why_no_experts}")
         if source.config.is_transposed and not self.targets.are_transposed:
             problems.insert(0, f"{source.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
         own, theirs = _model_names(self._base), _model_names(source.config.base_model)
@@ -122,7 +169,8 @@ class LoadedAdapters:
         modules = {name: source.modules[module] for module, name in found.items()}
         matrices = {
             layer: [
-                part.matrices(modules[part.module], self._dtype) if part.module in modules else None for part in parts
+                part.matrices(modules[part.module], self._dtype_of(layer)) if part.module in modules else None
+                for part in parts
             ]
             for layer, parts in self.targets.parts.items()
         }
@@ -138,7 +186,8 @@ class LoadedAdapters:
         slot = next((each for each in range(self._limits.max_cpu_loras) if each not in used), None)
         assert slot is not None, f"{len(used)} adapters are loaded, the most that model.max_cpu_loras allows"
         for name, packed in staged.packed.items():
-            self._stack(name).write(slot, packed)
+            place = self._places[name]
+            place.stack.write(place.slot(slot), packed)
         self._slots[digest] = slot
         self._scores[digest] = staged.scores
         self._note_layers()
@@ -151,8 +200,8 @@ class LoadedAdapters:
         """Unload an adapter, of which no row may be in flight."""
         slot = self._slots.pop(digest)
         del self._scores[digest]
-        for name in self.targets.parts:
-            self._stack(name).clear(slot)
+        for place in self._places.values():
+            place.stack.clear(place.slot(slot))
         self._note_layers()
 
     @contextmanager
@@ -164,32 +213,31 @@ class LoadedAdapters:
             yield next(iter(self._slots))
             return
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=self._dtype)
-
-        matrices = {
-            name: [
-                (zeros(1, num_inputs(self.targets.layers[name])), zeros(part.stop - part.start, 1)) for part in parts
-            ]
-            for name, parts in self.targets.parts.items()
-        }
-        self.commit(StagedAdapter(_PLACEHOLDER, self._packed(matrices), _NO_SCORES))
+        # All experts of a layer have the same zeros.
+        of_stack: dict[int, Any] = {}
+        packed = {}
+        for name, place in self._places.items():
+            if id(place.stack) not in of_stack:
+                of_stack[id(place.stack)] = place.stack.pack(self._zeros(name))
+            packed[name] = of_stack[id(place.stack)]
+        self.commit(StagedAdapter(_PLACEHOLDER, packed, _NO_SCORES))
         try:
             yield _PLACEHOLDER
         finally:
             self.remove(_PLACEHOLDER)
 
-    def _note_layers(self) -> None:
-        self.adapted_layers = frozenset(name for name in self.targets.parts if not self._stack(name).is_empty)
+    def _zeros(self, name: str) -> list[Matrices]:
+        """Matrices of a layer that add nothing."""
+        layer, dtype = self.targets.layers[name], self._dtype_of(name)
+        a = torch.zeros((1, num_inputs(layer)), dtype=dtype)
+        return [(a, torch.zeros((part.stop - part.start, 1), dtype=dtype)) for part in self.targets.parts[name]]
 
-    def _stack(self, name: str) -> AdapterStack:
-        stack = self.targets.layers[name].adapters
-        assert stack is not None, name
-        return stack
+    def _note_layers(self) -> None:
+        self.adapted_layers = frozenset(name for name, place in self._places.items() if not place.stack.is_empty)
 
     def _packed(self, matrices: Mapping[str, Sequence[Matrices | None]]) -> dict[str, Any]:
         """Matrices by layer, as its stack takes them; layers without any are left out."""
-        return {name: self._stack(name).pack(parts) for name, parts in matrices.items() if any(parts)}
+        return {name: self._places[name].stack.pack(parts) for name, parts in matrices.items() if any(parts)}
 
     def slot_of(self, digest: int) -> int:
         """Slot of a row's adapter; -1 for `NO_ADAPTER`."""

@@ -3,23 +3,25 @@
 from collections.abc import Mapping, Sequence
 
 from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.adapters.expert_modules import by_expert
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import scaled
 from spmd_worker.model.adapters.text_part import text_part
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
-from spmd_worker.model.weights.merged_weights import LowRankUpdate
+from spmd_worker.model.weights.merged_weights import LowRankUpdate, StackUpdate
 
 
 def weight_updates(
     adapter: AdapterSource, names: CheckpointNames, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, LowRankUpdate]:
+) -> dict[str, LowRankUpdate | StackUpdate]:
     """B A of each module, with the scaling, in float32. `shapes` are those of the model's weights, of every stage.
 
     Raises AdapterError that lists all modules that are not matrices of the model, or of other sizes, and saved modules,
     which replace weights.
     """
-    adapter = text_part(adapter, names)
-    updates: dict[str, LowRankUpdate] = {}
+    adapter = by_expert(text_part(adapter, names), names, shapes)
+    updates: dict[str, LowRankUpdate | StackUpdate] = {}
+    stacks: dict[str, dict[int, LowRankUpdate]] = {}
     problems: list[str] = []
     if adapter.config.is_transposed and not names.are_transposed:
         problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
@@ -31,6 +33,15 @@ def weight_updates(
     for module, matrices in adapter.modules.items():
         base = adapter.saved.get(f"{module}.base_layer.weight")
         update = LowRankUpdate(matrices.a.float(), scaled(matrices), base)
+        stack, _, expert = module.rpartition(".")
+        found = names.expert_stack(stack)
+        if found is not None:
+            update = update.transposed() if found.is_transposed else update
+            num_experts, *sizes = shapes.get(stack, (0,))
+            if int(expert) >= num_experts or sizes != list(update.shape):
+                problems.append(f"{module}: is {list(update.shape)}, but {stack} has {[num_experts, *sizes]}")
+            stacks.setdefault(stack, {})[int(expert)] = update
+            continue
         try:
             name, *others = names.parts(f"{module}.weight", update.shape)
         except CheckpointError as error:
@@ -48,4 +59,4 @@ def weight_updates(
         else:
             updates[name] = update
     raise_problems(adapter.subject, problems)
-    return updates
+    return updates | {name: StackUpdate(experts) for name, experts in stacks.items()}

@@ -20,7 +20,6 @@ _PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal")
 _REFUSED: Final = {
     "use_dora": "magnitudes of DoRA are not computed: merge the adapter into its base with merge_and_unload",
     "lora_bias": "biases of adapters are not computed: train with lora_bias=false",
-    "target_parameters": "experts and other parameters without a module of their own are not adapted: target modules",
     "layer_replication": "layers are not repeated: save the merged model",
     "trainable_token_indices": "embeddings of tokens are not adapted: merge the adapter into its base",
     "alora_invocation_tokens": "adapters apply to all tokens of a row: activated LoRA is not supported",
@@ -34,7 +33,16 @@ _REFUSED: Final = {
 """Keys that must be unset, and the reason."""
 _HARMLESS: Final = (
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
+    *(
+        "inference_mode",
+        "r",
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "fan_in_fan_out",
+    ),
     *("bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
@@ -43,11 +51,15 @@ _HARMLESS: Final = (
 )
 """Keys that are read here or do not change what a trained adapter computes."""
 
+_STACKS: Final = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "down_proj", "down_proj_bias")
+"""Parameters of one module in the order in which transformers' classes have them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The numbers of a LoRA adapter. `targets` are names or a regular expression, None if the file has none; `saved`
-    are `modules_to_save`; `subject`, the file or the adapter, begins every error.
+    are `modules_to_save`; `parameters` are names of stacks of experts and routers' weights, ends of their paths, that
+    adapters add to as to modules; `subject`, the file or the adapter, begins every error.
     """
 
     subject: str
@@ -59,6 +71,7 @@ class PeftConfig:
     targets: tuple[str, ...] | str | None
     is_transposed: bool
     saved: tuple[str, ...]
+    parameters: tuple[str, ...]
     base_model: str
 
     def rank_of(self, module: str) -> int:
@@ -76,6 +89,17 @@ class PeftConfig:
             self.rank_of(module),
         )
         return alpha / sqrt(rank) if self.is_rank_stabilised else alpha / rank
+
+    def parameters_of(self, module: str) -> tuple[str, ...]:
+        """Parameters of a module that adapters add to, in PEFT's order of wrapping: the outermost wrapper is the last
+        one's.
+        """
+        found = dict.fromkeys(
+            leaf
+            for owner, _, leaf in (each.rpartition(".") for each in self.parameters)
+            if module == (owner or "experts") or module.endswith(f".{owner or 'experts'}")
+        )
+        return tuple(sorted(found, key=_STACKS.index)) if all(each in _STACKS for each in found) else tuple(found)
 
     def has_target(self, module: str) -> bool:
         """Whether `target_modules` names the module."""
@@ -127,6 +151,7 @@ def parse_config(config: Mapping[str, Any], subject: str) -> PeftConfig:
         targets=_targets(config, refuse),
         is_transposed=bool(config.get("fan_in_fan_out")),
         saved=_names(config, "modules_to_save", refuse),
+        parameters=_names(config, "target_parameters", refuse),
         base_model=str(config.get("base_model_name_or_path") or ""),
     )
 

@@ -7,7 +7,7 @@ rank], where the module's path is the checkpoint's. Knows no model: `LoadedAdapt
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -32,27 +32,46 @@ _PREFIX: Final = "base_model.model."
 _NAME: Final = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
 _SAVED: Final = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 """Part of the names of full weights in PEFT's model in memory."""
+_WRAPPED: Final = ".base_layer"
+"""A wrapper of a wrapper of parameters of one module, as part of a path."""
+_WEIGHT: Final = "weight"
+"""The parameter of a module that is not a stack of experts: a router's."""
 _NUM_DIGESTS: Final[int] = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
     """Matrices of one module of the checkpoint: `a` [rank, inputs], `b` [outputs, rank], as they are stored; its output
-    is the module's plus `scaling` b (a x).
+    is the module's plus `scaling` b (a x). Of a stack of `num_experts`, unless 0: `a` [experts * rank, inputs], expert
+    by expert, and `b` [outputs, rank * experts], whose columns are the experts' first ones, their second ones, ...
     """
 
     a: Tensor
     b: Tensor
     scaling: float
+    num_experts: int = 0
 
     @property
     def rank(self) -> int:
-        return len(self.a)
+        return len(self.a) // max(self.num_experts, 1)
+
+    def turned(self) -> "AdapterModule":
+        """A stack's update of matrices [outputs, inputs] as one of [inputs, outputs]."""
+        a = self.b.view(len(self.b), self.rank, self.num_experts).permute(2, 1, 0).reshape(-1, len(self.b))
+        b = self.a.view(self.num_experts, self.rank, -1).permute(2, 1, 0).reshape(self.a.shape[1], -1)
+        return replace(self, a=a, b=b)
+
+    def of_expert(self, expert: int, rows: slice) -> "AdapterModule":
+        """Matrices of one expert of a stack, for these rows of its outputs."""
+        a = self.a.view(self.num_experts, self.rank, -1)[expert]
+        b = self.b.view(len(self.b), self.rank, self.num_experts)[rows, :, expert]
+        return AdapterModule(a, b, self.scaling)
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """One adapter, with full matrices. `modules` by the module's path, without PEFT's prefix; `saved` are full weights
+    """One adapter, with full matrices. `modules` by the module's path, without PEFT's prefix, and stacks of experts by
+    the parameter's; `saved` are full weights
     that replace those of the base, by name; `subject`, the folder or the adapter, begins every error.
     """
 
@@ -70,7 +89,8 @@ class AdapterSource:
         if self.config.is_transposed:
             _add_text(state, "fan_in_fan_out")
         for name, module in sorted(self.modules.items()):
-            _add_text(state, f"{name} {module.scaling.hex()}")
+            stack = f" {module.num_experts}" if module.num_experts else ""
+            _add_text(state, f"{name} {module.scaling.hex()}{stack}")
             _add_tensor(state, module.a)
             _add_tensor(state, module.b)
         for name, tensor in sorted(self.saved.items()):
@@ -168,12 +188,21 @@ def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> 
         else:
             saved[_SAVED.sub("", name.removeprefix(_PREFIX))] = tensor
     modules = {}
-    for module, pair in pairs.items():
-        problem = _pair_problem(config, module, pair)
+    for path, pair in pairs.items():
+        module, parameter = _target(config, path)
+        full_name = f"{module}.{parameter}" if parameter else module
+        is_stack = parameter not in ("", _WEIGHT)
+        problem = _pair_problem(config, full_name, pair, is_stack=is_stack)
+        if parameter.endswith("bias"):
+            problem = f"target_parameters of {config.subject} has {parameter}, and adapters of biases are not computed"
+        if not problem and not parameter and not config.has_target(module):
+            problem = f"is not among target_modules of {config.subject}"
         if problem:
-            problems.append(f"{module}: {problem}")
-        else:
-            modules[module] = AdapterModule(pair["A"], pair["B"], config.scaling_of(module))
+            problems.append(f"{path}: {problem}")
+            continue
+        num_experts = len(pair["A"]) // config.rank_of(full_name) if is_stack else 0
+        matrices = AdapterModule(pair["A"], pair["B"], config.scaling_of(full_name), num_experts)
+        modules[full_name if is_stack else module] = matrices
     if config.saved and not saved:
         rule = "no such weights are in the file: it is not complete, or they are not saved"
         problems.append(f"{config.subject}: modules_to_save={list(config.saved)}: {rule}")
@@ -200,16 +229,30 @@ def _reason(name: str) -> str:
     return "not a tensor of plain LoRA, lora_A.weight or lora_B.weight"
 
 
-def _pair_problem(config: PeftConfig, module: str, pair: Mapping[str, Tensor]) -> str:
+def _target(config: PeftConfig, path: str) -> tuple[str, str]:
+    """The module of a pair of matrices and, if they add to a parameter of `target_parameters`, its name; else "". PEFT
+    has a wrapper for each parameter of a module, around that of the one before it.
+    """
+    module = re.sub(rf"({re.escape(_WRAPPED)})+$", "", path)
+    depth = (len(path) - len(module)) // len(_WRAPPED)
+    parameters = config.parameters_of(module)
+    return (module, parameters[-1 - depth]) if depth < len(parameters) else (path, "")
+
+
+def _pair_problem(config: PeftConfig, module: str, pair: Mapping[str, Tensor], *, is_stack: bool) -> str:
     if len(pair) != 2:
         return f"has lora_{'A' if 'A' in pair else 'B'} alone: the file is not complete"
     a, b = pair["A"], pair["B"]
     # Those of convolutions have more dimensions: a tower's are left out later.
     if not 2 <= a.ndim == b.ndim or len(a) != b.shape[1]:
         return f"lora_A {list(a.shape)} and lora_B {list(b.shape)} must be [rank, inputs] and [outputs, rank]"
-    if len(a) != config.rank_of(module):
-        return f"lora_A has the rank {len(a)}, but {config.subject} says {config.rank_of(module)} (r, rank_pattern)"
-    return "" if config.has_target(module) else f"is not among target_modules of {config.subject}"
+    rank = config.rank_of(module)
+    if is_stack and (a.ndim > 2 or len(a) % rank):
+        shape = list(a.shape)
+        return f"lora_A {shape} must be [experts * rank, inputs], of the rank {rank} of {config.subject}"
+    if not is_stack and len(a) != rank:
+        return f"lora_A has the rank {len(a)}, but {config.subject} says {rank} (r, rank_pattern)"
+    return ""
 
 
 def _add_text(state: Any, text: str) -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.adapters.expert_modules import module_of, module_sizes
 from spmd_worker.model.adapters.source import AdapterModule
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.experts import Router, SparseFeedForward
 from spmd_worker.model.layers.linear import AdaptableLayer, ColumnParallelLinear, RowParallelLinear
 from spmd_worker.model.layers.weight_slice import WeightSlice, volume
 from spmd_worker.model_config.families.family import GATE_UP, QKV
@@ -22,6 +24,7 @@ from spmd_worker.model_config.pooling import VECTORS
 from spmd_worker.ops.kernels.adapters import Matrices
 
 _FEED_FORWARD: Final = (*GATE_UP, "mlp.down_proj")
+_ROUTERS: Final = ("mlp.gate", "mlp.shared_expert_gate")
 _LINEARS: Final = (
     *(*QKV, "self_attn.o_proj", "self_attn.g_proj", "self_attn.pos_q_proj", "self_attn.pos_k_proj"),
     *("conv.in_proj", "conv.out_proj"),
@@ -33,12 +36,18 @@ _LINEARS: Final = (
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
+    *_ROUTERS,
     *("per_layer_input_gate", "per_layer_projection"),
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"
 _EXPERTS: Final = "experts"
 _POOLER: Final = "pooler."
+_BY_OPTION: Final = "adapters of experts need room for all experts: set model.lora_experts=true, or merge the adapter"
+_BY_KERNELS: Final = (
+    "GPU kernels add no adapters to experts: target attention, dense layers and shared experts, or merge the adapter "
+    "with model.lora_merge"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +79,38 @@ def scaled(module: AdapterModule, rows: slice = slice(None)) -> Tensor:
 class AdapterTargets:
     """All modules of the model, those of other stages too, and the layers of this rank."""
 
-    def __init__(self, model: DecoderForCausalLM) -> None:
+    def __init__(self, model: DecoderForCausalLM, *, of_experts: bool = False) -> None:
+        """`of_experts`: experts are among them, if the kernels can add to their outputs."""
         self._names, self._table = model.weights.names, model.model_config.names
         modules = dict(model.named_modules())
+        self.sparse_layers = {name: each for name, each in modules.items() if isinstance(each, SparseFeedForward)}
+        """Those of this rank that have experts."""
+        can_adapt = model.model.adapts_experts
+        self.why_no_experts = _BY_KERNELS if not can_adapt else "" if of_experts else _BY_OPTION
+        """Reason why experts take no adapters, or nothing."""
         self.layers: dict[str, AdaptableLayer] = {
             name: each
             for name, each in modules.items()
-            if isinstance(each, AdaptableLayer) and _EXPERTS not in name.split(".")
+            if isinstance(each, AdaptableLayer)
+            and (_EXPERTS not in name.split(".") or not self.why_no_experts)
+            and (can_adapt or not isinstance(each, Router))
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
-        endings = [ending for ours in _LINEARS for ending in self._endings(fused.get(ours, ours))]
+        self._routers = [ending for ours in _ROUTERS for ending in self._endings(ours)]
+        linears = [ours for ours in _LINEARS if can_adapt or ours not in _ROUTERS]
+        endings = [ending for ours in linears for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
             for name, shape in model.weights.shapes.items()
             if name.endswith(".weight") and len(shape) == 2
         }
-        self.linears = tuple(name for name in self._shapes if name in tops or self._inside(name) in endings)
+        experts = {} if self.why_no_experts else module_sizes(self._names, model.weights.shapes)
+        self._experts = frozenset(experts)
+        self._shapes |= experts
+        self.linears = dict.fromkeys(
+            name for name in self._shapes if name in experts or name in tops or self._inside(name) in endings
+        )
         self.parts = self._own_parts(model.weights.slices)
         pooling = model.model_config.pooling
         has_scores = pooling is not None and pooling.task not in VECTORS and not pooling.label_token_ids
@@ -110,15 +134,17 @@ class AdapterTargets:
         name = name.removesuffix(".weight")
         if name in self.linears:
             return name, ""
-        if _EXPERTS in name.split("."):
-            return name, "experts are not adapted: target attention, dense layers and shared experts"
+        if _EXPERTS in name.split(".") and self.why_no_experts:
+            return name, self.why_no_experts
+        if name in self._shapes and self._inside(name) in self._routers:
+            return name, "GPU kernels add no adapters to routers: target other modules, or merge the adapter"
         if name in self._shapes and self._inside(name) in self._endings(_LATENT_PROJECTION):
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "
                 "latents: target the other projections, or merge the adapter with model.lora_merge"
             )
         if name in self._shapes:
-            return name, "adapters of embeddings, token heads and routers are not supported"
+            return name, "adapters of embeddings and token heads are not supported"
         return name, "the model has no such module"
 
     def find_score(self, given_name: str, shape: Sequence[int]) -> tuple[str, str]:
@@ -152,7 +178,7 @@ class AdapterTargets:
         return self._table.are_transposed
 
     def _is_transposed(self, name: str) -> bool:
-        return self._table.are_transposed and self._inside(name) != ""
+        return self._table.are_transposed and self._inside(name) != "" and name not in self._experts
 
     def _inside(self, name: str) -> str:
         """Name of the module in its layer; "" for one of no layer."""
@@ -160,12 +186,17 @@ class AdapterTargets:
             return ""
         return name.removeprefix(f"{self._table.layers}.").partition(".")[2]
 
+    def experts_of(self, name: str) -> tuple[str, str, str] | None:
+        """The sparse layer, the expert and the matrix that one of `layers` is; None for one that is no expert's."""
+        *owner, experts, expert, matrix = ("", "", *name.split("."))
+        return (".".join(owner[2:]), expert, matrix) if experts == _EXPERTS else None
+
     def _own_parts(self, slices: Iterable[WeightSlice]) -> dict[str, tuple[TargetPart, ...]]:
         """Parts of each of `layers`, by its name, in the order of outputs."""
         found: dict[str, dict[str, list[WeightSlice]]] = {name: {} for name in self.layers}
         for piece in slices:
             layer, _, leaf = piece.parameter_name.rpartition(".")
-            module = piece.checkpoint_name.removesuffix(".weight")
+            module = module_of(self._names, piece) or piece.checkpoint_name.removesuffix(".weight")
             if layer in found and leaf == "weight" and module in self.linears and volume(piece.source):
                 found[layer].setdefault(module, []).append(piece)
         return {
@@ -179,15 +210,16 @@ def num_inputs(layer: AdaptableLayer) -> int:
     """Inputs of the layer on this rank."""
     if isinstance(layer, RowParallelLinear):
         return layer.input_range[1] - layer.input_range[0]
-    assert isinstance(layer, ColumnParallelLinear), type(layer)
+    assert isinstance(layer, ColumnParallelLinear | Router), type(layer)
     return layer.input_size
 
 
 def _part(module: str, pieces: list[WeightSlice]) -> TargetPart:
-    oriented = [piece.oriented(piece.source) for piece in pieces]
+    # Without the number of an expert in a stack.
+    oriented = [piece.oriented(piece.source)[-2:] for piece in pieces]
     inputs = oriented[0][1]
     assert all(columns == inputs for _, columns in oriented), pieces
-    rows = [(first, end, piece.destination[0][0]) for piece, ((first, end), _) in zip(pieces, oriented, strict=True)]
+    rows = [(first, end, piece.destination[-2][0]) for piece, ((first, end), _) in zip(pieces, oriented, strict=True)]
     return TargetPart(
         module,
         min(to for _, _, to in rows),

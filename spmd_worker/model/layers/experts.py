@@ -17,17 +17,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from math import nan
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.expert_adapters import AddedToExperts, ExpertAdapters
 from spmd_worker.model.layers.expert_stack import StackedExperts
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import (
+    AdaptableLayer,
     ColumnParallelLinear,
     GatedLinear,
     OutputPart,
@@ -38,13 +40,13 @@ from spmd_worker.model.layers.linear import (
 from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import EXPERTS, StoredFormat
-from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.adapters import AdapterKernels, StepAdapters
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts, StoredPanels
 from spmd_worker.ops.kernels.gates import clamped_gates, sigmoid
 from spmd_worker.ranks.communicator import single_group
 
 
-class Router(PackedLayer):
+class Router(AdaptableLayer):
     """Selects experts and their weights, in float32. A shared expert's gate is the last row of `weight`. With experts
     beside a dense feed-forward its input is normed, by a weight, `scale`, and experts have numbers that multiply their
     weights.
@@ -55,7 +57,7 @@ class Router(PackedLayer):
     def __init__(self, context: LayerContext, experts: ExpertsConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self._eps = eps
-        self._experts, self._hidden_size, self._kernels = experts, hidden_size, context.kernels.plain
+        self._experts, self.input_size, self._kernels = experts, hidden_size, context.kernels.plain
         self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
         context = replace(context, dtype=torch.float32)
         self.weight = context.parameter(experts.num_choices + experts.has_shared_gate, hidden_size)
@@ -65,25 +67,28 @@ class Router(PackedLayer):
         if experts.are_beside_dense:
             self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_choices)
 
-    def forward(self, x: Tensor, routes: list[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, routes: list[Tensor] | None = None, adapters: StepAdapters | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None. The
         experts are appended to `routes`, int64 [T, k], the one of the largest weight first, ties by ascending id.
         """
         if self.scale is not None:
             x = self._kernels.full_norm(x.float(), self.scale, None, self._eps, offset=0.0, is_centred=False)
-            x = x * self._hidden_size**-0.5
-        ids, weights, shared_gate = self._chosen(x)
+            x = x * self.input_size**-0.5
+        ids, weights, shared_gate = self._chosen(x, adapters)
         if routes is not None:
             routes.append(ids.long().gather(1, weights.sort(dim=-1, descending=True, stable=True).indices))
         if self.per_expert_scale is None:
             return ids, weights, shared_gate
         return ids, weights * self.per_expert_scale[ids], shared_gate
 
-    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _chosen(self, x: Tensor, adapters: StepAdapters | None) -> tuple[Tensor, Tensor, Tensor | None]:
         kernels = self._expert_kernels
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
-        logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_choices
+        x, num_experts = x.float(), self._experts.num_choices
+        logits = self.adapted(self._kernels.linear(x, self.weight, None), x, adapters)
         shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
         logits = logits if self.bias is None else logits + self.bias
@@ -91,7 +96,7 @@ class Router(PackedLayer):
         return ids, weights, shared_gate
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        num_experts, size = self._experts.num_choices, self._hidden_size
+        num_experts, size = self._experts.num_choices, self.input_size
         yield replicated(f"{prefix}.weight", (num_experts, size), f"{prefix}.weight")
         if self.bias is not None:
             yield replicated(f"{prefix}.bias", (num_experts,), f"{prefix}.bias")
@@ -173,10 +178,11 @@ class _ClampedGates(ColumnParallelLinear):
         self._limit = limit
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
-        """gate * sigmoid(1.702 * gate) * (up + 1), in float32, rounded once."""
-        assert adapters is None, "experts are not adapted"
+        assert adapters is None, "adapters of experts add to all of them at once"
         del is_fused
-        columns = super().forward(x)
+        return self.activated(super().forward(x))
+
+    def activated(self, columns: Tensor) -> Tensor:
         gates, ups = columns.view(len(columns), -1, 2).unbind(-1)
         return clamped_gates(gates, ups, self._limit, self._kernels.activate)
 
@@ -189,16 +195,19 @@ class _WithoutGates(ColumnParallelLinear):
         self._activation = activation
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
-        assert adapters is None, "experts are not adapted"
+        assert adapters is None, "adapters of experts add to all of them at once"
         del is_fused
-        return self._kernels.activate(super().forward(x), self._activation)
+        return self.activated(super().forward(x))
+
+    def activated(self, columns: Tensor) -> Tensor:
+        return self._kernels.activate(columns, self._activation)
 
 
 class _Down(RowParallelLinear):
     """Down projection of one expert, whose output is weighted before it is summed over ranks."""
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        assert adapters is None, "experts are not adapted"
+        assert adapters is None, "adapters of experts add to all of them at once"
         return self.product(x)
 
     @property
@@ -217,7 +226,7 @@ class Expert(nn.Module):
     def __init__(self, context: LayerContext, layer: LayerConfig, experts: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         size, has_bias = experts.intermediate_size, experts.has_bias
-        self.gate_up_proj: ColumnParallelLinear
+        self.gate_up_proj: GatedLinear | _ClampedGates | _WithoutGates
         if experts.limit > 0:
             self.gate_up_proj = _ClampedGates(context, hidden_size, size, has_bias, experts.limit)
         elif experts.is_gated:
@@ -235,6 +244,18 @@ class Expert(nn.Module):
             gates, down = ({"weight": each.plain_weight()} for each in (self.gate_up_proj, self.down_proj))
             gated = functional_call(self.gate_up_proj, gates, (x,), {"is_fused": is_fused})
             output = functional_call(self.down_proj, down, (gated,))
+        return output
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Outputs of `gate_up_proj` before the activation: [tokens of this expert, outputs of this rank]."""
+        gates = self.gate_up_proj
+        return gates.columns(x, gates.weight if gates.is_multiplied_as_held else gates.plain_weight())
+
+    def down(self, gated: Tensor) -> Tensor:
+        """[tokens of this expert, columns of this rank] -> this rank's part of [tokens, hidden]."""
+        if self.down_proj.is_multiplied_as_held:
+            return self.down_proj.product(gated)
+        output: Tensor = functional_call(self.down_proj, {"weight": self.down_proj.plain_weight()}, (gated,))
         return output
 
     def weights(self) -> ExpertWeights:
@@ -311,6 +332,9 @@ class SparseFeedForward(nn.Module):
             self.fc1_latent_proj = replicated_linear(context, "fc1_latent_proj", hidden_size, expert_size)
             self.fc2_latent_proj = replicated_linear(context, "fc2_latent_proj", expert_size, hidden_size)
         # Identity experts are of the rank whose part of the sum has them, of every rank where results are complete.
+        self.own = own
+        self.expert_adapters: ExpertAdapters | None = None
+        """None: experts take no adapters."""
         self._adds_identity = self._is_exact or self._sums_each or self._group.rank == 0
         identity = list(range(experts.num_experts, experts.num_choices)) if self._adds_identity else []
         self._num_tokens = [0] * experts.num_choices
@@ -349,10 +373,11 @@ class SparseFeedForward(nn.Module):
         routes: list[Tensor] | None = None,
     ) -> Tensor:
         """`routes`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same
-        as experts. Adapters add to the shared expert alone. If not `is_fused`, experts are called one by one, without
-        padding; clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`.
+        as experts. If not `is_fused`, experts are called one by one, without padding; clamped gates then have torch's
+        exponential instead of that of `Kernels.expert_kernels`. If a step has adapters and one of experts is loaded,
+        experts are called one by one too, with the same bits for rows without any.
         """
-        ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes)
+        ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes, adapters)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
         chosen, padding = ids, slots
         if self._config.weighs_inputs:
@@ -363,16 +388,19 @@ class SparseFeedForward(nn.Module):
             padding = None if slots is None else slots.repeat_interleave(num_chosen)
         kernels = self._expert_kernels if is_fused else None
         joined = self._joined_experts() if is_fused else None
-        if joined is not None:
-            results = joined.outputs(inputs, chosen, self._totals)
+        of_experts = self.expert_adapters
+        if adapters is not None and of_experts is not None and not of_experts.is_empty:
+            joined = None
+            results = self._adapted_results(inputs, chosen, of_experts.step(adapters, chosen))
+        elif joined is not None:
+            results = self._summed(joined.outputs(inputs, chosen, self._totals), x.dtype)
         elif kernels is None:
-            results = self._results(inputs, chosen, is_fused)
+            results = self._summed(self._results(inputs, chosen, is_fused), x.dtype)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            results = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
-        if self._sums_each:
-            results = self._group.sum_parts(results, x.dtype)
+            outputs = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
+            results = self._summed(outputs, x.dtype)
         shared: Tensor | None = None
         if self.shared_expert is not None:
             shared = self.shared_expert(x, adapters, is_fused=is_fused)
@@ -397,6 +425,10 @@ class SparseFeedForward(nn.Module):
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
         return self._parts_group.once(output) if self._is_exact or self._sums_each else output
 
+    def _summed(self, results: Tensor, dtype: torch.dtype) -> Tensor:
+        """Outputs of experts summed over ranks and rounded, if each is before it is weighted."""
+        return self._group.sum_parts(results, dtype) if self._sums_each else results
+
     def _with_identity(self, results: Tensor, inputs: Tensor, ids: Tensor) -> Tensor:
         """Outputs [T * k, hidden], those of identity experts replaced by their inputs [T, hidden]."""
         num_chosen, is_identity = ids.shape[1], ids.flatten() >= self._config.num_experts
@@ -405,6 +437,13 @@ class SparseFeedForward(nn.Module):
             return results.index_copy_(0, places, inputs.index_select(0, places // num_chosen).to(results.dtype))
         # Without a number of tokens that the host would have to know.
         return torch.where(is_identity.unsqueeze(1), inputs.repeat_interleave(num_chosen, 0), results)
+
+    def accept_adapters(self, kernels: AdapterKernels) -> ExpertAdapters:
+        """Adapters of experts, whose stacks the caller makes: not for kernels that compute all experts in one call."""
+        assert self._expert_kernels is None, "no place for adapters"
+        config, device = self._config, self._totals.device
+        self.expert_adapters = ExpertAdapters(kernels, self.own, config.num_choices, device)
+        return self.expert_adapters
 
     @property
     def num_tokens(self) -> list[int]:
@@ -451,22 +490,52 @@ class SparseFeedForward(nn.Module):
     def _results(self, x: Tensor, ids: Tensor, is_fused: bool) -> Tensor:
         """Outputs [T * k, hidden] of each token's experts, zero for experts of other ranks. `ids` is int64 [T, k]."""
         num_chosen = ids.shape[1]
+        results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
+        for expert, slots in self._calls(ids):
+            results[slots] = expert(x[slots // num_chosen], is_fused=is_fused)
+        return results
+
+    def _adapted_results(self, x: Tensor, ids: Tensor, added: AddedToExperts) -> Tensor:
+        """`_results` with what adapters add, summed over ranks if each expert's output is, and rounded."""
+        num_chosen, calls = ids.shape[1], self._calls(ids)
+        results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
+        if not calls:
+            return results
+        gates = calls[0][0].gate_up_proj
+        columns = x.new_zeros((len(results), gates.num_outputs))
+        for expert, slots in calls:
+            columns[slots] = expert.columns(x[slots // num_chosen])
+        added.add_to_columns_(columns, x.repeat_interleave(num_chosen, 0))
+        gated = gates.activated(columns)
+        for expert, slots in calls:
+            results[slots] = expert.down(gated[slots])
+        if self._sums_each:
+            results = self._group.sum_parts(results, x.dtype)
+            added.add_to_sums_(results, gated, self._group)
+        else:
+            added.add_to_parts_(results, gated)
+        return results
+
+    def _results_dtype(self, x: Tensor) -> torch.dtype:
+        return torch.float32 if self._sums_each else x.dtype
+
+    def _calls(self, ids: Tensor) -> list[tuple[Any, Tensor]]:
+        """This rank's experts that have tokens, ascending, and the places of their tokens in int64 [T * k]."""
         flat = ids.flatten()
         # Stable: the tokens of an expert stay in the order of the batch.
         sorted_ids, order = flat.sort(stable=True)
         # The only read-back of a layer. `bincount` would need another, to find the maximum.
         indices = torch.arange(self._config.num_choices, device=flat.device)
         ends: list[int] = torch.searchsorted(sorted_ids, indices, right=True).tolist()
-        dtype = torch.float32 if self._sums_each else x.dtype
-        results = x.new_zeros((len(flat), x.shape[1]), dtype=dtype)
         start = 0
+        calls: list[tuple[Any, Tensor]] = []
         for index, end in enumerate(ends):
             slots, count = order[start:end], end - start
             start = end
             self._num_tokens[index] += count
             if count and str(index) in self.experts:
-                results[slots] = self.experts[str(index)](x[slots // num_chosen], is_fused=is_fused)
-        return results
+                calls.append((self.experts[str(index)], slots))
+        return calls
 
 
 def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:

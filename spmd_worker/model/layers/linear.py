@@ -63,12 +63,16 @@ class ColumnParallelLinear(AdaptableLayer):
         super().__init__()
         self.input_size, self.parts = input_size, parts
         self._kernels, self._quantised = context.kernels, context.quantised
-        num_outputs = sum(part.stop - part.start for part in parts)
-        self.weight = context.parameter(num_outputs, input_size)
-        self.bias = context.parameter(num_outputs) if has_bias else None
+        self.num_outputs = sum(part.stop - part.start for part in parts)
+        self.weight = context.parameter(self.num_outputs, input_size)
+        self.bias = context.parameter(self.num_outputs) if has_bias else None
 
     def forward(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        return self.adapted(self._kernels.linear(x, self.weight, self.bias), x, adapters)
+        return self.adapted(self.columns(x, self.weight), x, adapters)
+
+    def columns(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Its outputs by this weight, which the kernels' products take, without adapters."""
+        return self._kernels.linear(x, weight, self.bias)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         parent = prefix.rpartition(".")[0]
@@ -118,8 +122,11 @@ class GatedLinear(ColumnParallelLinear):
         is_scaled = self._gate_multiplier != 1.0
         if is_fused and self.pairs_gates and not is_scaled and not self.is_adapted(adapters):
             return self._kernels.gated_linear(x, self.weight, self.bias)
-        columns = super().forward(x, adapters)
-        if is_scaled:
+        return self.activated(super().forward(x, adapters))
+
+    def activated(self, columns: Tensor) -> Tensor:
+        """[T, outputs of this rank] of the GEMM -> [T, half of them]."""
+        if self._gate_multiplier != 1.0:
             gates, ups = columns.chunk(2, dim=1)
             columns = torch.cat((gates * self._gate_multiplier, ups), dim=1)
         if self._bound:

@@ -16,6 +16,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, RecutRows, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.encoder_part import EncoderPart
+from spmd_worker.model_config.families.experts import StackedTensor
 from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
@@ -131,6 +132,11 @@ class CheckpointNames:
             patterns = [self._parts.get(each, each) for each in _EXPERT_MATRICES]
             is_matrix = re.sub(r"\.\d+\.", ".{}.", found[1]) in [f"{each}.weight" for each in patterns]
         return found[0] if is_matrix else None
+
+    def expert_stack(self, name: str) -> StackedTensor | None:
+        """The stack of experts that a matrix of experts is; None for one of a single expert."""
+        found = self._layer_of(name)
+        return None if found is None else next((each for each in self._names.stacked if each.name == found[1]), None)
 
     def _pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         if not piece.parameter_name.startswith(TOWER):

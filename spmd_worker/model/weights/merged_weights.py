@@ -53,6 +53,22 @@ class LowRankUpdate:
         return merged
 
 
+@dataclass(frozen=True, slots=True)
+class StackUpdate:
+    """B A of single experts of a stack [experts, ...]."""
+
+    experts: Mapping[int, LowRankUpdate]
+
+    def added(self, values: Tensor, region: Rectangle) -> Tensor:
+        """`LowRankUpdate.added` of a region of the stack."""
+        (first, _), *inside = region
+        merged = values.to(torch.float32, copy=True)
+        for place, of_expert in enumerate(merged):
+            if first + place in self.experts:
+                of_expert.copy_(self.experts[first + place].added(of_expert, tuple(inside)))
+        return merged
+
+
 def _add_tiles(merged: Tensor, a: Tensor, b: Tensor) -> None:
     """Add B A to a part of a weight, by rows."""
     num_rows = max(1, _TILE_ELEMENTS // a.shape[1])
@@ -70,7 +86,7 @@ class MergedWeights:
     """
 
     source: WeightSource
-    updates: Mapping[str, LowRankUpdate]
+    updates: Mapping[str, LowRankUpdate | StackUpdate]
     digest: int
 
     @property

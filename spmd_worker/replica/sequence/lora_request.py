@@ -120,6 +120,6 @@ _REFUSED: Final = {
     "lora_local_path": "give the folder as lora_path",
     "long_lora_max_len": "longer contexts come with the base model's rope scaling, not with an adapter: leave it out",
     "tensorizer_config_dict": "adapters are read from PEFT folders: give one as lora_path",
-    "is_3d_lora_weight": "experts are not adapted: target attention, dense layers and shared experts",
+    "is_3d_lora_weight": "the format of an adapter of experts is seen in its tensors: leave it out",
 }
 """Fields of vLLM's that must be neutral, and the reason, in the order of `InitVar` fields."""

@@ -15,7 +15,7 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import ExpertShare, IndexerConfig, LayerConfig, LayerShare
+from spmd_worker.model_config.layer_config import ExpertsConfig, ExpertShare, IndexerConfig, LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
@@ -113,7 +113,8 @@ def weights_bytes(
 
 def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, limits: AdapterLimits) -> int:
     """Bytes of one rank's LoRA adapters if as many are loaded as `limits` allow, of the largest rank, with matrices for
-    all linear layers but experts. Of modules that a checkpoint fuses, which share A, less is needed.
+    all linear layers, of experts only if it may have some. Of modules that a checkpoint fuses, which share A, less is
+    needed.
     """
     stage, hidden, total = stage_of(layout, model_config, rank), model_config.hidden_size, 0
     for layer, share in _held_layers(model_config, layout, rank):
@@ -125,6 +126,12 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
         if layer.experts is not None and layer.experts.latent_size:
             modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
+        if layer.experts is not None:
+            total += _router_outputs(layer.experts, hidden) * DTYPE_BYTES["float32"] // DTYPE_BYTES[dtype]
+            if limits.of_experts and share.experts is not None:
+                size, width = layer.experts.latent_size or hidden, share.experts.num_columns
+                of_expert = (1 + layer.experts.is_gated) * (size + width) + width + size
+                total += share.experts.num_experts * of_expert
         if layer.input_size:
             modules += [(hidden, layer.input_size), (layer.input_size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
@@ -132,6 +139,12 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
     padded_rank = -(-limits.max_lora_rank // _RANK_STEP) * _RANK_STEP
     return total * padded_rank * limits.max_cpu_loras * DTYPE_BYTES[dtype]
+
+
+def _router_outputs(experts: ExpertsConfig, hidden: int) -> int:
+    """Inputs and outputs, which kernels pad, of a router and of a shared expert's gate."""
+    outputs = (experts.num_choices, *[1] * experts.has_shared_gate)
+    return sum(hidden - (-each // _RANK_STEP) * _RANK_STEP for each in outputs)
 
 
 def _held_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> list[tuple[LayerConfig, LayerShare]]:

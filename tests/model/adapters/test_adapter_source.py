@@ -34,7 +34,7 @@ REFUSED: dict[str, Any] = {
     "use_dora": True,
     "bias": "all",
     "lora_bias": True,
-    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "target_parameters": "mlp.experts.gate_up_proj",
     "layer_replication": [[0, 2]],
     "trainable_token_indices": [3],
     "alora_invocation_tokens": [3, 4],

@@ -131,7 +131,7 @@ def test_all_tensors_that_do_not_fit_are_listed(model: DecoderForCausalLM):
     assert "model.layers.9.self_attn.q_proj: the model has no such module" in text
     assert "model.layers.0.mlp.other_proj: the model has no such module" in text
     assert "v_proj: lora_A [4, 64] and lora_B [64, 4], but the model's module has 64 inputs and 32 outputs" in text
-    assert "model.embed_tokens: adapters of embeddings, token heads and routers are not supported" in text
+    assert "model.embed_tokens: adapters of embeddings and token heads are not supported" in text
     assert "lm_head: adapters of embeddings" in text
     assert "layers.0.self_attn.q_proj" not in text
     assert "up_proj: has the rank 9, above model.max_lora_rank=8" in problems(model, llama_source(0, "up", rank=9))
@@ -166,13 +166,15 @@ def test_experts_are_refused_by_name():
                 f"{layer}.mlp.shared_expert.up_proj": (48, 64),
                 f"{layer}.mlp.experts.3.up_proj": (32, 64),
                 f"{layer}.mlp.experts": (512, 64),
-                f"{layer}.mlp.gate": (8, 64),
+                f"{layer}.mlp.gate": (9, 64),
             }
         ),
     )
-    assert f"{layer}.mlp.experts.3.up_proj: experts are not adapted" in text
-    assert f"{layer}.mlp.experts: experts are not adapted" in text
-    assert f"{layer}.mlp.gate: adapters of embeddings, token heads and routers are not supported" in text
+    assert (
+        f"{layer}.mlp.experts.3.up_proj, of 2 of experts: adapters of experts need room for all experts: set model"
+        in text
+    )
+    assert f"{layer}.mlp.gate: lora_A [4, 64] and lora_B [9, 4], but the model's module has 64 inputs and 8" in text
     assert "q_proj" not in text
     assert "shared_expert" not in text
     loaded = LoadedAdapters(sparse, LIMITS)

@@ -37,7 +37,7 @@ def test_base_model_name_is_kept_and_changes_nothing():
         ("lora_local_path", "", "/a", "give the folder as lora_path"),
         ("long_lora_max_len", None, 8192, "leave it out"),
         ("tensorizer_config_dict", {}, {"tensorizer_uri": "s3://a"}, "adapters are read from PEFT folders"),
-        ("is_3d_lora_weight", False, True, "experts are not adapted"),
+        ("is_3d_lora_weight", False, True, "is seen in its tensors"),
     ],
 )
 def test_other_fields_must_be_neutral(name: str, neutral: Any, value: Any, words: str):

@@ -1,5 +1,6 @@
 """Memory of LoRA adapters: the estimate is what the compiled kernels hold, and the plan says so."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from spmd_worker.worker.memory.estimate import adapter_bytes
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 LIMITS = AdapterLimits(max_loras=1, max_lora_rank=32, max_cpu_loras=3)
+OF_EXPERTS = replace(LIMITS, of_experts=True)
 
 
-def held_bytes(model: DecoderForCausalLM) -> int:
+def held_bytes(model: DecoderForCausalLM, limits: AdapterLimits) -> int:
     """Bytes of as many adapters of the largest rank as may be loaded, for all modules."""
-    loaded, num_bytes = LoadedAdapters(model, LIMITS), 0
+    loaded, num_bytes = LoadedAdapters(model, limits), 0
     modules = loaded.targets.linears
     for seed in range(LIMITS.max_cpu_loras):
         tensors: dict[str, torch.Tensor] = {}
@@ -34,25 +36,24 @@ def held_bytes(model: DecoderForCausalLM) -> int:
             tensors[f"{name}.lora_B.weight"] = torch.ones(outputs, LIMITS.max_lora_rank)
         config: dict[str, Any] = {"peft_type": "LORA", "r": LIMITS.max_lora_rank, "lora_alpha": 1}
         loaded.commit(loaded.prepare(adapter_from_tensors(config, tensors)))
-    for layer in loaded.targets.layers.values():
-        stack = layer.adapters
-        if stack is not None:
-            assert isinstance(stack, NativeStack), type(stack)
-            num_bytes += stack.num_bytes
+    for stack in loaded.stacks:
+        assert isinstance(stack, NativeStack), type(stack)
+        num_bytes += stack.num_bytes
     return num_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_estimate_covers_adapters_of_all_modules(dtype: str):
-    for folder, least in (
-        (family_folder("seed_oss"), 0.9),
-        (family_folder("opt_350m"), 0.9),
-        (family_folder("phi3"), 0.7),
-        (expert_folder("qwen2_moe"), 0.9),
+    for folder, least, limits in (
+        (family_folder("seed_oss"), 0.9, LIMITS),
+        (family_folder("opt_350m"), 0.9, LIMITS),
+        (family_folder("phi3"), 0.7, LIMITS),
+        (expert_folder("qwen2_moe"), 0.9, LIMITS),
+        (expert_folder("qwen2_moe"), 0.9, OF_EXPERTS),
     ):
         model = load_model(folder, dtype=dtype)
-        estimate = adapter_bytes(model.model_config, RankLayout(1), 0, dtype, LIMITS)
-        held = held_bytes(model)
+        estimate = adapter_bytes(model.model_config, RankLayout(1), 0, dtype, limits)
+        held = held_bytes(model, limits)
         assert least * estimate <= held <= estimate, (folder.name, held, estimate)
 
 
