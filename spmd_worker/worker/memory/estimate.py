@@ -84,6 +84,7 @@ def weights_bytes(
         # Layers of every stage would need them: there is one stage.
         input_rows = vocabulary_rows(model_config.num_layer_inputs, layout.tensor_parallel_size)
         tables += input_rows * model_config.layer_inputs_size + model_config.num_layer_input_parameters
+    tables += model_config.num_outer_stream_parameters
     for (layer, share), _ in [*kinds.items()][:1]:
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
@@ -125,8 +126,9 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
             modules += [(hidden, columns)] * (1 + layer.is_gated) + [(columns, hidden)]
         if layer.experts is not None and layer.experts.latent_size:
             modules += [(hidden, layer.experts.latent_size), (layer.experts.latent_size, hidden)]
-        if layer.input_size:
-            modules += [(hidden, layer.input_size), (layer.input_size, hidden)]
+        rank_of_residual = 0 if layer.predicted_streams is None else layer.predicted_streams.rank
+        for size in filter(None, (layer.input_size, rank_of_residual)):
+            modules += [(hidden, size), (size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += _num_projections(model_config, stage) * (hidden + model_config.own_embedding_size)
     total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
@@ -186,7 +188,7 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
         if not layer.has_dense:
             continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[first, hidden, layer.is_gated and layer.activation == "silu" and not layer.bound] += 1
+        shapes[first, hidden, layer.pairs_gates] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
@@ -226,8 +228,7 @@ def _expert_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -
         shapes[experts.latent_size, hidden, False] += 1
         shapes[hidden, experts.latent_size, False] += 1
     if share.num_shared_columns:
-        is_in_pairs = layer.is_gated and layer.activation == "silu" and not layer.bound
-        shapes[share.num_shared_columns * (1 + layer.is_gated), hidden, is_in_pairs] += 1
+        shapes[share.num_shared_columns * (1 + layer.is_gated), hidden, layer.pairs_gates] += 1
         shapes[hidden, share.num_shared_columns, False] += 1
     return shapes
 
@@ -308,7 +309,7 @@ def activation_bytes(
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
-    num_columns = max(share.num_columns * _column_copies(layer) for layer, share in kinds)
+    num_columns = max(share.num_columns * _column_copies(layer) + _full_rows(layer, share) for layer, share in kinds)
     # Of a decoder with an encoder the complete stream, and the encoder's rows of it.
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     num_streams += 2 * (model_config.encoder_part is not None)
@@ -318,9 +319,10 @@ def activation_bytes(
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
     others = 0
-    if model_config.layers[0].gated_streams is not None:
-        # Streams, normed, their gates, and products; norms and gates are float32 until they are rounded, in three
-        # copies. Keys of n-grams, or gated values, and inputs and outputs of their convolution.
+    if model_config.stream_size > model_config.hidden_size:
+        # Streams, normed, their gates, and products, or streams, predictions and corrections; norms, gates and
+        # products are float32 until they are rounded, in three copies. Keys of n-grams, or gated values, and inputs and
+        # outputs of their convolution.
         has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
         per_token += (4 + 2 * has_ngrams) * model_config.stream_size
         others = 3 * DTYPE_BYTES["float32"] * model_config.stream_size
@@ -430,6 +432,13 @@ def _column_copies(layer: LayerConfig) -> int:
     if layer.activation == "xielu":
         return 16
     return 7 if layer.bound else 4
+
+
+def _full_rows(layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of gates with a cutoff: all ranks', and float32 copies of them and of their squares."""
+    if layer.gate_cutoff is None:
+        return 0
+    return 8 * layer.intermediate_size + 4 * share.num_columns
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
