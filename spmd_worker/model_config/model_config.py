@@ -219,6 +219,14 @@ class ModelConfig:
         return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
 
     @property
+    def num_text_ids(self) -> int:
+        """Ids of the vocabulary that prompts of text may have, the first ones: in a model beside which there are towers
+        those without inputs of layers have embeddings of their own, in tables for images and audio.
+        """
+        is_part = self._family.text is not None and self.num_layer_inputs > 0
+        return min(self.num_layer_inputs, self.vocab_size) if is_part else self.vocab_size
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

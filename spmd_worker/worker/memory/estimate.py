@@ -309,7 +309,7 @@ def activation_bytes(
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
-    num_columns = max(share.num_columns * _column_copies(layer) + _full_rows(layer, share) for layer, share in kinds)
+    num_columns = max(share.num_columns * _column_copies(layer) + _full_rows(layer) for layer, share in kinds)
     # Of a decoder with an encoder the complete stream, and the encoder's rows of it.
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     num_streams += 2 * (model_config.encoder_part is not None)
@@ -434,11 +434,9 @@ def _column_copies(layer: LayerConfig) -> int:
     return 7 if layer.bound else 4
 
 
-def _full_rows(layer: LayerConfig, share: LayerShare) -> int:
+def _full_rows(layer: LayerConfig) -> int:
     """Elements per token of gates with a cutoff: all ranks', and float32 copies of them and of their squares."""
-    if layer.gate_cutoff is None:
-        return 0
-    return 8 * layer.intermediate_size + 4 * share.num_columns
+    return 0 if layer.gate_cutoff is None else 8 * layer.intermediate_size
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
