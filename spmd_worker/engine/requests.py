@@ -81,6 +81,7 @@ class Requests:
             thinking=ThinkingBudget(resolved.config.model, tokenizer),
             allows_priority=resolved.config.scheduler.policy == "priority",
             max_step_tokens=resolved.config.scheduler.max_num_batched_tokens,
+            num_text_ids=model_config.num_text_ids,
         )
         self._hold_rows, self._hold_media, self._pause = hold_rows, hold_media, pause
         self.num_requests = 0

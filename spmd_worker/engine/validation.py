@@ -69,7 +69,7 @@ class RequestLimits:
     `pooling` all rows are pooled. `encoder` are limits of the input that each row of an encoder-decoder model has,
     which `encoder_prompts` reads. `architecture` is the model's, for errors. `nums_chosen` are the numbers of experts
     that sparse layers choose for a token. `thinking` knows the markers of reasoning. `max_step_tokens` is
-    `scheduler.max_num_batched_tokens`.
+    `scheduler.max_num_batched_tokens`. `num_text_ids` is `ModelConfig.num_text_ids`, None for the complete vocabulary.
     """
 
     vocab_size: int
@@ -87,6 +87,7 @@ class RequestLimits:
     thinking: ThinkingBudget | None = None
     allows_priority: bool = False
     max_step_tokens: int = 0
+    num_text_ids: int | None = None
 
     def close(self) -> None:
         """End the processes that prepare images or audio. Idempotent."""
@@ -247,6 +248,12 @@ class RequestLimits:
             outside = least if least < 0 else most
             raise RequestError(
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        if self.num_text_ids is not None and most >= self.num_text_ids:
+            raise RequestError(
+                "token_out_of_vocabulary",
+                f"token id {most} is for images or audio, and the model ({self.architecture}) runs with text alone: "
+                f"leave out tokens from {self.num_text_ids} on",
             )
         # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
         is_all = pooling is not None or (sampling.scores_prompt and sampling.max_tokens == 1)

@@ -39,6 +39,7 @@ from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
+from spmd_worker.model.layers.predicted_streams import StreamProjections
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
 from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding
 from spmd_worker.model.layers.run_indexer import step_runs
@@ -100,13 +101,21 @@ class DecoderStack(nn.Module):
             has_norm = model_config.has_embedding_norm
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
-        has_norm, streams = stage.is_last and model_config.has_last_norm, model_config.layers[0].gated_streams
+        first_layer = model_config.layers[0]
+        has_norm, streams = stage.is_last and model_config.has_last_norm, first_layer.gated_streams
         self.norm: Norm | StreamMixer | None = None
         if has_norm and streams is not None:
             self.norm = StreamMixer(context.unquantised, streams, hidden_size, model_config.norm, injects=False)
         elif has_norm:
             self.norm = new_norm(context, hidden_size, model_config.norm)
-        self._num_streams = 1 if streams is None else streams.num_streams
+        self._num_streams = first_layer.num_streams
+        self.altup_projections: StreamProjections | None = None
+        self.altup_unembed_projections: StreamProjections | None = None
+        if (predicted := first_layer.predicted_streams) is not None:
+            outer = partial(StreamProjections, context.unquantised, predicted, hidden_size)
+            self.altup_projections = outer() if stage.is_first else None
+            self.altup_unembed_projections = outer() if has_norm else None
+        self._reads_ids = streams is not None
         self._indexer = next(
             (each.indexer for each in model_config.layers if each.indexer and not each.indexer.is_by_head), None
         )
@@ -213,12 +222,13 @@ class DecoderStack(nn.Module):
         residual = incoming
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
-            residual = residual if self._num_streams == 1 else residual.repeat(1, self._num_streams)
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None
         if self.layer_inputs is not None:
             ids = token_ids if media is None else token_ids.index_fill(0, media.places, self._input_token)
             inputs = self.layer_inputs(ids, residual, adapters)
+        if self._stage.is_first and self._num_streams > 1:
+            residual = self._split(residual)
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
@@ -233,7 +243,7 @@ class DecoderStack(nn.Module):
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
-        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams > 1 else {}
+        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._reads_ids else {}
         if self._indexer is not None:
             firsts = None if rope_positions is None else rope_positions[-3:]
             of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
@@ -268,6 +278,8 @@ class DecoderStack(nn.Module):
         self._copy_stream(streams, len(cache), part, residual)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
+        if self.altup_unembed_projections is not None:
+            residual = self.altup_unembed_projections.joined(residual)
         hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.
@@ -276,6 +288,12 @@ class DecoderStack(nn.Module):
             return hidden
         projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
         return projected
+
+    def _split(self, embedded: Tensor) -> Tensor:
+        """Embeddings [T, hidden] -> all streams of each token, in one row."""
+        if self.altup_projections is not None:
+            return self.altup_projections.split(embedded)
+        return embedded.repeat(1, self._num_streams)
 
     def _copy_stream(
         self, streams: dict[int, Tensor] | None, index: int, part: Tensor | None, residual: Tensor

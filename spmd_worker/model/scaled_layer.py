@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_worker.model.decoder_layer import DecoderLayer
+from spmd_worker.model.layer_with_inputs import LayerWithInputs
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -30,7 +29,7 @@ class LayerScalar(CheckpointLayer):
         yield replicated(f"{prefix}.value", (1,), f"{prefix}.value", is_buffer=True)
 
 
-class Layer(DecoderLayer):
+class Layer(LayerWithInputs):
     """`DecoderLayer`, times `layer_scalar`. `mlp` is the sparse feed-forward if there is one, `dense` the other."""
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:
@@ -43,15 +42,6 @@ class Layer(DecoderLayer):
             self.dense_output_norm, self.experts_input_norm, self.experts_output_norm = (
                 new_norm(context, hidden_size, layer.norm) for _ in range(3)
             )
-        if layer.input_size:
-            self._kernels = context.kernels
-            self.per_layer_input_gate = replicated_linear(
-                context, "per_layer_input_gate", hidden_size, layer.input_size
-            )
-            self.per_layer_projection = replicated_linear(
-                context, "per_layer_projection", layer.input_size, hidden_size
-            )
-            self.post_per_layer_input_norm = new_norm(context, hidden_size, layer.norm)
 
     def forward(self, *arguments: Any, inputs: Tensor | None = None, **options: Any) -> tuple[Tensor | None, Tensor]:
         """`inputs` [T, P] of this layer."""
@@ -59,10 +49,7 @@ class Layer(DecoderLayer):
         assert part is None, "the number multiplies the complete stream"
         assert (inputs is not None) == (self.config.input_size > 0), self.config
         if inputs is not None:
-            adapters = options.get("adapters")
-            gates = self._kernels.activate(self.per_layer_input_gate(residual, adapters), self.config.activation)
-            projected = self.per_layer_projection(gates * inputs, adapters)
-            residual.add_(self.post_per_layer_input_norm(projected))
+            residual.add_(self._of_inputs(residual, inputs, options.get("adapters")))
         return None, residual.mul_(self.layer_scalar.value)
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:

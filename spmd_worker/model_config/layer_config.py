@@ -9,7 +9,7 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
-from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig
+from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig, PredictedStreamsConfig
 
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
@@ -507,6 +507,8 @@ class LayerConfig:
 
     An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `gated_streams` the layer has
     several residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
+    With `predicted_streams` it has several too, and norms. With a `gate_cutoff` gates of a dense feed-forward are that
+    by which they exceed their row's mean plus so many of its standard deviations, and 0 below.
     """
 
     num_heads: int
@@ -562,6 +564,19 @@ class LayerConfig:
     indexer: IndexerConfig | None = None
     gated_streams: GatedStreamsConfig | None = None
     ngrams: NgramConfig | None = None
+    predicted_streams: PredictedStreamsConfig | None = None
+    gate_cutoff: float | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of a token."""
+        streams = self.gated_streams or self.predicted_streams
+        return 1 if streams is None else streams.num_streams
+
+    @property
+    def pairs_gates(self) -> bool:
+        """Whether gates and ups of a dense feed-forward, or of the shared expert, alternate in a packed weight."""
+        return self.is_gated and self.activation == "silu" and not self.bound and self.gate_cutoff is None
 
     @property
     def value_head_size(self) -> int:

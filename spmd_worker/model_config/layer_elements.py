@@ -54,6 +54,8 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
 def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
     streams, ngrams = layer.gated_streams, layer.ngrams
+    if layer.predicted_streams is not None:
+        return layer.predicted_streams.elements(hidden_size)
     if streams is None:
         return 0
     around = 2 * streams.elements(hidden_size)

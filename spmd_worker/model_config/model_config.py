@@ -105,7 +105,7 @@ class ModelConfig:
     last layer's output is not normed.
 
     With `num_layer_inputs` above 0, a second table of as many rows, and a projection of the embedding, give each token
-    the numbers of `LayerConfig.input_size` for every layer.
+    the numbers of `LayerConfig.input_size` for every layer; tokens beyond that table have the first row.
 
     `image_layers` are layers of the checkpoint, by number, that text skips: none of `layers` is one of them. The table
     of embeddings has `num_image_embeddings` rows after those of the vocabulary, which text never uses.
@@ -211,13 +211,20 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Elements of a token between layers: of all residual streams."""
-        streams = self.layers[0].gated_streams
-        return self.hidden_size * (1 if streams is None else streams.num_streams)
+        return self.hidden_size * self.layers[0].num_streams
 
     @property
     def takes_ids(self) -> bool:
         """Whether layers need ids of tokens, which embeddings in their place do not have."""
         return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
+
+    @property
+    def num_text_ids(self) -> int:
+        """Ids of the vocabulary that prompts of text may have, the first ones: in a model beside which there are towers
+        those without inputs of layers have embeddings of their own, in tables for images and audio.
+        """
+        is_part = self._family.text is not None and self.num_layer_inputs > 0
+        return min(self.num_layer_inputs, self.vocab_size) if is_part else self.vocab_size
 
     @property
     def num_layers(self) -> int:
@@ -321,6 +328,7 @@ class ModelConfig:
         tables = (self.vocab_size * num_tables + self.num_image_embeddings) * self.embedding_size
         tables += (self.num_positions + self.num_token_types) * self.sum_size
         tables += self.num_layer_inputs * self.layer_inputs_size + self.num_layer_input_parameters
+        tables += self.num_outer_stream_parameters
         projections = (2 - self.projects_sum) * self.num_projection_parameters
         return tables + projections + self.vocab_size * self.has_head_bias
 
@@ -333,6 +341,12 @@ class ModelConfig:
     def num_layer_input_parameters(self) -> int:
         """Parameters of the projection to these, and of their norm; not of their table."""
         return self.layer_inputs_size * self.hidden_size + self.layers[0].input_size
+
+    @property
+    def num_outer_stream_parameters(self) -> int:
+        """Parameters of the projections to and from further streams; 0 for none."""
+        streams = self.layers[0].predicted_streams
+        return 0 if streams is None else streams.outer_elements(self.hidden_size)
 
     @property
     def num_projection_parameters(self) -> int:
@@ -634,7 +648,7 @@ def _stack(config: Mapping[str, Any], path: Path, architecture: str, family: Fam
         shares_layers=family.shares_layers,
         image_layers=_image_layers(reader, family),
         num_image_embeddings=0 if family.images is None else family.images.num_embeddings,
-        num_layer_inputs=_num_layer_inputs(reader, layers, vocab_size),
+        num_layer_inputs=_num_layer_inputs(reader, layers, 1 if family.embedding.inputs_may_end else vocab_size),
     )
 
 
@@ -710,13 +724,13 @@ def _decoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
     return EncoderPooling(head, "last", has_token_types=False, shifted=ShiftedRow(eos, start, pad))
 
 
-def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], vocab_size: int) -> int:
+def _num_layer_inputs(reader: ConfigReader, layers: Sequence[LayerConfig], least: int) -> int:
     key = "vocab_size_per_layer_input"
     if not layers[0].input_size:
         return 0
     num_rows = reader.count(key)
-    if num_rows < vocab_size:
-        raise reader.error(key, f"must be vocab_size={vocab_size} or more: each token needs a row")
+    if num_rows < least:
+        raise reader.error(key, f"must be vocab_size={least} or more: each token needs a row")
     return num_rows
 
 

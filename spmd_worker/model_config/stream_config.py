@@ -34,6 +34,32 @@ class GatedStreamsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedStreamsConfig:
+    """`num_streams` residual streams of the hidden size (AltUp, https://arxiv.org/abs/2301.13310): a layer predicts all
+    of them, computes with the one of index `active`, and corrects all by what came of it. A projection by way of
+    `rank` numbers adds to what attention reads (LAuReL, https://arxiv.org/abs/2411.07501). With `scales_output` inputs
+    of the layer's own are gated by the active stream times a weight.
+
+    The first stream of a token is its embedding, the others are projections of it, as long as it; the last norm is of
+    the mean of the first and of projections of the others, as long as the first.
+    """
+
+    num_streams: int
+    active: int
+    rank: int
+    scales_output: bool
+
+    def elements(self, hidden_size: int) -> int:
+        """Elements of what predicts and corrects streams in a layer, and of the projection by way of `rank` numbers."""
+        count = self.num_streams
+        return hidden_size * (count + 2 * self.rank + 3) + count * count * (count + 1)
+
+    def outer_elements(self, hidden_size: int) -> int:
+        """Elements of the projections before the layers and behind them."""
+        return 2 * (self.num_streams - 1) * hidden_size * hidden_size
+
+
+@dataclass(frozen=True, slots=True)
 class NgramConfig:
     """Embeddings of a token with those before it, which a layer adds to its streams. Of each of 2 to `size` tokens
     several heads have a row, of a table of `head_rows` of their own: the products of ids and `multipliers`, joined by

@@ -198,9 +198,8 @@ def _feed_forward(layer: LayerConfig, hidden: int, prefix: str, columns: tuple[i
     """Those of a dense feed-forward or shared expert of which a rank has these columns."""
     num_outputs = (columns[1] - columns[0]) * (1 + layer.is_gated)
     parts = tuple(f"{prefix}.{each}" for each in (_MATRICES[:2] if layer.is_gated else _MATRICES[1:2]))
-    is_in_pairs = layer.is_gated and layer.activation == "silu" and not layer.bound
     name = f"{prefix}.gate_up_proj" if layer.is_gated else parts[0]
-    yield StoredLinear(name, parts, num_outputs, (0, hidden), is_in_pairs)
+    yield StoredLinear(name, parts, num_outputs, (0, hidden), layer.pairs_gates)
     yield StoredLinear(f"{prefix}.down_proj", (f"{prefix}.down_proj",), hidden, columns)
 
 

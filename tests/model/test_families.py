@@ -571,8 +571,8 @@ def test_stored_head_overrides_default_tie(of_text: bool | None, tmp_path: Path)
             if architecture != "MllamaForConditionalGeneration":
                 files_of_names(folder, text_part_config(architecture, True, of_text), head)
                 assert read_model_files(folder).model_config.has_tied_embeddings, (architecture, head)
-    # Cases of Gemma 4 are in test_recent_families.py, that of LFM2-VL in test_conv_families.py.
-    elsewhere = {f"{name}ForConditionalGeneration" for name in ("Gemma4", "Gemma4Unified", "Lfm2Vl")}
+    # Cases of Gemma 3n and 4 are in test_recent_families.py, that of LFM2-VL in test_conv_families.py.
+    elsewhere = {f"{name}ForConditionalGeneration" for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Lfm2Vl")}
     assert set(ties_by_default) == {*TIED_BY_DEFAULT, *KIMI, *OTHER_NAMES, *elsewhere}
 
 

@@ -36,7 +36,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
         latent_folder,
     ),
     "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),
-    "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
+    "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small", "gemma3n"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
     "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
     "bailing": (("bailing_hybrid",), bailing_folder),

@@ -115,6 +115,11 @@ DENSE: Final[dict[str, Case]] = {
         {**_WINDOW, **_KINDS, "global_head_dim": 64, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0}
         | {"vocab_size_per_layer_input": 331},
     ),
+    "gemma3n": (
+        "Gemma3nText",
+        {**_WINDOW, **_KINDS, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0, "laurel_rank": 32}
+        | {"vocab_size_per_layer_input": 331, "activation_sparsity_pattern": [0.6, 0.0]},
+    ),
     "unequal_leaves": ("Llama", {"intermediate_size": 1408}),
     "more_unequal_leaves": ("Llama", {"intermediate_size": 2880, "num_hidden_layers": 1}),
 }

@@ -166,6 +166,8 @@ MODEL_TYPES: Final = {
     "JambaForCausalLM": "jamba",
     "Llama4ForCausalLM": "llama4_text",
     "Llama4ForConditionalGeneration": "llama4",
+    "Gemma3nForCausalLM": "gemma3n_text",
+    "Gemma3nForConditionalGeneration": "gemma3n",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",

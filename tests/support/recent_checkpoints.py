@@ -1,4 +1,4 @@
-"""Small random checkpoints of Llama 4 and Gemma 4, written by transformers, and thinned as files of the hub are.
+"""Small random checkpoints of Llama 4, Gemma 3n and Gemma 4, written by transformers, and thinned as the hub's are.
 
 As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
 """
@@ -52,6 +52,25 @@ _GEMMA4 = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
     },
 }
+_GEMMA3N = {
+    **_BASE,
+    "rms_norm_eps": 0.01,
+    "intermediate_size": [40, 56, 40, 40, 56, 40],
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 90,
+    "final_logit_softcapping": 25.0,
+    "laurel_rank": 12,
+    "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0, 0.7, 0.0],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4", _LLAMA4),
@@ -103,6 +122,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": 100,
+        },
+    ),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
+    "gemma3n_other": (
+        "Gemma3n",
+        {
+            **_GEMMA3N,
+            "num_hidden_layers": 11,
+            "intermediate_size": 40,
+            "layer_types": None,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": None,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+            "tie_word_embeddings": False,
         },
     ),
 }
@@ -166,10 +203,21 @@ def _thin_gemma4(config: dict[str, Any]) -> None:
         del config["layer_types"]
 
 
+def _thin_gemma3n(config: dict[str, Any]) -> None:
+    """Files of the hub have the bases of the ropes apart."""
+    ropes = config.pop("rope_parameters")
+    config["rope_theta"] = ropes["full_attention"]["rope_theta"]
+    config["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+    if config["num_hidden_layers"] == 11:
+        for key in ("layer_types", "activation_sparsity_pattern"):
+            del config[key]
+
+
 _THINNERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "Llama4": _thin_llama4,
     "Gemma4": _thin_gemma4,
     "Gemma4Unified": _thin_gemma4,
+    "Gemma3n": _thin_gemma3n,
 }
 
 

@@ -37,7 +37,7 @@ _LINEARS: Final = (
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
     *_ROUTERS,
-    *("per_layer_input_gate", "per_layer_projection"),
+    *("per_layer_input_gate", "per_layer_projection", "laurel.linear_left", "laurel.linear_right"),
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, gate_up_linear
+from spmd_worker.model.layers.linear import (
+    ColumnParallelLinear,
+    GatedLinear,
+    OutputPart,
+    RowParallelLinear,
+    gate_up_linear,
+)
+from spmd_worker.model.layers.sparse_gates import SparseGatedLinear
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.ops.kernels.adapters import StepAdapters
 
@@ -45,7 +52,12 @@ class FeedForward(nn.Module):
         columns = context.columns(size)
         self.intermediate_size = columns[1] - columns[0]
         self._activation, self._is_gated, self._kernels = layer.activation, layer.is_gated, context.kernels
-        if layer.is_gated:
+        self.gate_up_proj: GatedLinear
+        if layer.gate_cutoff is not None:
+            self.gate_up_proj = SparseGatedLinear(
+                context, hidden_size, size, has_bias, layer.activation, layer.gate_cutoff
+            )
+        elif layer.is_gated:
             self.gate_up_proj = gate_up_linear(
                 context, hidden_size, size, has_bias, layer.activation, layer.bound, layer.mlp_multipliers[0]
             )

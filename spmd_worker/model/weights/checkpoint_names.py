@@ -17,7 +17,7 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.weight_slice import ModelTensor, RecutRows, TensorView, WeightSlice, empty_slice
 from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.families.experts import StackedTensor
-from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS
+from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS, Names
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
@@ -34,6 +34,7 @@ _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMO
 _LAYER_INPUTS: Final = tuple(f"model.layer_inputs.{each}" for each in ("table", "projection", "norm"))
 _LAST_MEAN: Final = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
 """Modules of the last mean of several streams."""
+_OUTER_STREAMS: Final = ("altup_projections", "altup_unembed_projections")
 _NGRAM_TABLE: Final = "ple.ple_embedding.ngram_embedding.weight"
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
@@ -67,6 +68,7 @@ class CheckpointNames:
             "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
             **({} if model_config.layers[0].gated_streams is None else _of_last_mean(names.norm)),
+            **_outer_streams(model_config, names),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
@@ -484,6 +486,16 @@ class CheckpointNames:
 
 def _of_last_mean(theirs: str) -> dict[str, str]:
     return {f"model.norm.{each}": f"{theirs}.{each}" for each in _LAST_MEAN}
+
+
+def _outer_streams(model_config: ModelConfig, names: Names) -> dict[str, str]:
+    """Modules of the projections to and from further streams."""
+    numbers = range(model_config.layers[0].num_streams - 1) if names.outer_streams[0] else ()
+    return {
+        f"model.{ours}.{number}": f"{theirs}.{number}"
+        for ours, theirs in zip(_OUTER_STREAMS, names.outer_streams, strict=True)
+        for number in numbers
+    }
 
 
 def _names_of_encoder(part: EncoderPart) -> CheckpointNames:

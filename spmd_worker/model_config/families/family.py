@@ -60,9 +60,10 @@ class Names:
     `head_norm` precede `classifier`, the scores of a model that classifies; `token_classifier` are those of one that
     classifies tokens, "" if they have the same name. `project_in` and `project_out`
     are between embeddings, or logits, and layers of another size. `layer_inputs` are the table, the projection and the
-    norm of numbers for each layer (`LayerConfig.input_size`). `cross_norms` are the norms before and after attention to
-    an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of `LayerConfig.relative_bias`,
-    `distances` those of the table and the norm of `LayerConfig.distances`.
+    norm of numbers for each layer (`LayerConfig.input_size`), `outer_streams` the projections to and from further
+    streams (`LayerConfig.predicted_streams`), each with a number. `cross_norms` are the norms before and after
+    attention to an encoder's rows, "" for no norm; `relative_bias` is the full name of the table of
+    `LayerConfig.relative_bias`, `distances` those of the table and the norm of `LayerConfig.distances`.
     `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
     leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
     files may have any of them, or one in its place. `rope_factors` is the module of
@@ -103,6 +104,7 @@ class Names:
     project_in: str = ""
     project_out: str = ""
     layer_inputs: tuple[str, str, str] = ("", "", "")
+    outer_streams: tuple[str, str] = ("", "")
     cross_norms: tuple[str, str] = ("", "")
     relative_bias: str = ""
     distances: tuple[str, str] = ("", "")
@@ -288,7 +290,8 @@ class Embedding:
     their sum is projected, with a bias, and nothing is projected back; with `always_projects` also if it has the hidden
     size already. The first `position_offset` rows of a table of
     positions are unused. `has_norm`: there is a norm before the layers. `sinusoid` is as in `ModelConfig`, of files
-    without the table of positions in `Names`, if that has one.
+    without the table of positions in `Names`, if that has one. `inputs_may_end`: tokens beyond the table of layers'
+    inputs have those of token 0.
     """
 
     by_root: bool = False
@@ -300,6 +303,7 @@ class Embedding:
     position_offset: int = 0
     has_norm: bool = False
     sinusoid: str = ""
+    inputs_may_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,18 +52,23 @@ def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[Laye
         )
         for layer in layers
     )
-    return _with_shared_keys(reader, found)
+    return with_shared_keys(reader, found)
 
 
-def _with_shared_keys(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+def with_shared_keys(
+    reader: ConfigReader, layers: tuple[LayerConfig, ...], default_count: int = 0
+) -> tuple[LayerConfig, ...]:
     """The last layers read the keys of the last before them that is of their kind, and may be twice as wide."""
-    count = checked_integer(reader.get(_SHARED, 0), reader.where(_SHARED), 0, len(layers) - 1)
+    count = checked_integer(reader.get(_SHARED, default_count), reader.where(_SHARED), 0, len(layers) - 1)
     own, later = layers[: len(layers) - count], layers[len(layers) - count :]
     last = {layer.window > 0: index for index, layer in enumerate(own)}
     if not all((layer.window > 0) in last for layer in later):
         raise reader.error(_SHARED, "leaves layers of a kind of which no layer has keys and values of its own")
-    width = layers[0].intermediate_size * (1 + reader.flag("use_double_wide_mlp", False))
-    return own + tuple(replace(layer, kv_layer=last[layer.window > 0], intermediate_size=width) for layer in later)
+    factor = 1 + reader.flag("use_double_wide_mlp", False)
+    return own + tuple(
+        replace(layer, kv_layer=last[layer.window > 0], intermediate_size=layer.intermediate_size * factor)
+        for layer in later
+    )
 
 
 def _beside(experts: ExpertsConfig | None) -> ExpertsConfig | None:
@@ -147,7 +152,7 @@ def _by_layer(reader: ConfigReader, kinds: Any) -> dict[str, Any]:
     return {known[key]: checked_integer(value, f"{where} {key}", 1, 1 << 16) for key, value in entry.items()}
 
 
-def _layer_inputs(prefix: str) -> tuple[str, str, str]:
+def layer_input_names(prefix: str) -> tuple[str, str, str]:
     """Names of the table, the projection and the norm of inputs of layers."""
     return (
         f"{prefix}.embed_tokens_per_layer",
@@ -176,7 +181,7 @@ _NAMES: Final = Names(
         StackedTensor("experts.down_proj", ("down_proj",)),
     ),
     aliases={"model.language_model.": "model."},
-    layer_inputs=_layer_inputs("model"),
+    layer_inputs=layer_input_names("model"),
 )
 _DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 262144,
@@ -241,7 +246,7 @@ GEMMA4_ROWS: Final[dict[str, Family]] = {
         names=replace(
             next_to(_NAMES, "vision_embedder", "embed_vision", "embed_audio"),
             aliases={},
-            layer_inputs=_layer_inputs("model.language_model"),
+            layer_inputs=layer_input_names("model.language_model"),
         ),
         text=TextPart(ties_by_default=True),
         vision="gemma4_unified",
@@ -252,7 +257,7 @@ GEMMA4_ROWS: Final[dict[str, Family]] = {
         names=replace(
             next_to(_NAMES, "vision_tower", "embed_vision", "audio_tower", "embed_audio"),
             aliases={},
-            layer_inputs=_layer_inputs("model.language_model"),
+            layer_inputs=layer_input_names("model.language_model"),
         ),
         text=TextPart(ties_by_default=True),
         vision="gemma4",

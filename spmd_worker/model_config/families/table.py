@@ -29,6 +29,7 @@ from spmd_worker.model_config.families.family import (
     Wiring,
     next_to,
 )
+from spmd_worker.model_config.families.gemma3n_rows import GEMMA3N_ROWS
 from spmd_worker.model_config.families.gemma4_rows import GEMMA4_ROWS
 from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
@@ -262,6 +263,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **MAMBA1_ROWS,
     **LLAMA4_ROWS,
     **MINIMAX_ROWS,
+    **GEMMA3N_ROWS,
     **GEMMA4_ROWS,
     **ENCODER_DECODER_ROWS,
 }
@@ -270,7 +272,6 @@ _EXPERTS: Final = "its layers have experts of a form that does not run"
 _INDEXER: Final = "its attention chooses the keys that a token sees by an indexer of a form that does not run"
 _TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
-_STREAMS: Final = "its layers have several residual streams"
 _MASKS_KEYS: Final = "its attention leaves out keys by what they hold"
 _OF_HEADS: Final = "its attention has experts, each with queries of its own"
 _TERNARY: Final = "its weights are ternary, multiplied with activations that are quantised in each layer"
@@ -289,7 +290,6 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
     _INDEXER: ("DeepseekV4ForCausalLM",),
-    _STREAMS: ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),

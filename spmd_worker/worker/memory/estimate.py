@@ -84,6 +84,7 @@ def weights_bytes(
         # Layers of every stage would need them: there is one stage.
         input_rows = vocabulary_rows(model_config.num_layer_inputs, layout.tensor_parallel_size)
         tables += input_rows * model_config.layer_inputs_size + model_config.num_layer_input_parameters
+    tables += model_config.num_outer_stream_parameters
     for (layer, share), _ in [*kinds.items()][:1]:
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
@@ -132,8 +133,9 @@ def adapter_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
                 size, width = layer.experts.latent_size or hidden, share.experts.num_columns
                 of_expert = (1 + layer.experts.is_gated) * (size + width) + width + size
                 total += share.experts.num_experts * of_expert
-        if layer.input_size:
-            modules += [(hidden, layer.input_size), (layer.input_size, hidden)]
+        rank_of_residual = 0 if layer.predicted_streams is None else layer.predicted_streams.rank
+        for size in filter(None, (layer.input_size, rank_of_residual)):
+            modules += [(hidden, size), (size, hidden)]
         total += sum(inputs + outputs for inputs, outputs in modules)
     total += _num_projections(model_config, stage) * (hidden + model_config.own_embedding_size)
     total += (hidden + model_config.layer_inputs_size) * (model_config.layer_inputs_size > 0)
@@ -199,7 +201,7 @@ def quantised_shapes(model_config: ModelConfig, layout: RankLayout, rank: int, *
         if not layer.has_dense:
             continue
         first = share.num_columns * (1 + layer.is_gated)
-        shapes[first, hidden, layer.is_gated and layer.activation == "silu" and not layer.bound] += 1
+        shapes[first, hidden, layer.pairs_gates] += 1
         shapes[hidden, share.num_columns, False] += 1
     if stage.is_last and has_head:
         shapes[rank_vocabulary_rows(model_config, layout), model_config.embedding_size, False] += 1
@@ -239,8 +241,7 @@ def _expert_shapes(layer: LayerConfig, hidden: int, share: ExpertShare | None) -
         shapes[experts.latent_size, hidden, False] += 1
         shapes[hidden, experts.latent_size, False] += 1
     if share.num_shared_columns:
-        is_in_pairs = layer.is_gated and layer.activation == "silu" and not layer.bound
-        shapes[share.num_shared_columns * (1 + layer.is_gated), hidden, is_in_pairs] += 1
+        shapes[share.num_shared_columns * (1 + layer.is_gated), hidden, layer.pairs_gates] += 1
         shapes[hidden, share.num_shared_columns, False] += 1
     return shapes
 
@@ -321,7 +322,7 @@ def activation_bytes(
     """
     kinds = list(dict.fromkeys(rank_layers(model_config, layout, rank)))
     attention = max(_mixer_elements(model_config, layer, share) for layer, share in kinds)
-    num_columns = max(share.num_columns * _column_copies(layer) for layer, share in kinds)
+    num_columns = max(share.num_columns * _column_copies(layer) + _full_rows(layer) for layer, share in kinds)
     # Of a decoder with an encoder the complete stream, and the encoder's rows of it.
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     num_streams += 2 * (model_config.encoder_part is not None)
@@ -331,9 +332,10 @@ def activation_bytes(
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
     others = 0
-    if model_config.layers[0].gated_streams is not None:
-        # Streams, normed, their gates, and products; norms and gates are float32 until they are rounded, in three
-        # copies. Keys of n-grams, or gated values, and inputs and outputs of their convolution.
+    if model_config.stream_size > model_config.hidden_size:
+        # Streams, normed, their gates, and products, or streams, predictions and corrections; norms, gates and
+        # products are float32 until they are rounded, in three copies. Keys of n-grams, or gated values, and inputs and
+        # outputs of their convolution.
         has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
         per_token += (4 + 2 * has_ngrams) * model_config.stream_size
         others = 3 * DTYPE_BYTES["float32"] * model_config.stream_size
@@ -444,6 +446,11 @@ def _column_copies(layer: LayerConfig) -> int:
     if layer.activation == "xielu":
         return 16
     return 7 if layer.bound else 4
+
+
+def _full_rows(layer: LayerConfig) -> int:
+    """Elements per token of gates with a cutoff: all ranks', and float32 copies of them and of their squares."""
+    return 0 if layer.gate_cutoff is None else 8 * layer.intermediate_size
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:

@@ -74,6 +74,9 @@ HELD_BY_ALL += (
     *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight", "indexer.index_qk_proj.weight"),
     *("input_mix_weight_down.weight", "input_mix_weight_up.weight", "block_inject_weight.weight"),
     *("ple.key_proj.weight", "ple.value_proj.weight", "ple.conv1d.weight"),
+    *("correct_output_scale", "correction_coefs.weight", "prediction_coefs.weight", "modality_router.weight"),
+    *("laurel.linear_left.weight", "laurel.linear_right.weight"),
+    *(f"projections.{number}.weight" for number in range(3)),
 )
 
 
