@@ -35,6 +35,7 @@ from spmd_worker.model.layers.embedding import (
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.hyper_connection import StreamHead
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
@@ -100,6 +101,9 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
         has_norm = stage.is_last and model_config.has_last_norm
         self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
+        streams = model_config.layers[0].streams
+        self._num_streams = 1 if streams is None else streams.count
+        self.hc_head = StreamHead(context, streams, hidden_size) if streams is not None and stage.is_last else None
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
         if size and stage.is_first:
@@ -124,6 +128,10 @@ class DecoderStack(nn.Module):
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
         self._shares_choice = any(layer.takes_choice for layer in model_config.layers)
+        self._lists_experts = [
+            layer.experts is not None and layer.experts.num_listed_tokens > 0
+            for layer in model_config.layers[stage.start : stage.stop]
+        ]
         self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
         self._sees_in_windows = vision is not None and vision.sees_in_windows
@@ -193,6 +201,7 @@ class DecoderStack(nn.Module):
         residual = incoming
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
+            residual = residual if self._num_streams == 1 else residual.repeat(1, self._num_streams)
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None
         if self.layer_inputs is not None:
@@ -225,6 +234,8 @@ class DecoderStack(nn.Module):
                 options["states"] = states[index]
             if routes is not None:
                 options["routes"] = routes
+            if self._lists_experts[index]:
+                options["token_ids"] = token_ids
             if choice is not None:
                 options["choice"] = choice
             if inputs is not None:
@@ -239,6 +250,8 @@ class DecoderStack(nn.Module):
         self._copy_stream(streams, len(cache), part, residual)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
+        if self.hc_head is not None:
+            residual = self.hc_head(residual)
         hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.

@@ -72,13 +72,15 @@ class DecoderLayer(nn.Module):
         seen: AttentionMetadata | None = None,
         routes: list[Tensor] | None = None,
         choice: list[Tensor] | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
         results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
         attention, if layers share one; `distances` are those of the step, if it multiplies by them; `seen` is
         `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with experts appends those of each token to
-        `routes`. `choice` is as in `LatentAttention.forward`, if layers share a choice of keys.
+        `routes`. `choice` is as in `LatentAttention.forward`, if layers share a choice of keys,
+        and `token_ids` int64 [T] as in `Router.forward`.
         """
         parallel_input = None
         if self._mixers:
@@ -111,6 +113,8 @@ class DecoderLayer(nn.Module):
             options["adapters"] = adapters
         if routes is not None and self.config.experts is not None:
             options["routes"] = routes
+        if self.config.experts is not None and self.config.experts.num_listed_tokens:
+            options["token_ids"] = token_ids
         return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:

@@ -21,6 +21,7 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
     num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
+    norms += 0 if layer.streams is None else layer.streams.elements(hidden_size)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
@@ -30,9 +31,11 @@ def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) ->
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
     kinds = (layer.mamba1, layer.mamba, layer.delta)
     scans = [each.share(share.num_ranks) for each in kinds if each is not None]
-    sinks = share.num_heads * (layer.has_sinks and layer.has_attention)
+    router += 0 if layer.streams is None else layer.streams.elements(hidden_size)
+    sinks = share.num_heads * (layer.has_sinks and layer.attends)
     indexer = None if layer.latent is None else layer.latent.own_indexer
     sinks += 0 if indexer is None else indexer.num_heads * hidden_size
+    sinks += 0 if layer.compressed is None else _float32_of_entries(layer, hidden_size)
     return router + sinks + sum(each.num_float32_elements for each in scans)
 
 
@@ -139,6 +142,45 @@ def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     return projection + latent.rank + latent.query_rank + biases + of_indexer
 
 
+def _compressed_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Latents of queries and keys, queries, outputs, and what entries and their choice are made of; every rank has all
+    of the last.
+    """
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    rows = compressed.row_size(size) - compressed.row_size(0)
+    of_entries = [LinearSizes(hidden_size, (rows // 2, rows // 2))] if compressed.rate else []
+    if compressed.indexer is not None:
+        half = compressed.row_size(0) // 2
+        of_entries.append(LinearSizes(hidden_size, (half, half)))
+        num_queries = compressed.indexer.num_heads * compressed.indexer.head_size
+        of_entries.append(LinearSizes(compressed.query_rank, (num_queries,)))
+    num_groups = compressed.num_groups * share.num_heads // layer.num_heads
+    return (
+        LinearSizes(hidden_size, (compressed.query_rank, size)),
+        LinearSizes(compressed.query_rank, (share.num_heads * size,)),
+        LinearSizes(num_groups * compressed.output_rank, (hidden_size,)),
+        *of_entries,
+    )
+
+
+def _float32_of_entries(layer: LayerConfig, hidden_size: int) -> int:
+    """Biases of gates, and weights of an indexer's heads."""
+    compressed = layer.compressed
+    assert compressed is not None, layer
+    biases = compressed.rate * compressed.row_size(layer.head_size) // 2
+    return biases + (0 if compressed.indexer is None else compressed.indexer.num_heads * hidden_size)
+
+
+def _compressed_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of the projection of groups, which is not quantised, of sinks, norms, and what is float32."""
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    projection = compressed.output_rank * share.num_heads * size
+    norms = compressed.query_rank + size + (size + compressed.index_size if compressed.rate else 0)
+    return projection + share.num_heads + norms + _float32_of_entries(layer, hidden_size)
+
+
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     num_channels = hidden_size // share.num_ranks
     return LinearSizes(hidden_size, (3 * num_channels,)), LinearSizes(num_channels, (hidden_size,))
@@ -226,6 +268,7 @@ _MIXER_LINEARS: Final = {
     "attention": (_attention_linears,),
     "attention_and_mamba": (_attention_linears, _mamba_linears),
     "latent": (_latent_linears,),
+    "compressed": (_compressed_linears,),
     "conv": (_conv_linears,),
     "delta": (_delta_linears,),
     "mamba1": (_mamba1_linears,),
@@ -237,6 +280,7 @@ _MIXER_OTHERS: Final = {
     "attention": (_attention_others,),
     "attention_and_mamba": (_attention_others, _mamba_others),
     "latent": (_latent_others,),
+    "compressed": (_compressed_others,),
     "conv": (_conv_others,),
     "delta": (_delta_others,),
     "mamba1": (_mamba1_others,),

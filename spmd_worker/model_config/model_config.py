@@ -204,6 +204,12 @@ class ModelConfig:
         return self.hidden_size if self.projects_sum else self.embedding_size
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token between layers, of all residual streams."""
+        streams = self.layers[0].streams
+        return self.hidden_size * (1 if streams is None else streams.count)
+
+    @property
     def sum_size(self) -> int:
         """Elements of positions, of token types and of the norm before the layers."""
         return self.embedding_size if self.projects_sum else self.hidden_size
@@ -260,6 +266,12 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether layers read ids of tokens, beside their embeddings."""
+        experts = (layer.experts for layer in self.layers)
+        return self.num_layer_inputs > 0 or any(each is not None and each.num_listed_tokens > 0 for each in experts)
+
+    @property
     def bounds_rows(self) -> bool:
         """Whether rows end at `max_model_len` at the latest: relative positions alone have no end, nor have states."""
         first = self.layers[0]
@@ -283,6 +295,7 @@ class ModelConfig:
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
+        norms += self.num_stream_head_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
@@ -333,6 +346,12 @@ class ModelConfig:
         """Parameters of the routed experts of all layers; 0 for a dense model."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         return sum(each.routed_elements(self.hidden_size, each.full_share) for each in experts)
+
+    @property
+    def num_stream_head_parameters(self) -> int:
+        """Parameters, float32 in every dtype, that sum several residual streams behind the last layer."""
+        streams = self.layers[0].streams
+        return 0 if streams is None else streams.head_elements(self.hidden_size)
 
     @property
     def norm_parameters(self) -> int:

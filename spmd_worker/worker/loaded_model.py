@@ -122,7 +122,7 @@ class LoadedModel:
             media=media,
             rank=self.opened.environment.rank,
             drafter=drafter,
-            keeper=StreamKeeper(model.stage, model_config.hidden_size, dtype, is_holder=groups.tensor.rank == 0),
+            keeper=StreamKeeper(model.stage, model_config.stream_size, dtype, is_holder=groups.tensor.rank == 0),
             aux_layers=() if resolved.draft is None else resolved.draft.aux_layers,
         )
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import compressed_checkpoints
 import conv_checkpoints
 import delta_checkpoints
 import kimi_checkpoints
@@ -46,6 +47,7 @@ def cases_of(module: Any, kind: str, names: Any) -> dict[str, Case]:
 
 
 CASES = {
+    **cases_of(compressed_checkpoints, "compressed", compressed_checkpoints.CASES),
     **cases_of(conv_checkpoints, "conv", conv_checkpoints.CASES),
     **cases_of(delta_checkpoints, "delta", delta_checkpoints.DELTA_CASES),
     **cases_of(kimi_checkpoints, "kimi", kimi_checkpoints.KIMI_CASES),

@@ -142,6 +142,7 @@ MODEL_TYPES: Final = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "MiniCPM3ForCausalLM": "minicpm3",
     "Mistral4ForCausalLM": "mistral4",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",

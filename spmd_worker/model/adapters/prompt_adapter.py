@@ -92,7 +92,7 @@ def read_prompt_adapter(path: str | Path) -> PromptAdapter:
 def rows_for(adapter: PromptAdapter, model_config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Rows of embeddings [virtual tokens, width of the model's embedding]. Raises AdapterError."""
     width = model_config.embedding_size
-    if model_config.num_layer_inputs:
+    if model_config.reads_ids:
         raise AdapterError(
             f"{adapter.subject}: layers of this model read inputs of each token id, and virtual tokens have no id: "
             f"prompt tuning is not supported"
@@ -119,9 +119,10 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: layers of this model read keys and values of others: PREFIX_TUNING is not supported"
         )
-    if any(layer.latent is not None for layer in model_config.layers):
+    if any(layer.latent is not None or layer.compressed is not None for layer in model_config.layers):
         raise AdapterError(
-            f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
+            f"{adapter.subject}: this model keeps latents or keys alone in place of keys and values: PREFIX_TUNING "
+            f"is not supported"
         )
     sizes_of = [
         (each.num_kv_heads, size) for each in model_config.layers for size in (each.head_size, each.value_head_size)

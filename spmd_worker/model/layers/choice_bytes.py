@@ -1,18 +1,21 @@
-"""Memory in which tokens choose their keys and attend to them (`chosen_keys.py`), by arithmetic. Needs no torch.
+"""Memory in which tokens choose their keys and attend to them (`chosen_keys.py`, `compressed_attention.py`), by
+arithmetic. Needs no torch.
 
 N: tokens of one call; S: keys of one sequence; K: keys that are chosen; D: numbers of a key.
 """
 
 from typing import Final
 
-from spmd_worker.model_config.layer_config import LatentConfig
+from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 
 TILE: Final = 512
 """Keys that are scored together, a multiple of a panel's outputs."""
 BLOCK: Final = 64
 """Tokens of a block of chosen keys."""
-_MAX_ROWS: Final = 64
+GROUPS: Final = 64
+"""Groups of tokens that are compressed together."""
+MAX_ROWS: Final = 64
 _MAX_ELEMENTS: Final = 1 << 24
 """Rows whose scores, and elements of chosen keys, that are there at one time. No row's bits depend on either."""
 _FLOAT, _INDEX = 4, 8
@@ -23,7 +26,20 @@ _SCORE: Final = 3 * _FLOAT + 1 + _INDEX
 def rows_at_once(latent: LatentConfig) -> int:
     """N at most."""
     assert latent.indexer is not None, latent
-    return max(1, min(_MAX_ROWS, _MAX_ELEMENTS // (latent.indexer.num_chosen * latent.key_size)))
+    return rows_of(latent.indexer.num_chosen * latent.key_size)
+
+
+def rows_of(num_elements: int) -> int:
+    """N at most, of tokens whose keys have so many elements."""
+    return max(1, min(MAX_ROWS, _MAX_ELEMENTS // num_elements))
+
+
+def most_entries(layer: LayerConfig, num_tokens: int) -> int:
+    """Entries that a token sees at most in a layer of compressed attention, of a row of so many tokens."""
+    assert layer.compressed is not None, layer
+    compressed = layer.compressed
+    num_entries = num_tokens // compressed.rate if compressed.rate else 0
+    return num_entries if compressed.indexer is None else min(num_entries, compressed.indexer.num_chosen)
 
 
 def choice_bytes(model_config: ModelConfig, dtype_bytes: int) -> int:
@@ -32,19 +48,40 @@ def choice_bytes(model_config: ModelConfig, dtype_bytes: int) -> int:
     """
     kinds = dict.fromkeys(layer.latent for layer in model_config.layers)
     num_keys = model_config.max_model_len
-    return max([0, *(_of_kind(latent, num_keys, dtype_bytes) for latent in kinds if latent is not None)])
+    found = [_of_kind(latent, num_keys, dtype_bytes) for latent in kinds if latent is not None]
+    others = dict.fromkeys(layer for layer in model_config.layers if layer.compressed is not None)
+    return max([0, *found, *(_of_entries(layer, num_keys, dtype_bytes) for layer in others)])
+
+
+def _of_entries(layer: LayerConfig, num_tokens: int, dtype_bytes: int) -> int:
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    # Keys as they are read, joined and in blocks, with positions, blocks and offsets.
+    num_keys = -(-(compressed.window + most_entries(layer, num_tokens)) // BLOCK) * BLOCK
+    copies = rows_of(num_keys * size) * num_keys * (3 * size * dtype_bytes + 8 * _INDEX)
+    # Rows of the groups that are compressed at once, gates and sums in float32.
+    of_groups = GROUPS * compressed.rate * (compressed.row_size(size) * dtype_bytes + 4 * _FLOAT * size)
+    scores, num_entries = 0, num_tokens // compressed.rate if compressed.rate else 0
+    if compressed.indexer is not None and num_entries > compressed.indexer.num_chosen:
+        scores = _score_bytes(MAX_ROWS, num_entries, compressed.indexer)
+    return max(copies, of_groups, scores)
+
+
+def _score_bytes(num_rows: int, num_keys: int, indexer: IndexerConfig) -> int:
+    num_scores = -(-num_keys // TILE) * TILE
+    # Scores [N, S], beside a row that is being sorted; or those so far, with products [N * heads, TILE] of two tiles
+    # and queries in float32.
+    scores = _SCORE * num_scores * (num_rows + 1)
+    tiles = num_rows * _FLOAT * (num_scores + indexer.num_heads * (2 * TILE + indexer.head_size))
+    return max(scores, tiles)
 
 
 def _of_kind(latent: LatentConfig, num_keys: int, dtype_bytes: int) -> int:
     indexer = latent.indexer
     if indexer is None or indexer.num_chosen >= num_keys:
         return 0
-    num_rows, num_scores = rows_at_once(latent), -(-num_keys // TILE) * TILE
-    # Scores [N, S], beside a row that is being sorted; or those so far, with products [N * heads, TILE] of two tiles
-    # and queries in float32.
-    scores = _SCORE * num_scores * (num_rows + 1)
-    tiles = num_rows * _FLOAT * (num_scores + indexer.num_heads * (2 * TILE + indexer.head_size))
+    num_rows = rows_at_once(latent)
     # Keys [N, K, D] as they are read, bytes of FP8 perhaps, and in blocks; positions, blocks and offsets.
     num_chosen = -(-indexer.num_chosen // BLOCK) * BLOCK
     copies = num_chosen * (latent.key_size * (2 * dtype_bytes + 1) + 5 * _INDEX)
-    return max(scores, tiles, num_rows * copies)
+    return max(_score_bytes(num_rows, num_keys, indexer), num_rows * copies)

@@ -9,7 +9,7 @@ T: tokens; S: keys of one sequence; K: keys that are chosen; Hi, Di: heads and h
 size of attention's queries and keys; N: tokens of one call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -119,29 +119,52 @@ class ChosenKeys:
 
     def _chosen(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
         """Positions of the chosen keys, int32 [N, K] ascending, of consecutive tokens from `position` on."""
-        ends = torch.arange(position, position + len(choosing.weights), device=table.device).unsqueeze(1)
-        scores = torch.cat(list(self._scores(choosing, index_cache, table, position + len(ends))), dim=1)
-        hidden = torch.arange(scores.shape[1], device=table.device) > ends
-        # Stable: of equal scores the lower position is first.
-        order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        return order[:, : self._indexer.num_chosen].sort(dim=1).values.int()
+        ends = torch.arange(position + 1, position + 1 + len(choosing.weights), device=table.device)
 
-    def _scores(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, num_keys: int) -> Iterator[Tensor]:
-        """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
-        num_rows, num_heads, size = choosing.queries.shape
-        queries = choosing.queries.float().reshape(-1, size)
-        for first in range(0, num_keys, TILE):
-            positions = torch.arange(first, min(first + TILE, num_keys), device=table.device)
-            tile = queries.new_zeros((TILE, size))
-            tile[: len(positions)] = from_cache(
-                index_cache[_places(table, positions, index_cache.shape[1])], choosing.queries.dtype
-            )
-            products = self._kernels.linear(queries, self._kernels.pack(tile), None)
-            products = products.view(num_rows, num_heads, TILE).relu_()
-            total = products[:, 0] * choosing.weights[:, :1]
-            for head in range(1, num_heads):
-                total += products[:, head] * choosing.weights[:, head : head + 1]
-            yield total
+        def read(positions: Tensor) -> Tensor:
+            places = _places(table, positions, index_cache.shape[1])
+            return from_cache(index_cache[places], choosing.queries.dtype)
+
+        most = position + len(ends)
+        return best_keys(self._kernels, choosing, read, ends, most, self._indexer.num_chosen).int()
+
+
+def best_keys(
+    kernels: Kernels,
+    choosing: IndexQueries,
+    read: Callable[[Tensor], Tensor],
+    num_seen: Tensor,
+    num_keys: int,
+    num_chosen: int,
+) -> Tensor:
+    """Positions, int64 [N, K] ascending, of the keys of the highest scores among the first `num_seen`, int64 [N], ties
+    by position. `read` gives keys [n, Di] at positions [n], `num_keys` is the largest of `num_seen`, none of which is
+    below K.
+    """
+    device = choosing.queries.device
+    scores = torch.cat(list(_scores(kernels, choosing, read, num_keys)), dim=1)
+    hidden = torch.arange(scores.shape[1], device=device) >= num_seen.unsqueeze(1)
+    # Stable: of equal scores the lower position is first.
+    order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return order[:, :num_chosen].sort(dim=1).values
+
+
+def _scores(
+    kernels: Kernels, choosing: IndexQueries, read: Callable[[Tensor], Tensor], num_keys: int
+) -> Iterator[Tensor]:
+    """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
+    num_rows, num_heads, size = choosing.queries.shape
+    queries = choosing.queries.float().reshape(-1, size)
+    for first in range(0, num_keys, TILE):
+        positions = torch.arange(first, min(first + TILE, num_keys), device=queries.device)
+        tile = queries.new_zeros((TILE, size))
+        tile[: len(positions)] = read(positions)
+        products = kernels.linear(queries, kernels.pack(tile), None)
+        products = products.view(num_rows, num_heads, TILE).relu_()
+        total = products[:, 0] * choosing.weights[:, :1]
+        for head in range(1, num_heads):
+            total += products[:, head] * choosing.weights[:, head : head + 1]
+        yield total
 
 
 def _places(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -136,6 +136,9 @@ class CheckpointNames:
         """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
+        if found is None and module == "model.hc_head":
+            yield replace(piece, checkpoint_name=f"{self._names.stream_head}{leaf}")
+            return
         if found is None:
             # A head whose weight is the embedding's still has its own bias.
             is_head_bias = module == "lm_head" and leaf == "bias"
@@ -258,7 +261,8 @@ class CheckpointNames:
 
     def has_module(self, name: str) -> bool:
         """Whether the tensor is of a module of the stack."""
-        return name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
+        is_head = self._names.stream_head != "" and name.startswith(self._names.stream_head)
+        return is_head or name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
 
     def is_copy(self, name: str) -> bool:
         """Whether the tensor equals the embedding, which the model has once."""

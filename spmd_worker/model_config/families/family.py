@@ -65,7 +65,8 @@ class Names:
     `distances` those of the table and the norm of `LayerConfig.distances`.
     `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
     leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
-    files may have any of them, or one in its place.
+    files may have any of them, or one in its place. Names of the weights that sum several streams behind the last layer
+    begin with `stream_head`.
     """
 
     embedding: str = "model.embed_tokens"
@@ -106,6 +107,7 @@ class Names:
     head_bias: str = ""
     embedding_copies: tuple[str, ...] = ()
     audio: AudioNames = AudioNames()
+    stream_head: str = ""
 
     def canonical(self, name: str) -> str:
         """The name here, of which `name` may be an alias."""

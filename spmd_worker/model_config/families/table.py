@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.alibi_rows import ALIBI_ROWS
+from spmd_worker.model_config.families.compressed_rows import COMPRESSED_ROWS
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS
@@ -244,6 +245,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **OMNI_ROWS,
     **LATENT_ROWS,
+    **COMPRESSED_ROWS,
     **SPARSE_ROWS,
     **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
@@ -282,7 +284,7 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: (*("DeepseekV4ForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),),
+    _INDEXER: ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
     _STREAMS: (
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),

@@ -4,9 +4,13 @@ T: tokens of the step; I: columns.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_LINEAR: Final = 20.0
+"""Numbers from which on softplus is its argument, as in torch."""
 
 
 def sigmoid(numbers: Tensor) -> Tensor:
@@ -16,9 +20,16 @@ def sigmoid(numbers: Tensor) -> Tensor:
     return torch.stack((numbers, torch.zeros_like(numbers)), dim=-1).softmax(-1)[..., 0]
 
 
+def sqrt_softplus(numbers: Tensor) -> Tensor:
+    """The root of log(1 + exp(x)) of float32 numbers, row-wise as torch's softplus is not."""
+    return torch.where(numbers > _LINEAR, numbers, numbers.clamp(max=_LINEAR).exp().log1p()).sqrt()
+
+
 def bounded_gates(columns: Tensor, activation: str, bound: float, activate: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Columns [T, 2 I], gates before ups -> [T, I]: min(act(gate), bound) * max(min(up, bound), -bound). `activate` is
-    that of the kernels.
+    """Columns [T, 2 I], gates before ups -> [T, I]: min(act(gate), bound) * max(min(up, bound), -bound); with a `bound`
+    below 0 act(min(gate, -bound)) * max(min(up, -bound), bound). `activate` is that of the kernels.
     """
     gates, ups = columns.chunk(2, dim=-1)
+    if bound < 0:
+        return activate(gates.clamp(max=-bound), activation) * ups.clamp(bound, -bound)
     return activate(gates.contiguous(), activation).clamp(max=bound) * ups.clamp(-bound, bound)

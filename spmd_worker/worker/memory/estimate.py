@@ -92,6 +92,7 @@ def weights_bytes(
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
     norm += stage.is_first * model_config.embedding_norm_parameters
+    float32_bytes += stage.is_last * model_config.num_stream_head_parameters * DTYPE_BYTES["float32"]
     has_classifier = model_config.is_encoder or model_config.encoder_part is not None
     if has_classifier and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
@@ -323,6 +324,11 @@ def activation_bytes(
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
         others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
+    streams = model_config.layers[0].streams
+    if streams is not None:
+        # As they were and are, in the dtype; normed, multiplied and mixed in float32.
+        per_token += 3 * streams.count * model_config.hidden_size
+        others += 4 * DTYPE_BYTES["float32"] * streams.count * model_config.hidden_size
     of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
@@ -369,6 +375,8 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         # Projected, convolved, scanned and gated.
         delta = layer.delta.share(share.num_ranks)
         elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
+    if layer.compressed is not None:
+        elements += _compressed_elements(layer, share)
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
         indexer = layer.latent.indexer
@@ -388,6 +396,21 @@ def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
     elements = share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
     indexer = latent.own_indexer
     return elements if indexer is None else elements + 4 * (indexer.num_heads + 1) * indexer.head_size
+
+
+def _compressed_elements(layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of queries, projected, normed, rotated and attended, with copies of their parts, latents,
+    keys, rows of entries, and what groups of outputs are projected to; of an indexer's queries.
+    """
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    num_groups = compressed.num_groups * share.num_heads // layer.num_heads
+    elements = 9 * share.num_heads * size + 2 * num_groups * compressed.output_rank
+    elements += 3 * compressed.query_rank + 4 * size + compressed.row_size(size)
+    if compressed.indexer is not None:
+        # Queries in float32 too; positions of entries, int64, are at most as many bytes.
+        elements += 6 * compressed.indexer.num_heads * compressed.indexer.head_size + 8 * compressed.indexer.num_chosen
+    return elements
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -422,7 +445,7 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
         (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
-        + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
+        + (12 if experts.limit > 0 or experts.bound else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_experts
         for layer in dict.fromkeys(model_config.layers)
@@ -437,7 +460,7 @@ def cache_spec(
     """One rank's share of the cache, in a run whose rows have up to `most_drafts` drafts. Layers of an encoder, which
     has no cache, share one step's buffer.
     """
-    layers = tuple([block_layer(*each) for each in rank_layers(model_config, layout, rank)])
+    layers = tuple([block_layer(*each, block_size) for each in rank_layers(model_config, layout, rank)])
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
@@ -481,13 +504,17 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
     return StateLayer(shape, (num_taps - 1, num_channels), saved)
 
 
-def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
-    """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
+def block_layer(layer: LayerConfig, share: LayerShare, block_size: int) -> BlockLayer | None:
+    """Keys and values that a rank with this share of a layer keeps, in blocks of so many tokens; None if it keeps none
+    of its own.
+    """
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
         indexer = layer.latent.own_indexer
         return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
+    if layer.compressed is not None:
+        return BlockLayer(1, layer.head_size, 0, layer.compressed.beside_key(layer.head_size, block_size))
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
 
 

@@ -171,7 +171,7 @@ class ModelRunner:
         aux_layers: Sequence[int] = (),
     ) -> None:
         self.keeper = keeper
-        self._streams = StageStreams(model.stage, aux_layers, model.model_config.hidden_size)
+        self._streams = StageStreams(model.stage, aux_layers, model.model_config.stream_size)
         self._grammars, self._drafter = grammars, drafter
         self.rows, self.prefixes, self.media = rows, prefixes, media
         self._clock = clock or StageClock(pipeline.rank)

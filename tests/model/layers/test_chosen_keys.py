@@ -124,7 +124,7 @@ def test_tokens_have_equal_bits_alone_and_together(
     """In blocks of other sizes, and in parts of other sizes."""
     kernels, whole = cpu_kernels(dtype)[0], []
     for block_size, most in ((4, 64), (16, 3)):
-        monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)
+        monkeypatch.setattr(choice_bytes, "MAX_ROWS", most)
         step = Step(native_backend(dtype, block_size, cache_dtype), block_size, dtype, cache_dtype)
         whole.append(step.attend(kernels, list(range(len(ROWS)))))
         alone = [step.attend(kernels, [index]) for index in range(len(ROWS))]

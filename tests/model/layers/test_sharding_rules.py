@@ -69,6 +69,17 @@ HELD_BY_ALL += (
     *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
     *("per_layer_model_projection.weight", "f_a_proj.weight", "g_a_proj.weight", "dense_bias"),
     *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight"),
+    *(
+        "attn.wq_a.weight",
+        "wkv.weight",
+        "wgate.weight",
+        ".ape",
+        "experts.w2.bias",
+        "ffn.gate.weight",
+        "ffn.gate.bias",
+        ".tid2eid",
+    ),
+    *(f"hc_{part}_{leaf}" for part in ("attn", "ffn", "head") for leaf in ("fn", "base", "scale")),
 )
 
 
@@ -104,7 +115,7 @@ def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
             count, expected = np.delete(count, shared, axis=0), 1
         elif mamba is not None and name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             expected = num_group_holders
-        elif any(word in name for word in ("qkv_proj", "query_key_value", "c_attn", "Wqkv")):
+        elif any(word in name for word in ("qkv_proj", "query_key_value", ".c_attn", "Wqkv")):
             num_queries = model_config.num_heads * model_config.head_size
             assert (count[:num_queries] == 1).all(), name
             count, expected = count[num_queries:], num_holders
