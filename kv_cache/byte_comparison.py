@@ -52,7 +52,8 @@ def differing_states(engine: CacheEngine, pairs: Sequence[Pair]) -> ByteDifferen
         return None
     layers = [(layer, each) for layer, each in enumerate(engine.states.layers) if each is not None]
     states = [("state", layer, each.state) for layer, each in layers]
-    return _first_difference(pairs, [*states, *[("tail", layer, each.tail) for layer, each in layers]])
+    tails = [("tail", layer, tail) for layer, each in layers for tail in (each.tail, each.second_tail)]
+    return _first_difference(pairs, [*states, *tails])
 
 
 def _are_equal(tensor: Tensor, pairs: Sequence[Pair]) -> bool:

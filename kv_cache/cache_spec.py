@@ -42,16 +42,20 @@ class StateLayer:
     """Recurrent state that one layer keeps of each sequence, this rank's share: `state`, the shape of its float32
     numbers, () for a convolution alone; `tail`, (K - 1, C), the last inputs of a convolution of K taps and C channels,
     in the model's dtype; `saved`, (most drafts, numbers of a draft), the inputs of a row's drafts in that dtype, (0, 0)
-    in a run without drafts.
+    in a run without drafts. `second_tail` and `second_saved` are those of another convolution of the layer, (0, 0) in
+    one without.
     """
 
     state: tuple[int, ...]
     tail: tuple[int, int]
     saved: tuple[int, int] = (0, 0)
+    second_tail: tuple[int, int] = (0, 0)
+    second_saved: tuple[int, int] = (0, 0)
 
     def num_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one sequence."""
-        num_inputs = math.prod(self.tail) + math.prod(self.saved)
+        inputs = (self.tail, self.saved, self.second_tail, self.second_saved)
+        num_inputs = sum(map(math.prod, inputs))
         return _STATE_BYTES * math.prod(self.state) * bool(self.state) + dtype_bytes * num_inputs
 
 

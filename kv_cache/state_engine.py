@@ -105,17 +105,21 @@ class StateEngine:
         return [() if layer is None else tuple(filter(None, self._parts(layer))) for layer in self.spec.states]
 
     def _parts(self, layer: StateLayer) -> tuple[_Kind | None, ...]:
-        """Kinds of a layer's state, None for a convolution alone, tail, and saved inputs, None without drafts."""
+        """Kinds of a layer's state, None for a convolution alone, tail, and saved inputs, None without drafts; and of
+        the last two of a second convolution, None without one.
+        """
         state = (layer.state, torch.float32, False) if layer.state else None
-        return state, (layer.tail, self._dtype, False), (layer.saved, self._dtype, True) if layer.saved[0] else None
+        second = (layer.second_tail, self._dtype, False) if layer.second_tail[0] else None
+        saved = [(each, self._dtype, True) if each[0] else None for each in (layer.saved, layer.second_saved)]
+        return state, (layer.tail, self._dtype, False), saved[0], second, saved[1]
 
     def _by_layer(self, tensors: dict[_Kind, Tensor]) -> tuple[LayerStates | None, ...]:
         left = {kind: iter(tensor) for kind, tensor in tensors.items()}
 
         def states(layer: StateLayer) -> LayerStates:
-            state, tail, saved = (None if kind is None else next(left[kind]) for kind in self._parts(layer))
+            state, tail, *others = [None if kind is None else next(left[kind]) for kind in self._parts(layer)]
             assert tail is not None, layer
-            return LayerStates(state, tail, saved)
+            return LayerStates(state, tail, *others)
 
         return tuple([None if layer is None else states(layer) for layer in self.spec.states])
 

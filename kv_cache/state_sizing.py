@@ -125,10 +125,15 @@ def describe_slot(spec: CacheSpec) -> str:
     return f"{format_bytes(spec.slot_bytes)} ({layers or 'no layer of this stage'})"
 
 
+def _describe_inputs(tail: tuple[int, int], saved: tuple[int, int]) -> str:
+    inputs = f"{tail[0]} x {tail[1]:,} inputs"
+    return f"{inputs}, {saved[0]} x {saved[1]:,} inputs of drafts" if saved[0] else inputs
+
+
 def _describe_layer(layer: StateLayer) -> str:
-    inputs = f"{layer.tail[0]} x {layer.tail[1]:,} inputs"
-    if layer.saved[0]:
-        inputs += f", {layer.saved[0]} x {layer.saved[1]:,} inputs of drafts"
+    inputs = _describe_inputs(layer.tail, layer.saved)
+    if layer.second_tail[0]:
+        inputs += f", {_describe_inputs(layer.second_tail, layer.second_saved)}"
     if not layer.state:
         return inputs
     count, *sizes = layer.state

@@ -27,6 +27,7 @@ from spmd_worker.base.errors import ConfigError
 KINDS = (
     *("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "gemma4_clipped", "internvl", "pixtral", "qwen3_5"),
     *("glm_ocr", "paddleocr_vl", "lighton_ocr", "kimi_k25", "granite_docling", "lfm2_vl", "exaone4_5"),
+    *("aya_vision", "cohere2_vision", "minicpmv4_6"),
 )
 DRY_KINDS = ("qwen3_vl",)
 SHAPES = ("t5-small", "bart-base", "whisper-tiny")

@@ -57,7 +57,7 @@ def guarantees(tests: Path) -> dict[str, Guarantee]:
             continue
         tree = ast.parse(text, filename=str(path))
         is_stress_file = any(_is_stress_of_file(node) for node in tree.body)
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
             decorators = [ast.unparse(each) for each in node.decorator_list]
             is_stress = is_stress_file or "pytest.mark.stress" in decorators
             name = f"{path.relative_to(tests).as_posix()}::{node.name}{' (s)' if is_stress else ''}"

@@ -286,6 +286,8 @@ def _eagle_problem(
         return f"it has {own.num_layers} layers, and a head of one is supported"
     if hidden_size != target.model_config.hidden_size:
         return f"its target has the hidden size {hidden_size}, and this one {target.model_config.hidden_size}"
+    if target.model_config.stream_size != target.model_config.hidden_size:
+        return "it reads one residual stream, and its target has several"
     if own.hidden_size != target.model_config.embedding_size or own.vocab_size != target.model_config.vocab_size:
         return (
             f"its embedding is [{own.vocab_size}, {own.hidden_size}], and the target's "

@@ -34,9 +34,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # server does not answer each connection waits 5 to 10 s. No test needs a name that /etc/hosts does not have.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
-# A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
+# A shell's background jobs ignore Ctrl-C, and those of nohup SIGHUP, and so would all that tests start and signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 drop_settings(os.environ)
 quick_sync.make_quick()

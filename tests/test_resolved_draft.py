@@ -19,6 +19,7 @@ from draft_checkpoints import (
     small_draft_folder,
 )
 from json_files import edit
+from qwen4_checkpoints import qwen4_folder
 from reference_models import checkpoint_folder, edit_config
 from safetensors.torch import load_file, save_file
 
@@ -230,6 +231,16 @@ def test_eagle_head_of_another_base_is_refused(changes: dict[str, Any], words: s
     shutil.copytree(eagle_folder(), folder)
     edit(folder / "config.json", **changes)
     assert words in refusal(TARGET(EAGLE_TARGET), "eagle3", folder)
+
+
+def test_heads_for_several_streams_are_refused(tmp_path: Path):
+    assert "(Qwen4ExpForCausalLM) has no layer for multi-token prediction that runs here" in refusal(
+        qwen4_folder("qwen4"), "mtp"
+    )
+    folder = shutil.copytree(eagle_folder(), tmp_path / "head")
+    edit(folder / "config.json", hidden_size=32, target_hidden_size=32, vocab_size=96, draft_vocab_size=64)
+    problem = refusal(qwen4_folder("qwen4"), "eagle3", folder)
+    assert "it reads one residual stream, and its target has several" in problem
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import plain_int, shown
 from spmd_worker.base.names import hint
+from spmd_worker.compat.media_keywords import sound_fault
 from spmd_worker.replica.sequence.record_checks import INT64
 
 _UNSUPPORTED: Final = ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs")
@@ -36,6 +37,8 @@ def check_extras(tokenization: Any = None, mm_processor: Any = None) -> None:
             f"tokenization_kwargs={str(tokenization)[:80]} is rejected: give prompt_token_ids, encoded as you like, or "
             f"truncate_prompt_tokens of SamplingParams"
         )
+    if fault := sound_fault(mm_processor):
+        raise ValueError(fault)
     if mm_processor:
         raise ValueError(
             f"mm_processor_kwargs={str(mm_processor)[:80]} is rejected: give it to LLM(...), for all prompts"

@@ -41,7 +41,7 @@ def without_content(media: PreparedMedia, prompt: "CallPrompt") -> PreparedMedia
         nothing = np.empty((0, 0), np.float32)
         return replace(media, features=DroppedFeatures(nothing, media.features.sizes, prompt))
     pixels = media.pixels
-    return replace(media, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.shapes, prompt))
+    return replace(media, pixels=DroppedPixels((), pixels.grid, pixels.size, pixels.frame, pixels.shapes, prompt))
 
 
 def with_content_again(media: Sequence[PreparedMedia]) -> tuple[PreparedMedia, ...]:
@@ -149,7 +149,16 @@ def _key(source: Any) -> Hashable:
         frames = tuple(map(_key, source.video)) if isinstance(source.video, list | tuple) else _key(source.video)
         bounds = (source.num_frames, source.min_frames, source.max_frames)
         return (frames, source.fps, source.indices, source.total, *bounds)
-    return source if isinstance(source, str | bytes) else id(source)
+    return source if isinstance(source, str | bytes) else _object_key(source)
+
+
+def _object_key(source: Any) -> Hashable:
+    """The memory of an array: parts of a larger one are new objects each time that they are read."""
+    if isinstance(source, np.ndarray):
+        return source.__array_interface__["data"][0], source.shape, source.strides, source.dtype.str
+    if hasattr(source, "data_ptr") and hasattr(source, "stride"):
+        return source.data_ptr(), tuple(source.shape), source.stride(), str(source.dtype)
+    return id(source)
 
 
 @dataclass(frozen=True, slots=True)

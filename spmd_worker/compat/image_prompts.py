@@ -16,7 +16,7 @@ from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.media.source import AUDIO, IMAGE, VIDEO, Medium
 from spmd_worker.replica.sequence.media_items import MediaItem
-from spmd_worker.tokenizer.messages import MediumName
+from spmd_worker.tokenizer.messages import MEDIA_PARTS, MediumName
 from spmd_worker.tokenizer.video_parts import VideoPart, is_open
 
 TRUNCATED: Final = (
@@ -91,7 +91,7 @@ class ImagePrompts:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that take rows."""
-        return tuple([each for _, *ids in self.kinds for each in ids if each is not None])
+        return tuple(dict.fromkeys([each for _, *ids in self.kinds for each in ids if each is not None]))
 
     def takes(self, media: Sequence[MediumName]) -> bool:
         """Whether prompts may have all of these."""
@@ -108,6 +108,19 @@ class ImagePrompts:
         if len(self.kinds) == 1:
             return sources
         return [GivenMedium(*each) for each in zip(media, sources, strict=True)]
+
+    def for_template(self, messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+        """Messages for a template that may know nothing of videos: transformers has another for SmolVLM2, which writes
+        the same but for these.
+        """
+        written = self.kinds[0].placeholders.written_video
+        found = list(map(dict, messages))
+        if not written or "video" in template:
+            return found
+        for message in [each for each in found if isinstance(each.get("content"), list)]:
+            text = {"type": "text", "text": written}
+            message["content"] = [text if each == MEDIA_PARTS["video"] else each for each in message["content"]]
+        return found
 
     def of_text(self, text: str, images: Sequence[PreparedMedia], encode: Encode) -> MediaPrompt:
         """The prompt of a text with placeholders; `encode` may add special tokens."""

@@ -11,11 +11,10 @@ from spmd_worker.compat.audio_reading import LazyPreparer, PromptAudio, new_audi
 from spmd_worker.compat.image_prompts import ImagePrompts, MediumTokens, Preparer
 from spmd_worker.compat.mixed_preparer import MixedPreparer
 from spmd_worker.media.limits import DEFAULT_FORMATS, MediaLimits
-from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.placeholders import PLACEHOLDERS, Placeholders
 from spmd_worker.media.prepared import PreparedImage
 from spmd_worker.media.preparer import ImagePreparer
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.resolved import ResolvedRun
 
@@ -35,10 +34,16 @@ def open_image_prompts(resolved: ResolvedRun) -> ImagePrompts | None:
         preparer = _image_preparer(resolved, part) if part.sees else _audio_preparer(resolved)
         if preparer is not None:
             preparers.append(preparer)
-            kinds.append(MediumTokens(PLACEHOLDERS[part.kind], part.image_token_id, part.video_token_id))
+            kinds.append(MediumTokens(placeholders_of(part), part.image_token_id, part.video_token_id))
     if not kinds:
         return None
     return ImagePrompts(MixedPreparer(*preparers) if len(preparers) > 1 else preparers[0], tuple(kinds))
+
+
+def placeholders_of(vision: VisionConfig) -> Placeholders:
+    """Texts of a model, of which others of its kind may take videos."""
+    found = PLACEHOLDERS[vision.kind]
+    return found.without_videos() if vision.video_token_id is None else found
 
 
 def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer[PreparedImage] | None:
@@ -46,7 +51,7 @@ def _image_preparer(resolved: ResolvedRun, vision: VisionConfig) -> LazyPreparer
     if processor is None:
         return None
     root = None if config.job.media_root is None else Path(config.job.media_root)
-    placeholders, videos = PLACEHOLDERS[vision.kind], resolved.video_processor
+    placeholders, videos = placeholders_of(vision), resolved.video_processor
     given = (processor, placeholders, media_limits(config), root, config.job.media_threads, videos)
     return LazyPreparer[PreparedImage](partial(ImagePreparer, *given))
 
@@ -76,8 +81,8 @@ def video_cost(resolved: ResolvedRun) -> tuple[int, int, int, int] | None:
     processor, (height, width) = resolved.video_processor, _EXAMPLES[0]
     if processor is None:
         return None
-    lines, columns = (side // processor.unit for side in processor.frame_size(_EXAMPLE_FRAMES, height, width))
-    return _EXAMPLE_FRAMES, height, width, _EXAMPLE_FRAMES // NUM_FRAMES * lines * columns
+    size = processor.frame_size(_EXAMPLE_FRAMES, height, width)
+    return _EXAMPLE_FRAMES, height, width, processor.num_tokens(_EXAMPLE_FRAMES, size)
 
 
 def media_limits(config: RunConfig) -> MediaLimits:

@@ -99,8 +99,8 @@ _OF_LLM: Final = (
     Keyword(
         "mm_processor_kwargs",
         Effect.SAME,
-        "`min_pixels` and `max_pixels` are `image_min_pixels` and `image_max_pixels`; size, max_patches, "
-        "do_image_splitting and max_soft_tokens replace values of `preprocessor_config.json` (`image_processor`), "
+        "`min_pixels` and `max_pixels` are `image_min_pixels` and `image_max_pixels`; keys of "
+        "`image_processor`, such as size and max_patches, replace values of `preprocessor_config.json`, "
         "cap_pixels_per_frame, max_video_tokens, fps and numbers of frames those of `video_preprocessor_config.json` "
         "(`video_processor`)",
         annotation=Mapping[str, Any] | None,

@@ -9,6 +9,7 @@ from spmd_worker.base.config.schema import IMAGE_PROCESSOR_KEYS, VIDEO_PROCESSOR
 from spmd_worker.base.errors import ConfigError
 
 MEDIA_KEYWORDS: Final = ("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "language_model_only")
+_SOUND: Final = ("use_audio_in_video", "load_audio_from_video")
 _BACKGROUND: Final = "rgba_background_color"
 _PIXELS: Final[Mapping[str, str]] = {"min_pixels": "image_min_pixels", "max_pixels": "image_max_pixels"}
 
@@ -28,6 +29,13 @@ def media_values(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get(name) not in (None, value):
             raise ConfigError(f"{name}={shown(given[name])}, and vLLM's keyword says {shown(value)}: give one of them")
     return own
+
+
+def sound_fault(values: Any) -> str:
+    """The fault of processor's keywords that ask for the sound of videos; empty without one."""
+    asked = [key for key in _SOUND if isinstance(values, Mapping) and values.get(key)]
+    rule = "is not supported: the sound of videos is not heard, give it as a recording beside the video"
+    return f"mm_processor_kwargs has {asked[0]}, which {rule}" if asked else ""
 
 
 def _mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -52,6 +60,9 @@ def _most_media(limits: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _processor_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    if fault := sound_fault(values):
+        raise ConfigError(fault)
+    values = {name: value for name, value in values.items() if name not in _SOUND}
     found: dict[str, Any] = {_PIXELS[name]: value for name, value in values.items() if name in _PIXELS}
     others = {name: json.dumps(value) for name, value in values.items() if name not in _PIXELS and value is not None}
     # Keys of both are those of images.

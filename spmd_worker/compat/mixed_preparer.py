@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd_worker.compat.image_prompts import GivenMedium, PendingImages, Preparer
+from spmd_worker.media.placeholders import by_source
 from spmd_worker.media.sent_audio import PreparedMedia
 
 
@@ -19,8 +20,9 @@ class PendingMixed(NamedTuple):
 
     def result(self) -> list[PreparedMedia]:
         """All in the caller's order. Raises MediaError."""
-        images, audio = iter(self.images.result()), iter(self.audio.result())
-        return [next(audio if is_audio else images) for is_audio in self.order]
+        # A video has an image for each step of its frames.
+        images, audio = (iter(by_source(each.result())) for each in (self.images, self.audio))
+        return [one for is_audio in self.order for one in next(audio if is_audio else images)]
 
 
 class _Nothing:

@@ -16,6 +16,7 @@ from spmd_worker.compat.image_prompts import (
 )
 from spmd_worker.compat.keywords import is_empty
 from spmd_worker.compat.late_texts import encode_late_text
+from spmd_worker.compat.media_keywords import sound_fault
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.sent_audio import PreparedMedia
@@ -258,6 +259,8 @@ def _encode_mapping(
     if unknown:
         known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
         if _PROCESSOR_KEY in unknown:
+            if fault := sound_fault(prompt[_PROCESSOR_KEY]):
+                return Encoded(None, (), fault)
             return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
         return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
     try:

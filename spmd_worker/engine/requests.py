@@ -69,7 +69,7 @@ class Requests:
                 resolved.dtype,
                 resolved.max_model_len,
                 _folder_of_input(resolved.config.job.input),
-                needs_ids=model_config.reads_ids,
+                needs_ids=model_config.takes_ids,
             ),
             images=open_image_prompts(resolved),
             architecture=model_config.architecture,

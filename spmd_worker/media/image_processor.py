@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.media.page_rules import MAX_CROPS, granite_docling, kimi, lfm2_vl, opened
+from spmd_worker.media.page_rules import (
+    MAX_CROPS,
+    aya_vision,
+    cohere2_vision,
+    granite_docling,
+    kimi,
+    lfm2_vl,
+    minicpmv4_6,
+    opened,
+)
 from spmd_worker.media.processor_settings import (
     MAX_SIDE,
     ProcessorSettings,
@@ -50,10 +59,12 @@ class ImageProcessor:
     The others take squares of `side`, each of `tokens_per_crop` tokens. LLaVA resizes the short side to `short_edge`
     and takes the middle (0: the picture is squeezed into the square), `is_padded` to a square first if set; DeepSeek-VL
     pads behind resizing, to a short side of `short_edge` at least. LLaVA-NeXT and LLaVA-OneVision cut sizes of
-    `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL makes `min_crops` to `max_crops` tiles,
-    Llama 4 up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`; LFM2-VL makes `min_crops`
-    to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it `splits`; SmolVLM resizes the long
-    side to `longest_edge` and, if `splits`, cuts.
+    `pinpoints` into crops, and this keeps the tokens of `max_crops`; InternVL and Aya make `min_crops` to `max_crops`
+    tiles, Llama 4 and Command A up to `max_crops`, Granite-Docling `dense_crops` of pages that fit `dense_rule`;
+    LFM2-VL makes `min_crops` to `max_crops` tiles of images of more than `tolerance` times `max_pixels`, if it
+    `splits`; SmolVLM resizes the long side to `longest_edge` and, if `splits`, cuts. MiniCPM-V resizes to about the
+    pixels of `side` x `side`, and makes up to `max_crops` slices of larger images, if it `splits`; its images have
+    numbers if `is_numbered`.
     """
 
     kind: str
@@ -78,6 +89,7 @@ class ImageProcessor:
     tolerance: float = 0.0
     dense_crops: int = 0
     dense_rule: tuple[float, ...] = ()
+    is_numbered: bool = False
 
 
 def normalised_by(vision: VisionConfig, processor: ImageProcessor) -> VisionConfig:
@@ -316,7 +328,7 @@ def _llama4(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
 
 
 def _pixtral(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
-    is_merged = model.get("model_type") == "mistral3" or "spatial_merge_size" in model.config
+    is_merged = model.get("model_type") in ("mistral3", "mistral_large4") or "spatial_merge_size" in model.config
     merge = model.count("spatial_merge_size", 2) if is_merged else 1
     longest = settings.side("size", "longest_edge", 1024)
     unit = tower.patch * merge
@@ -366,6 +378,7 @@ class _Rule:
 _QWEN: Final = _Rule(_qwen, overrides=("min_pixels", "max_pixels", "size"))
 _GEMMA4: Final = _Rule(_gemma4, PLAIN, overrides=("max_soft_tokens",), normalises=False)
 _LFM2: Final = ("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles", "do_image_splitting")
+_SLICED: Final = ("max_slice_nums", "slice_mode", "downsample_mode", "use_image_id")
 _TILED: Final = ("max_patches", "min_patches", "fine_route")
 _PIXTRAL: Final = _Rule(_pixtral, overrides=("size",))
 _RULES: Final = {
@@ -374,6 +387,7 @@ _RULES: Final = {
     "qwen2_5_vl": _QWEN,
     "exaone4_5": _QWEN,
     "qwen2_5_omni": _QWEN,
+    "qwen3_omni": _QWEN,
     "glm4v": _Rule(_glm4v, overrides=("min_pixels", "max_pixels", "size")),
     "paddleocr_vl": _Rule(_paddleocr, overrides=("min_pixels", "max_pixels", "size")),
     "kimi_k25": _Rule(kimi, (HALVES, HALVES), overrides=("max_patches", "size")),
@@ -385,11 +399,14 @@ _RULES: Final = {
     "llava_next": _Rule(_llava_next),
     "llava_onevision": _Rule(_onevision),
     "internvl": _Rule(_internvl, overrides=("max_patches", "min_patches")),
+    "aya_vision": _Rule(aya_vision, overrides=("max_patches", "min_patches")),
+    "cohere2_vision": _Rule(cohere2_vision, overrides=("max_patches", "crop_to_patches")),
     "llama4": _Rule(_llama4, (HALVES, HALVES), 2, ("max_patches",)),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "lighton_ocr": _Rule(_lighton, overrides=("size",)),
     "lfm2_vl": _Rule(lfm2_vl, (HALVES, HALVES), 2, _LFM2),
+    "minicpmv4_6": _Rule(minicpmv4_6, (HALVES, HALVES), overrides=_SLICED),
     "granite_docling": _Rule(granite_docling, overrides=_TILED),
     "smolvlm": _Rule(_smolvlm, (HALVES, HALVES), 1, ("size", "do_image_splitting")),
 }

@@ -1,7 +1,7 @@
 """Tokens of the largest image that a processor makes of any picture, or a little more: memory is planned for them."""
 
 from collections.abc import Callable
-from math import ceil, isqrt
+from math import ceil, isqrt, sqrt
 from typing import Final
 
 from spmd_worker.media.image_processor import ImageProcessor
@@ -29,7 +29,9 @@ def _qwen(processor: ImageProcessor) -> int:
 
 def most_frame_tokens(processor: VideoProcessor) -> int:
     """Tokens of two frames of a video of `processor`, or a little more than any have."""
-    unit = processor.unit**2 * (NUM_FRAMES if processor.timestamps else 1)
+    if processor.side:
+        return processor.tokens_per_frame + processor.rule.pools
+    unit = processor.unit**2 * (NUM_FRAMES if processor.rule.bounds_video else 1)
     return _of_pixels(processor.min_pixels / unit, processor.max_pixels // unit)
 
 
@@ -44,6 +46,13 @@ def _of_pixels(least_tokens: float, most: int) -> int:
 
 def _lfm2(processor: ImageProcessor) -> int:
     return _qwen(processor) + processor.tokens_per_crop * processor.max_crops * processor.splits
+
+
+def _minicpm(processor: ImageProcessor) -> int:
+    """Each slice, and the complete image. Sides are rounded up by half a token at most, or to a complete one."""
+    side, ratio = processor.side / (processor.patch_size * processor.merge_size), sqrt(MAX_ASPECT_RATIO)
+    most = max(side**2 + side * (ratio + 1 / ratio) / 2 + 1, side * ratio + 1, 1)
+    return ceil(most) * (processor.max_crops * processor.splits + 1)
 
 
 def _kimi(processor: ImageProcessor) -> int:
@@ -86,10 +95,11 @@ def _smolvlm(processor: ImageProcessor) -> int:
 
 
 _KINDS: Final[dict[str, Callable[[ImageProcessor], int]]] = {
-    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "exaone4_5"), _qwen),
-    **dict.fromkeys(("glm4v", "paddleocr_vl"), _qwen),
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), _qwen),
+    **dict.fromkeys(("glm4v", "paddleocr_vl", "exaone4_5"), _qwen),
     "kimi_k25": _kimi,
     "lfm2_vl": _lfm2,
+    "minicpmv4_6": _minicpm,
     **dict.fromkeys(("gemma4", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("llava_next", "llava_onevision"), _pictures),
     **dict.fromkeys(("mistral3", "pixtral"), _pixtral),

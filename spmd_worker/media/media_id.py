@@ -31,7 +31,7 @@ def frames_id_of(frames: ImagePixels, processor: VideoProcessor, place: FramePla
     time and end, which are in the name.
     """
     numbers = (processor.kind, processor.mean, processor.std, processor.scale, processor.patch_size)
-    own = [*numbers, processor.merge_size, place.time, place.goes_on]
+    own = [*numbers, processor.merge_size, place.time, place.goes_on, *([frames.frame] if frames.frame else [])]
     return _digest(["video", own, frames.shapes, frames.grid], frames)
 
 

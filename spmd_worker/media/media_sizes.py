@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from spmd_worker.media.audio_prepared import PreparedAudio
-from spmd_worker.media.prepared import AudioFeatures, ImagePixels, PreparedImage, Shapes, shapes_grid_size
+from spmd_worker.media.prepared import AudioFeatures, ImagePixels, PreparedImage, Shapes, image_of_sizes
 from spmd_worker.media.sent_audio import PreparedMedia, audio_from
 from spmd_worker.media.sent_image import image_from
 
@@ -67,8 +67,8 @@ class MediaSizes(NamedTuple):
             bins, frames = self.sizes
             features = AbsentFeatures(np.empty((0, 0), np.float32), (bins, frames))
             return PreparedAudio(self.media_id, features, 0, 0, 0.0, 0.0, 0.0, b"")
-        shapes, grid, size = shapes_grid_size(self.sizes)
-        return PreparedImage(self.media_id, AbsentPixels((), grid, size, shapes), "", 0, 0, (0, 0), b"")
+        shapes, grid, size, frame = image_of_sizes(self.sizes)
+        return PreparedImage(self.media_id, AbsentPixels((), grid, size, frame, shapes), "", 0, 0, (0, 0), b"")
 
 
 def with_content(media: PreparedMedia, data: bytes | memoryview) -> PreparedMedia:

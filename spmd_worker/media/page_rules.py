@@ -1,10 +1,11 @@
-"""Rules of `image_processor.py`: Kimi K2.5, Granite-Docling, LFM2-VL."""
+"""Rules of `image_processor.py`: Kimi K2.5, Granite-Docling, LFM2-VL, Aya Vision, Command A Vision, MiniCPM-V 4.6."""
 
 from dataclasses import replace
 from typing import Final
 
 from spmd_worker.media.processor_settings import MAX_SIDE, ProcessorSettings, TowerSizes, Values, check_is_towers
 from spmd_worker.model_config.config_reader import ConfigReader, checked_integer
+from spmd_worker.model_config.families.minicpm_vision import MERGE_SIZES
 from spmd_worker.model_config.families.vision_files import side_of
 
 _HUB_SECTION: Final = "media_proc_cfg"
@@ -103,4 +104,51 @@ def lfm2_vl(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes)
         "max_crops": max_crops,
         "splits": splits and max_crops > 1,
         "tolerance": settings.of("max_pixels_tolerance").number("max_pixels_tolerance", 2.0),
+    }
+
+
+def aya_vision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """Aya Vision: tiles, which its processor cuts even if the image processor's own setting says no."""
+    least = settings.integer("min_patches", 1, 1, settings.integer("max_patches", 12, 1, MAX_CROPS))
+    return {**_of_cohere(settings, model, tower, settings.square("size", 384)), "min_crops": least}
+
+
+def cohere2_vision(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """Command A Vision: tiles that the image fits."""
+    numbers = _of_cohere(settings, model, tower, settings.square("size", 512))
+    if not settings.of("crop_to_patches").flag("crop_to_patches", True):
+        numbers["max_crops"] = 1
+    # Its processor writes as many tokens for a tile as this number's square.
+    side_tokens, num_tokens = settings.integer("patch_size", 16, 1, MAX_SIDE), numbers["tokens_per_crop"]
+    if side_tokens**2 != num_tokens:
+        rule = f"must be the root of the {num_tokens} tokens that the model has of a tile"
+        raise settings.of("patch_size").error("patch_size", rule)
+    return numbers
+
+
+def _of_cohere(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes, side: int) -> Values:
+    check_is_towers(settings, "size", side, tower.side)
+    scale = model.count("downsample_factor", 2)
+    if side // tower.patch % scale:
+        raise model.error("downsample_factor", f"must divide the {side // tower.patch} patches of a side")
+    return {
+        "patch_size": tower.patch,
+        "side": side,
+        "tokens_per_crop": (side // tower.patch // scale) ** 2,
+        "max_crops": settings.integer("max_patches", 12, 1, MAX_CROPS),
+    }
+
+
+def minicpmv4_6(settings: ProcessorSettings, model: ConfigReader, tower: TowerSizes) -> Values:
+    """MiniCPM-V 4.6: any size of about the pixels of a square, and slices of larger images."""
+    patch = settings.integer("patch_size", 14, 1, 512)
+    check_is_towers(settings, "patch_size", patch, tower.patch)
+    merge = MERGE_SIZES[settings.of("downsample_mode").choice("downsample_mode", tuple(MERGE_SIZES), "16x")]
+    return {
+        "patch_size": patch,
+        "merge_size": merge,
+        "side": settings.integer("scale_resolution", 448, 1, MAX_SIDE),
+        "max_crops": settings.integer("max_slice_nums", 9, 1, MAX_CROPS),
+        "splits": settings.of("slice_mode").flag("slice_mode", True),
+        "is_numbered": settings.of("use_image_id").flag("use_image_id", True),
     }

@@ -18,6 +18,9 @@ from spmd_worker.replica.sequence.media_items import MediaItem
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 """Token ids of a text, without special tokens around it."""
+_MISMATCH: Final = "placeholder_mismatch"
+IMAGE_NUMBER: Final = "\0"
+"""Stands in an image's text for its number among those of the prompt."""
 _MAX_JOINED_LINE_ENDS: Final = 64
 """No vocabulary has a token of more line ends."""
 
@@ -27,7 +30,9 @@ class Placeholders:
     """Texts of a kind of model: `written` is what a chat template writes for an image, `marker` the part of it that
     the image's text replaces, `image_token` the token that takes a row. Prompts may not contain `reserved` texts other
     than as placeholders. Images may be recordings, if the `medium` is audio. A kind that takes videos has a
-    `video_token`; their text replaces `video_marker`, or the token alone.
+    `video_token`; their text replaces `video_marker`, or the token alone. Rows of their frames are taken by
+    `frame_token`, or without one by the `video_token`. A `written_video` is there for a video where a chat template
+    writes nothing.
     """
 
     kind: str
@@ -38,6 +43,18 @@ class Placeholders:
     medium: Medium = IMAGE
     video_marker: str = ""
     video_token: str = ""
+    frame_token: str = ""
+    written_video: str = ""
+
+    @property
+    def row_token(self) -> str:
+        """The token that takes rows of frames."""
+        return self.frame_token or self.video_token
+
+    def without_videos(self) -> "Placeholders":
+        """Those of a model of the kind that takes no videos: what stands for one is a text like others."""
+        reserved = tuple([each for each in self.reserved if each != self.written_video])
+        return Placeholders(self.kind, self.written, self.marker, self.image_token, reserved, self.medium)
 
     def check_reserved(self, text: str) -> None:
         """Raise MediaError for a text, of a prompt with images, that would be taken for an image's tokens."""
@@ -55,19 +72,25 @@ class Placeholders:
 
     def expand_text(self, text: str, images: Sequence[PreparedMedia]) -> str:
         """The text with each marker replaced by its image's text. Raises MediaError."""
-        pieces, groups = re.split(self._markers, text), _groups(images)
+        pieces, groups = re.split(self._markers, text), by_source(images)
         if len(pieces) != len(groups) + 1:
             raise self._mismatch(f"{len(pieces) - 1} placeholders {self.marker!r}", images)
-        return pieces[0] + "".join([each[0].text + piece for each, piece in zip(groups, pieces[1:], strict=True)])
+        pairs = zip(groups, pieces[1:], strict=True)
+        return pieces[0] + "".join([_text_of(each, number) + piece for number, (each, piece) in enumerate(pairs)])
 
     def in_ids_order(
         self, token_ids: Sequence[int], images: Sequence[PreparedMedia], encode: Encode
     ) -> list[PreparedMedia]:
         """`in_text_order` of ids, whose markers may be expanded already. Raises MediaError."""
-        groups = _groups(images)
+        groups = by_source(images)
         if not any(map(_is_video, groups)):
             return list(images)
-        ids = (self._id_of(self.image_token, encode), self._id_of(self.video_token, encode))
+        ids = (self._id_of(self.image_token, encode), self._video_id(encode))
+        if self.frame_token == self.image_token and ids[1] not in token_ids:
+            if all(map(_is_video, groups)):
+                return list(images)
+            rule = f"give {self.video_token!r} for each video, or the prompt as text"
+            raise MediaError(_MISMATCH, f"ids of images and frames are one in this model ({ids[0]}): {rule}")
         found = [each == ids[1] for each in token_ids if each in ids]
         num_rows = [sum([_num_rows(each) for each in groups if _is_video(each) is kind]) for kind in (False, True)]
         is_expanded = [found.count(False), found.count(True)] == num_rows
@@ -81,16 +104,26 @@ class Placeholders:
         ids = list(token_ids)
         if not images:
             return ids
-        image_id, marker_id = self._id_of(self.image_token, encode), self._id_of(self.marker, encode)
+        image_id = self._id_of(self.image_token, encode)
         line_ends = _line_ends(encode) if images[0].text.startswith("\n") else {}
-        groups = _groups(images)
+        groups = by_source(images)
         around = list(encode(self.video_marker)) if any(map(_is_video, groups)) else []
-        video_id = self._id_of(self.video_token, encode) if around else -1
-        texts = [self._ids_of(each, video_id if _is_video(each) else image_id, encode) for each in groups]
+        video_id, row_id = (self._video_id(encode), self._id_of(self.row_token, encode)) if around else (-1, -1)
+        texts = [
+            self._ids_of(each, number, row_id if _is_video(each) else image_id, encode)
+            for number, each in enumerate(groups)
+        ]
         num_rows = sum([image.num_rows for image in images])
-        num_given = ids.count(image_id) + ids.count(video_id)
-        if num_given == num_rows and _has_in_order(ids, [_without(line_ends, _from(video_id, each)) for each in texts]):
+        num_given = sum([ids.count(each) for each in {image_id, row_id}])
+        shown = [
+            _rows_of(row_id, each) if _is_video(group) else each for each, group in zip(texts, groups, strict=True)
+        ]
+        if num_given == num_rows and _has_in_order(ids, [_without(line_ends, each) for each in shown]):
             return ids
+        if any(_is_video(each) and each[0].text.endswith("\n") for each in groups):
+            rule = "give the prompt as text, or all tokens of its videos"
+            raise MediaError(_MISMATCH, f"texts of videos join with those around them in this model: {rule}")
+        marker_id = self._id_of(self.marker, encode)
         num_markers = ids.count(marker_id) + ids.count(video_id)
         if num_markers != len(groups) or (marker_id != image_id and num_given):
             given = (
@@ -111,14 +144,13 @@ class Placeholders:
         """Images of an expanded prompt: the image tokens are theirs, in order, and video tokens those of frames. Raises
         MediaError.
         """
-        found = [
-            [index for index, token_id in enumerate(token_ids) if token_id == each]
-            for each in (image_token_id, video_token_id)
-        ]
+        # Rows of frames may have the tokens of images.
+        kinds = (image_token_id, None if video_token_id == image_token_id else video_token_id)
+        found = [[index for index, token_id in enumerate(token_ids) if token_id == each] for each in kinds]
         firsts, items = [0, 0], []
         for image in images:
             frame = image.frame if isinstance(image, PreparedImage) else None
-            kind = int(frame is not None)
+            kind = int(frame is not None and kinds[1] is not None)
             first, stop = firsts[kind], firsts[kind] + image.num_rows
             if stop > len(found[kind]):
                 break
@@ -139,7 +171,7 @@ class Placeholders:
         self, are_videos: Sequence[bool], images: Sequence[PreparedMedia], given: str, *, is_expanded: bool = False
     ) -> list[PreparedMedia]:
         """Images and videos as placeholders of the prompt ask for them, or, if it is expanded, all of their tokens."""
-        groups = _groups(images)
+        groups = by_source(images)
         if not any(are_videos) and not any(map(_is_video, groups)):
             return list(images)
         left = {kind: [each for each in groups if _is_video(each) is kind] for kind in (False, True)}
@@ -156,7 +188,7 @@ class Placeholders:
         return ordered
 
     def _mismatch(self, given: str, images: Sequence[PreparedMedia]) -> MediaError:
-        groups = _groups(images)
+        groups = by_source(images)
         videos = [each for each in groups if _is_video(each)]
         taken = sum(image.num_rows for image in images) - sum(map(_num_rows, videos))
         name = self.medium.name
@@ -164,7 +196,7 @@ class Placeholders:
         if videos:
             given_media += f", and {len(videos)} videos, which take {sum(map(_num_rows, videos))} video tokens"
         rule = f"it has {given_media}: give one placeholder for each {self.medium.one}{' and video' * bool(videos)}"
-        return MediaError("placeholder_mismatch", f"the prompt has {given}, but {rule}")
+        return MediaError(_MISMATCH, f"the prompt has {given}, but {rule}")
 
     def _id_of(self, token: str, encode: Encode) -> int:
         ids = encode(token)
@@ -173,9 +205,14 @@ class Placeholders:
             raise MediaError(f"{self.medium.plural}_unsupported", message)
         return ids[0]
 
-    def _ids_of(self, images: Sequence[PreparedMedia], token_id: int, encode: Encode) -> list[int]:
+    def _video_id(self, encode: Encode) -> int:
+        """The id of the placeholder of a video; -1 where frames have another, and the tokenizer no such token."""
+        ids = encode(self.video_token)
+        return -1 if self.frame_token and len(ids) != 1 else self._id_of(self.video_token, encode)
+
+    def _ids_of(self, images: Sequence[PreparedMedia], number: int, token_id: int, encode: Encode) -> list[int]:
         """Ids of the text of an image or of a video."""
-        ids, num_rows = list(encode(images[0].text)), _num_rows(images)
+        ids, num_rows = list(encode(_text_of(images, number))), _num_rows(images)
         if ids.count(token_id) != num_rows:
             one = "video" if _is_video(images) else self.medium.one
             what = f"{'video' if _is_video(images) else self.medium.name} tokens of the {num_rows} of a {one}"
@@ -184,7 +221,7 @@ class Placeholders:
         return ids
 
 
-def _groups(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
+def by_source(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
     """Each image alone, and all frames of each video."""
     groups: list[list[PreparedMedia]] = []
     for image in images:
@@ -195,6 +232,11 @@ def _groups(images: Sequence[PreparedMedia]) -> list[list[PreparedMedia]]:
     return groups
 
 
+def _text_of(group: Sequence[PreparedMedia], number: int) -> str:
+    """The text of an image or a video, of this number in the prompt."""
+    return group[0].text.replace(IMAGE_NUMBER, str(number))
+
+
 def _is_video(group: Sequence[PreparedMedia]) -> bool:
     return isinstance(group[0], PreparedImage) and group[0].frame is not None
 
@@ -203,9 +245,9 @@ def _num_rows(group: Sequence[PreparedMedia]) -> int:
     return sum([each.num_rows for each in group])
 
 
-def _from(video_id: int, ids: list[int]) -> list[int]:
-    """Ids of a video from its first row on: those of the text before it may join with the prompt's."""
-    return ids[ids.index(video_id) :] if video_id in ids else ids
+def _rows_of(row_id: int, ids: list[int]) -> list[int]:
+    """Ids of a video from its first row to its last: those of the text around them may join with the prompt's."""
+    return ids[ids.index(row_id) : len(ids) - ids[::-1].index(row_id)]
 
 
 def _runs(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -340,6 +382,21 @@ _EXAONE: Final = (
     *("<vision><|image_pad|></vision>", "<|image_pad|>", "<|image_pad|>"),
     ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
 )
+_INTERNVL: Final = (
+    *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
+    ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+)
+_AYA_TOKENS: Final = tuple([f"<|{each}|>" for each in ("IMG_PATCH", "START_OF_IMG", "END_OF_IMG")])
+_AYA: Final = ("<image>", "<image>", "<|IMG_PATCH|>", ("<image>", *_AYA_TOKENS))
+_COMMAND_A: Final = ("<|IMG_PATCH|>", "<|IMG_PATCH|>", "<|IMG_PATCH|>", (*_AYA_TOKENS, "<|IMG_LINE_BREAK|>"))
+_MINICPM: Final = (
+    *("<|image_pad|>", "<|image_pad|>", "<|image_pad|>"),
+    (
+        "<|image_pad|>",
+        "<|video_pad|>",
+        *(f"<{end}{each}>" for each in ("image", "slice", "image_id") for end in ("", "/")),
+    ),
+)
 _LLAVA: Final = ("<image>", "<image>", "<image>", ("<image>", "<video>"))
 _PIXTRAL: Final = ("[IMG]", "[IMG]", "[IMG]", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
 _SEPARATORS: Final = ("<|tile_x_separator|>", "<|tile_y_separator|>")
@@ -353,13 +410,12 @@ def _tiles(most: int) -> tuple[str, ...]:
 
 
 _OF_TILES: Final = ("<image>", "<fake_token_around_image>", "<global-img>")
+_SMOLVLM: Final = (*("<image>", "<image>", "<image>"), ("<video>", *_OF_TILES, *_tiles(_MAX_GRID)))
 
 PLACEHOLDERS: Final = {
     kind: Placeholders(kind, *texts)
     for kind, texts in {
         "exaone4_5": _EXAONE,
-        "qwen2_5_omni": _QWEN2_5_OMNI,
-        "glm4v": _GLM,
         "paddleocr_vl": _PADDLEOCR,
         "kimi_k25": _KIMI,
         "gemma3": (
@@ -371,11 +427,9 @@ PLACEHOLDERS: Final = {
         "llava": _LLAVA,
         "deepseek_vl": _DEEPSEEK,
         "llava_next": _LLAVA,
-        "llava_onevision": _LLAVA,
-        "internvl": (
-            *("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
-            ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
-        ),
+        "aya_vision": _AYA,
+        "minicpmv4_6": _MINICPM,
+        "cohere2_vision": _COMMAND_A,
         "llama4": (
             *("<|image|>", "<|image|>", "<|patch|>"),
             ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", *_SEPARATORS),
@@ -383,10 +437,6 @@ PLACEHOLDERS: Final = {
         "mistral3": _PIXTRAL,
         "pixtral": _PIXTRAL,
         "lighton_ocr": _LIGHTON,
-        "smolvlm": (
-            *("<image>", "<image>", "<image>"),
-            (*_OF_TILES, *_tiles(_MAX_GRID)),
-        ),
         "lfm2_vl": _LFM2,
         "granite_docling": (*("<image>", "<image>", "<image>"), (*_OF_TILES, *_tiles(_MAX_GRANITE_GRID))),
     }.items()
@@ -394,6 +444,12 @@ PLACEHOLDERS: Final = {
     "qwen3_vl": Placeholders("qwen3_vl", *_QWEN, IMAGE, "<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>"),
     "qwen2_vl": Placeholders("qwen2_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
     "qwen2_5_vl": Placeholders("qwen2_5_vl", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
+    "glm4v": Placeholders("glm4v", *_GLM, IMAGE, "<|video|>", "<|video|>", "<|image|>"),
+    "llava_onevision": Placeholders("llava_onevision", *_LLAVA, IMAGE, "<video>", "<video>"),
+    "internvl": Placeholders("internvl", *_INTERNVL, IMAGE, "<video>", "<video>", "<IMG_CONTEXT>"),
+    "smolvlm": Placeholders("smolvlm", *_SMOLVLM, IMAGE, "<video>", "<video>", "<image>", "<video>"),
+    "qwen3_omni": Placeholders("qwen3_omni", *_QWEN, IMAGE, "<|video_pad|>", "<|video_pad|>"),
+    "qwen2_5_omni": Placeholders("qwen2_5_omni", *_QWEN2_5_OMNI, IMAGE, "<|VIDEO|>", "<|VIDEO|>"),
     "qwen2_audio": Placeholders("qwen2_audio", *_QWEN_AUDIO, AUDIO),
     "qwen3_asr": Placeholders("qwen3_asr", *_QWEN3_ASR, AUDIO),
     "qwen2_5_omni_audio": Placeholders("qwen2_5_omni_audio", *_QWEN_AUDIO, AUDIO),
@@ -415,7 +471,7 @@ def run_text(kind: str, num_rows: int) -> str:
 
 def video_text(kind: str, num_rows: int) -> str:
     """Tokens of frames alone."""
-    return PLACEHOLDERS[kind].video_token * num_rows
+    return PLACEHOLDERS[kind].row_token * num_rows
 
 
 def gemma_text(num_rows: int) -> str:
@@ -431,6 +487,26 @@ def gemma4_text(num_rows: int) -> str:
 def internvl_text(num_rows: int) -> str:
     """A token before and behind the image tokens."""
     return f"<img>{run_text('internvl', num_rows)}</img>"
+
+
+def aya_text(num_tiles: int, rows_per_tile: int) -> str:
+    """Tiles with their numbers, and the complete image behind several or alone."""
+    tile = run_text("aya_vision", rows_per_tile)
+    tiles = "".join([f"TILE_{number}{tile}" for number in range(1, num_tiles)])
+    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"
+
+
+def command_a_text(num_tiles: int, rows_per_tile: int) -> str:
+    """Tiles with a break behind each, the last of which is the complete image."""
+    tile = f"{run_text('cohere2_vision', rows_per_tile)}<|IMG_LINE_BREAK|>"
+    return f"<|START_OF_IMG|>{tile * num_tiles}<|END_OF_IMG|>"
+
+
+def minicpm_text(slices: Sequence[Sequence[int]], num_rows: int, *, is_numbered: bool) -> str:
+    """The complete image of `num_rows`, with its number, and behind it lines of slices, by their numbers of rows."""
+    lines = ["".join([f"<slice>{run_text('minicpmv4_6', each)}</slice>" for each in line]) for line in slices]
+    before = f"<image_id>{IMAGE_NUMBER}</image_id>" * is_numbered
+    return f"{before}<image>{run_text('minicpmv4_6', num_rows)}</image>" + "\n".join(lines)
 
 
 def pixtral_text(num_lines: int, num_columns: int) -> str:

@@ -17,9 +17,8 @@ from spmd_worker.media.image_processor import ImageProcessor, processor_of
 from spmd_worker.media.limits import MediaLimits, limits_of
 from spmd_worker.media.prepared import NUM_CHANNELS, Pixels, PreparedImage, pixels_from
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.resize import resize
 from spmd_worker.media.sizes import Size
-from spmd_worker.media.video_preparing import resized_size
+from spmd_worker.media.video_preparing import resized
 from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
 from spmd_worker.tokenizer.bounded_process import PAYLOAD, BoundedProcess, BoundedProcessError, pack, serve
 
@@ -116,9 +115,8 @@ def _pixels(request: Mapping[str, Any], limits: MediaLimits) -> Pixels:
 
 def _frame(pixels: Pixels, num_frames: int, processor: VideoProcessor, limits: MediaLimits) -> Mapping[str, Any]:
     size = len(pixels), pixels.shape[1]
-    shape = resized_size(num_frames, size, processor, limits)
-    resized = resize(pixels, *shape, processor.resampling)
-    return {"shape": shape, "size": size, PAYLOAD: np.ascontiguousarray(resized).tobytes()}
+    frame = resized(pixels, num_frames, processor, limits)
+    return {"shape": frame.shape[:2], "size": size, PAYLOAD: frame.tobytes()}
 
 
 def _image(pixels: Pixels, is_alone: bool, processor: ImageProcessor, limits: MediaLimits) -> Mapping[str, Any]:

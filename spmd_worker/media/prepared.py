@@ -23,12 +23,14 @@ Shapes = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True)
 class ImagePixels:
     """The squares or the one picture that a tower reads of an image, in its order. `grid` is the number of patches of
-    one of them, down and across; `size` is (height, width) of the image before it was prepared.
+    one of them, down and across; `size` is (height, width) of the image before it was prepared. In kinds whose frames
+    of videos are pooled, `frame` is 1 for a frame, 2 for the last one of its video.
     """
 
     crops: tuple[Pixels, ...]
     grid: tuple[int, int]
     size: tuple[int, int]
+    frame: int = 0
 
     @property
     def shapes(self) -> Shapes:
@@ -47,7 +49,7 @@ class ImagePixels:
     @property
     def sizes(self) -> tuple[int, ...]:
         """All integers of it."""
-        return image_sizes(self.shapes, self.grid, self.size)
+        return image_sizes(self.shapes, self.grid, self.size, self.frame)
 
     @property
     def num_bytes(self) -> int:
@@ -55,18 +57,20 @@ class ImagePixels:
         return sum(height * width for height, width in self.shapes) * NUM_CHANNELS
 
 
-def image_sizes(shapes: Shapes, grid: tuple[int, int], size: tuple[int, int]) -> tuple[int, ...]:
+def image_sizes(shapes: Shapes, grid: tuple[int, int], size: tuple[int, int], frame: int) -> tuple[int, ...]:
     """`ImagePixels.sizes` of these."""
-    return (*grid, *size, *[side for shape in shapes for side in shape])
+    return (*grid, *size, frame, *[side for shape in shapes for side in shape])
 
 
-def shapes_grid_size(sizes: Sequence[int]) -> tuple[Shapes, tuple[int, int], tuple[int, int]]:
+def image_of_sizes(sizes: Sequence[int]) -> tuple[Shapes, tuple[int, int], tuple[int, int], int]:
     """The inverse of `image_sizes`."""
-    lines, columns, height, width, *sides = sizes
-    return tuple(zip(sides[::2], sides[1::2], strict=True)), (lines, columns), (height, width)
+    lines, columns, height, width, frame, *sides = sizes
+    return tuple(zip(sides[::2], sides[1::2], strict=True)), (lines, columns), (height, width), frame
 
 
-def pixels_from(data: bytes | memoryview, shapes: Shapes, grid: tuple[int, int], size: tuple[int, int]) -> ImagePixels:
+def pixels_from(
+    data: bytes | memoryview, shapes: Shapes, grid: tuple[int, int], size: tuple[int, int], frame: int = 0
+) -> ImagePixels:
     """`ImagePixels` of their `data` and `shapes`."""
     crops, start = [], 0
     whole = np.frombuffer(data, dtype=np.uint8)
@@ -75,7 +79,7 @@ def pixels_from(data: bytes | memoryview, shapes: Shapes, grid: tuple[int, int],
         crops.append(whole[start:stop].reshape(height, width, NUM_CHANNELS))
         start = stop
     assert start == len(whole), (shapes, len(whole))
-    return ImagePixels(tuple(crops), grid, size)
+    return ImagePixels(tuple(crops), grid, size, frame)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class ImagePreparer:
         helper = self._idle.get()
         try:
             made: list[PreparedImage] = []
+            num_images = sum([not isinstance(each, GivenVideo | VideoPart) for _, each in given])
             for name, each in given:
                 with _named(name):
                     if isinstance(each, GivenVideo):
@@ -149,7 +150,7 @@ class ImagePreparer:
                     elif isinstance(each, VideoPart):
                         made += self._prepare_file(helper, each)
                     else:
-                        made.append(helper.images.prepare(*self._read(each), is_alone=len(given) == 1))
+                        made.append(helper.images.prepare(*self._read(each), is_alone=num_images == 1))
             return made
         finally:
             self._idle.put(helper)

@@ -157,11 +157,28 @@ def _internvl(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Par
     """Tiles, and behind several the complete image."""
     side = processor.side
     lines, columns = sizes.tile_grid(*_size_of(pixels), side, processor.min_crops, processor.max_crops)
-    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
-    if len(crops) > 1:
-        crops.append(_squeezed(pixels, processor))
+    crops = _tiles(pixels, (lines, columns), processor)
     num_rows = processor.tokens_per_crop * len(crops)
     return _Parts(crops, placeholders.internvl_text(num_rows), num_rows)
+
+
+def _tiles(pixels: Pixels, grid: tuple[int, int], processor: ImageProcessor) -> list[Pixels]:
+    """Squares of the image at the size of `grid` of them, and behind several the complete image."""
+    height, width = (length * processor.side for length in grid)
+    crops = _cut(_resized(pixels, (height, width), processor), processor.side)
+    return [*crops, _squeezed(pixels, processor)] if len(crops) > 1 else crops
+
+
+def _cohere(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """Tiles of the nearest ratio (Aya), or that the image fits (Command A)."""
+    size, side, per_tile = _size_of(pixels), processor.side, processor.tokens_per_crop
+    if processor.kind == "aya_vision":
+        crops = _tiles(pixels, sizes.tile_grid(*size, side, processor.min_crops, processor.max_crops), processor)
+        text = placeholders.aya_text(len(crops), per_tile)
+    else:
+        crops = _tiles(pixels, sizes.cohere_grid(*size, side, processor.max_crops), processor)
+        text = placeholders.command_a_text(len(crops), per_tile)
+    return _Parts(crops, text, per_tile * len(crops))
 
 
 _MOST_TILES: Final = 16
@@ -184,6 +201,28 @@ def _lfm2(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     return _Parts(crops, text, num_rows + per_tile * (len(crops) - 1))
 
 
+def _minicpm(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
+    """The complete image, and slices of one of more pixels."""
+    side, unit, size = processor.side, processor.patch_size * processor.merge_size, _size_of(pixels)
+    grid = sizes.minicpm_grid(*size, side, processor.max_crops) if processor.splits else (1, 1)
+    is_cut = grid != (1, 1)
+    crops = [_resized(pixels, sizes.minicpm_size(*size, side, unit, grows=not is_cut), processor)]
+    lines: list[list[int]] = []
+    if is_cut:
+        height, width = sizes.minicpm_tiles_size(*size, grid, side, unit)
+        resized = _resized(pixels, (height, width), processor)
+        tile = height // grid[0], width // grid[1]
+        crops += [
+            resized[top : top + tile[0], left : left + tile[1]]
+            for top in range(0, height, tile[0])
+            for left in range(0, width, tile[1])
+        ]
+        lines = [[tile[0] // unit * (tile[1] // unit)] * grid[1]] * grid[0]
+    num_rows = len(crops[0]) // unit * (crops[0].shape[1] // unit)
+    text = placeholders.minicpm_text(lines, num_rows, is_numbered=processor.is_numbered)
+    return _Parts(crops, text, num_rows + sum(map(sum, lines)))
+
+
 def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Parts:
     """Tiles, of dense pages more, and behind several the complete image."""
     side, least, most = processor.side, processor.min_crops, processor.max_crops
@@ -193,9 +232,7 @@ def _granite(pixels: Pixels, processor: ImageProcessor, is_alone: bool) -> _Part
     ):
         most = processor.dense_crops
     lines, columns = sizes.tile_grid(*limits, min(least, most), most, _MOST_TILES)
-    crops = _cut(_resized(pixels, (lines * side, columns * side), processor), side)
-    if len(crops) > 1:
-        crops.append(_squeezed(pixels, processor))
+    crops = _tiles(pixels, (lines, columns), processor)
     text = placeholders.granite_text(lines, columns, processor.tokens_per_crop)
     return _Parts(crops, text, processor.tokens_per_crop * len(crops))
 
@@ -255,6 +292,7 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "qwen2_5_vl": _qwen,
     "exaone4_5": _qwen,
     "qwen2_5_omni": _qwen,
+    "qwen3_omni": _qwen,
     "glm4v": _qwen,
     "paddleocr_vl": _qwen,
     "kimi_k25": _kimi,
@@ -266,6 +304,8 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "internvl": _internvl,
+    "aya_vision": _cohere,
+    "cohere2_vision": _cohere,
     "llama4": _llama4,
     "mistral3": _pixtral,
     "pixtral": _pixtral,
@@ -273,4 +313,5 @@ _KINDS: Final[dict[str, Callable[[Pixels, ImageProcessor, bool], _Parts]]] = {
     "smolvlm": _smolvlm,
     "granite_docling": _granite,
     "lfm2_vl": _lfm2,
+    "minicpmv4_6": _minicpm,
 }

@@ -142,6 +142,7 @@ _CLASSES: Final = {
     "smolvlm_vision": (224, 32),
     "granite_docling_vision": (512, 16),
     "siglip2_vision_model": (0, 16),
+    "minicpmv4_6_vision": (0, 16),
     "gemma4_vision": (0, 16),
     "gemma4_unified_vision": (0, 16),
     "qwen3_vl_vision": (0, 16),
@@ -163,6 +164,7 @@ _DEFAULTS: Final = {
     "qwen2_5_vl": ("qwen2_5_vl_vision", 0, 14),
     "exaone4_5": ("exaone4_5_vision", 0, 14),
     "qwen2_5_omni": ("qwen2_5_omni_vision_encoder", 0, 14),
+    "qwen3_omni": ("qwen3_omni_moe_vision_encoder", 0, 16),
     "glm4v": ("glm4v_vision", 0, 14),
     "paddleocr_vl": ("paddleocr_vl_vision", 0, 14),
     "kimi_k25": ("kimi_k25_vision", 0, 14),
@@ -175,12 +177,15 @@ _DEFAULTS: Final = {
     "deepseek_vl": ("siglip_vision_model", 224, 16),
     "llama4": ("llama4_vision_model", 448, 14),
     "internvl": ("internvl_vision", 448, 14),
+    "aya_vision": ("siglip_vision_model", 384, 14),
+    "cohere2_vision": ("siglip_vision_model", 512, 16),
     "mistral3": ("pixtral", 1540, 14),
     "lighton_ocr": ("pixtral", 1540, 14),
     "pixtral": ("pixtral", 1024, 16),
     "smolvlm": ("smolvlm_vision", 224, 32),
     "granite_docling": ("granite_docling_vision", 512, 16),
     "lfm2_vl": ("siglip2_vision_model", 0, 16),
+    "minicpmv4_6": ("minicpmv4_6_vision", 0, 16),
 }
 """Kind -> tower of a config.json without vision_config."""
 

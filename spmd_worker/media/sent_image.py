@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd_worker.media.prepared import ImagePixels, PreparedImage, image_sizes, pixels_from, shapes_grid_size
+from spmd_worker.media.prepared import ImagePixels, PreparedImage, image_of_sizes, image_sizes, pixels_from
 
 
 class SentImage(NamedTuple):
@@ -14,22 +14,23 @@ class SentImage(NamedTuple):
     grid: tuple[int, int]
     size: tuple[int, int]
     data: bytes
+    frame: int = 0
 
     @classmethod
     def of(cls, image: PreparedImage) -> "SentImage":
         pixels = image.pixels
-        return cls(image.media_id, pixels.shapes, pixels.grid, pixels.size, pixels.data)
+        return cls(image.media_id, pixels.shapes, pixels.grid, pixels.size, pixels.data, pixels.frame)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """All integers but those of the name."""
-        return image_sizes(self.shapes, self.grid, self.size)
+        return image_sizes(self.shapes, self.grid, self.size, self.frame)
 
     @property
     def content(self) -> ImagePixels:
-        return pixels_from(self.data, self.shapes, self.grid, self.size)
+        return pixels_from(self.data, self.shapes, self.grid, self.size, self.frame)
 
 
 def image_from(sizes: Sequence[int], data: bytes | memoryview) -> ImagePixels:
     """Pixels of the `sizes` and `data` of a `SentImage`."""
-    return pixels_from(data, *shapes_grid_size(sizes))
+    return pixels_from(data, *image_of_sizes(sizes))

@@ -253,6 +253,54 @@ def llama4_size(height: int, width: int, side: int, canvas: Size) -> Size:
     return limit_height, max(min(math.floor(kinds[0](width) * tall), limit_width), 1)
 
 
+def cohere_grid(height: int, width: int, side: int, max_tiles: int) -> Size:
+    """Lines and columns of tiles that an image fits with least growth, or else with least loss; of equals the fewest,
+    then the fewest columns.
+    """
+    numbers = range(1, max_tiles + 1)
+    grids = [(lines, columns) for columns in numbers for lines in numbers if lines * columns <= max_tiles]
+    grids.sort(key=lambda grid: grid[0] * grid[1])
+    scales = [min(columns * side / width, lines * side / height) for lines, columns in grids]
+    growing = [scale for scale in scales if scale >= 1]
+    return grids[scales.index(min(growing) if growing else max(scales))]
+
+
+def minicpm_size(height: float, width: float, side: int, unit: int, *, grows: bool) -> Size:
+    """Multiples of `unit` of about `side` x `side` pixels; smaller images keep their size unless it `grows`."""
+    if height * width > side * side or grows:
+        ratio = width / height
+        height = int(side / math.sqrt(ratio))
+        width = int(height * ratio)
+    return _multiple(height, unit), _multiple(width, unit)
+
+
+def minicpm_grid(height: int, width: int, side: int, max_tiles: int) -> Size:
+    """Lines and columns of slices: about as many as the image has squares of `side`, of the nearest ratio; one for an
+    image of no more than a square.
+    """
+    count = min(math.ceil(width * height / (side * side)), max_tiles)
+    best, nearest = (1, 1), math.inf
+    numbers = [each for each in (count - 1, count, count + 1) if 1 < each <= max_tiles] if count > 1 else []
+    for number in numbers:
+        for lines in [each for each in range(1, number + 1) if number % each == 0]:
+            distance = abs(math.log(width / height) - math.log(number // lines / lines))
+            if distance < nearest or (distance == nearest and lines > best[0]):
+                best, nearest = (lines, number // lines), distance
+    return best
+
+
+def minicpm_tiles_size(height: int, width: int, grid: Size, side: int, unit: int) -> Size:
+    """Size of all slices of a `grid`, each of about `side` x `side` pixels."""
+    shares = [_multiple(length, count) / count for length, count in zip((height, width), grid, strict=True)]
+    lines, columns = minicpm_size(shares[0], shares[1], side, unit, grows=True)
+    return lines * grid[0], columns * grid[1]
+
+
+def _multiple(length: float, unit: int) -> int:
+    """The nearest multiple, at least one."""
+    return max(round(length / unit) * unit, unit)
+
+
 def pixtral_size(height: int, width: int, longest_edge: int, unit: int) -> Size:
     """Sides of at most `longest_edge`, then up to multiples of `unit`."""
     ratio = max(height / longest_edge, width / longest_edge)

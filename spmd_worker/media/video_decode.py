@@ -13,9 +13,8 @@ from spmd_worker.media.decode import check_size
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits
 from spmd_worker.media.prepared import Pixels
-from spmd_worker.media.resize import resize
 from spmd_worker.media.sizes import Size
-from spmd_worker.media.video_preparing import resized_size
+from spmd_worker.media.video_preparing import resized
 from spmd_worker.media.video_processor import VideoProcessor
 from spmd_worker.media.video_sampling import Sampling, sampled_indices
 
@@ -139,11 +138,10 @@ def _taken(
         if number == 0:
             size = frame.height, frame.width
             check_size(*size, limits)
-            target = resized_size(len(indices), size, processor, limits)
         if (frame.height, frame.width) != size:
             raise _unreadable(f"its frames change to {frame.width} x {frame.height} pixels: all must have one size")
         if number == indices[len(frames)]:
-            pixels = resize(frame.to_ndarray(format="rgb24"), *target, processor.resampling)
+            pixels = resized(frame.to_ndarray(format="rgb24"), len(indices), processor, limits)
             # An index may be there twice.
             while len(frames) < len(indices) and indices[len(frames)] == number:
                 frames.append(pixels)

@@ -12,7 +12,6 @@ import numpy as np
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.limits import MediaLimits, limits_of
 from spmd_worker.media.prepared import NUM_CHANNELS
-from spmd_worker.media.sizes import NUM_FRAMES
 from spmd_worker.media.video_decode import DecodedVideo, decode_video
 from spmd_worker.media.video_processor import VideoProcessor, video_processor_of
 from spmd_worker.media.video_sampling import Sampling
@@ -29,7 +28,7 @@ class IsolatedVideoDecoder:
 
     def __init__(self, processor: VideoProcessor, limits: MediaLimits) -> None:
         start = {"video": asdict(processor), "limits": asdict(limits)}
-        prepared = 3 * limits.max_video_tokens * processor.unit**2 * NUM_FRAMES * NUM_CHANNELS
+        prepared = 3 * limits.max_video_tokens * processor.pixels_per_token * processor.rule.step_frames * NUM_CHANNELS
         memory_bytes = MEMORY_BYTES + 2 * limits.max_video_bytes + prepared
         memory_bytes += _MEMORY_PER_PIXEL * min(limits.max_image_pixels, 1 << 24)
         self._process = BoundedProcess(__name__, start, CPU_S, memory_bytes)

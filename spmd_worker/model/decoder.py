@@ -21,6 +21,7 @@ from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.layers.balanced_streams import StreamHead
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.distances import DistanceEmbeddings
@@ -35,12 +36,13 @@ from spmd_worker.model.layers.embedding import (
 )
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
-from spmd_worker.model.layers.hyper_connection import StreamHead
+from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.layer_inputs import LayerInputs
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.relative_bias import AlibiTable, RelativeBiasTable
-from spmd_worker.model.layers.rotary import RotaryEmbedding
+from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding
+from spmd_worker.model.layers.run_indexer import step_runs
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.module_watch import ModuleWatch
 from spmd_worker.model.pooler import Pooler
@@ -51,6 +53,7 @@ from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
@@ -99,11 +102,17 @@ class DecoderStack(nn.Module):
             has_norm = model_config.has_embedding_norm
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
-        has_norm = stage.is_last and model_config.has_last_norm
-        self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
-        streams = model_config.layers[0].streams
-        self._num_streams = 1 if streams is None else streams.count
-        self.hc_head = StreamHead(context, streams, hidden_size) if streams is not None and stage.is_last else None
+        has_norm, streams = stage.is_last and model_config.has_last_norm, model_config.layers[0].streams
+        self.norm: Norm | StreamMixer | None = None
+        if has_norm and isinstance(streams, GatedStreamsConfig):
+            self.norm = StreamMixer(context.unquantised, streams, hidden_size, model_config.norm, injects=False)
+        elif has_norm:
+            self.norm = new_norm(context, hidden_size, model_config.norm)
+        self.stream_head: StreamHead | None = None
+        if stage.is_last and isinstance(streams, BalancedStreamsConfig):
+            self.stream_head = StreamHead(context, streams, hidden_size)
+        self._num_streams = 0 if streams is None else streams.num_streams
+        self._indexer = next((each.indexer for each in model_config.layers if each.indexer is not None), None)
         # Embeddings of another size are projected to the hidden size, and back before the head.
         self.project_in = self.project_out = None
         if size and stage.is_first:
@@ -127,11 +136,8 @@ class DecoderStack(nn.Module):
         self.layer_inputs: LayerInputs | None = None
         if model_config.num_layer_inputs and stage.is_first:
             self.layer_inputs = LayerInputs(context, model_config)
+        self._carries_outputs = any(each.experts and each.experts.skips_layer for each in model_config.layers)
         self._shares_choice = any(layer.takes_choice for layer in model_config.layers)
-        self._lists_experts = [
-            layer.experts is not None and layer.experts.num_listed_tokens > 0
-            for layer in model_config.layers[stage.start : stage.stop]
-        ]
         self._has_window = [layer.window != 0 for layer in model_config.layers[stage.start : stage.stop]]
         vision = model_config.vision
         self._sees_in_windows = vision is not None and vision.sees_in_windows
@@ -141,8 +147,13 @@ class DecoderStack(nn.Module):
             index if layer.kv_layer is None else layer.kv_layer - stage.start
             for index, layer in enumerate(model_config.layers[stage.start : stage.stop])
         ]
+        self.rope_factors: RopeFactors | None = None
+        if any(rope.has_learned_factors for rope in model_config.ropes):
+            assert len(model_config.ropes) == 1, "one rope has learned factors"
+            self.rope_factors = RopeFactors(context, model_config.ropes[0])
+        max_positions = model_config.max_position_embeddings
         self._rotaries = tuple(
-            RotaryEmbedding(rope, model_config.max_position_embeddings, context.device) for rope in model_config.ropes
+            RotaryEmbedding(rope, max_positions, context.device, self.rope_factors) for rope in model_config.ropes
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
@@ -181,7 +192,8 @@ class DecoderStack(nn.Module):
 
         `states` are those of each layer, if any layer has them.
 
-        `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache. `media`
+        `rope_positions` int64 [3, T] turn queries and keys in place of `positions`, which address the cache; three more
+        rows are those of the first tokens of runs, in a model that chooses keys by runs of several. `media`
         are rows of images, on the first stage: tokens' own ids there, perhaps beyond the vocabulary, do not count, and
         `media.added` is added to the stream behind the first layers. The same bits in any chunks.
 
@@ -196,12 +208,13 @@ class DecoderStack(nn.Module):
         if metadata.cross is not None:
             tokens = (token_ids, positions, rope_regimes)
             return self._forward_with_encoder(*tokens, cache, metadata.cross, incoming, media, is_fused=is_fused)
-        of_tokens = (positions, rope_regimes, self.dtype, rope_positions)
+        own_positions = None if rope_positions is None else rope_positions[:3]
+        of_tokens = (positions, rope_regimes, self.dtype, own_positions)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
         residual = incoming
         if self._stage.is_first:
             residual = self._embed(token_ids, positions, token_types, adapters, given, media)
-            residual = residual if self._num_streams == 1 else residual.repeat(1, self._num_streams)
+            residual = residual if self._num_streams <= 1 else residual.repeat(1, self._num_streams)
         assert residual is not None, "a stage after the first needs the residual stream"
         inputs = None
         if self.layer_inputs is not None:
@@ -221,6 +234,12 @@ class DecoderStack(nn.Module):
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
+        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._num_streams else {}
+        if self._indexer is not None:
+            firsts = None if rope_positions is None else rope_positions[-3:]
+            of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
+            of_streams["runs"] = step_runs(*of_runs)
+        carried: list[Tensor] | None = [] if self._carries_outputs else None
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
@@ -229,15 +248,15 @@ class DecoderStack(nn.Module):
             self._copy_stream(streams, index, part, residual)
             leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
             layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases}
+            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases, **of_streams}
             if states:
                 options["states"] = states[index]
             if routes is not None:
                 options["routes"] = routes
-            if self._lists_experts[index]:
-                options["token_ids"] = token_ids
             if choice is not None:
                 options["choice"] = choice
+            if carried is not None:
+                options["carried"] = carried
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
             layer_cache = cache[self._cache_of[index]]
@@ -250,8 +269,8 @@ class DecoderStack(nn.Module):
         self._copy_stream(streams, len(cache), part, residual)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
-        if self.hc_head is not None:
-            residual = self.hc_head(residual)
+        if self.stream_head is not None:
+            residual = self.stream_head(residual)
         hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.

@@ -14,6 +14,7 @@ from spmd_worker.model.layers.cross_attention import CrossAttention
 from spmd_worker.model.layers.distances import StepDistances
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
@@ -72,7 +73,7 @@ class DecoderLayer(nn.Module):
         seen: AttentionMetadata | None = None,
         routes: list[Tensor] | None = None,
         choice: list[Tensor] | None = None,
-        token_ids: Tensor | None = None,
+        carried: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
@@ -80,7 +81,7 @@ class DecoderLayer(nn.Module):
         attention, if layers share one; `distances` are those of the step, if it multiplies by them; `seen` is
         `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with experts appends those of each token to
         `routes`. `choice` is as in `LatentAttention.forward`, if layers share a choice of keys,
-        and `token_ids` int64 [T] as in `Router.forward`.
+        and `carried` as in `shortcut_layer.Layer`, if layers are such.
         """
         parallel_input = None
         if self._mixers:
@@ -108,14 +109,21 @@ class DecoderLayer(nn.Module):
         if self.mlp is None:
             return part, residual
         x = normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
+        options = self._feed_forward_options(metadata, adapters, routes)
+        if carried is not None:
+            options["carried"] = carried
+        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+
+    def _feed_forward_options(
+        self, metadata: AttentionMetadata, adapters: StepAdapters | None, routes: list[Tensor] | None
+    ) -> dict[str, Any]:
+        """Arguments of the feed-forward beside its input and `is_fused`."""
         options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
         if adapters is not None:
             options["adapters"] = adapters
         if routes is not None and self.config.experts is not None:
             options["routes"] = routes
-        if self.config.experts is not None and self.config.experts.num_listed_tokens:
-            options["token_ids"] = token_ids
-        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+        return options
 
     def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
         """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
@@ -230,7 +238,7 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
     return norm.weight
 
 
-def normed(norm: Norm | None, part: Tensor | None, residual: Tensor) -> Tensor:
+def normed(norm: Norm | StreamMixer | None, part: Tensor | None, residual: Tensor) -> Tensor:
     """The residual stream, normed if there is a norm, after a deferred part was added to it."""
     if part is not None:
         assert isinstance(norm, RMSNorm), "layers defer only to plain norms"

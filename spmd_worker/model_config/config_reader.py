@@ -14,8 +14,8 @@ from spmd_worker.base.errors import ModelConfigError
 MAX_INT: Final = 2**31 - 1
 MAX_LAYERS: Final = 1_024
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
-_MIN_NUMBER: Final = 1e-12
-_MAX_NUMBER: Final = 1e12
+MIN_NUMBER: Final = 1e-12
+MAX_NUMBER: Final = 1e12
 _MAX_KEY: Final = 80
 
 
@@ -83,6 +83,13 @@ class ConfigReader:
         is_plain = key.isprintable() and len(key) < _MAX_KEY
         return replace(self, config=value or {}, section=f"{self.section}{key if is_plain else shown(key)}.")
 
+    def kinds(self, key: str, num_layers: int, known: Sequence[str]) -> list[str]:
+        """A list of one of `known` for each layer."""
+        listed = self.get(key)
+        if not isinstance(listed, list) or len(listed) != num_layers or any(each not in known for each in listed):
+            raise self.error(key, f"must list {num_layers} of {', '.join(known)}")
+        return listed
+
     def error(self, key: str, rule: str) -> ModelConfigError:
         """An error about the key's value."""
         return ModelConfigError(f"{self.where(key)}={shown(self.get(key))} {rule}")
@@ -105,6 +112,6 @@ def checked_integer(value: Any, where: str, least: int, most: int) -> int:
 
 def checked_number(value: Any, where: str) -> float:
     """`value` as a float above 0, in a range that float32 can compute with. Raises ModelConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _MIN_NUMBER <= value <= _MAX_NUMBER:
-        raise ModelConfigError(f"{where}={shown(value)} must be a number from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise ModelConfigError(f"{where}={shown(value)} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}")
     return float(value)

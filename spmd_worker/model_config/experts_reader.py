@@ -62,7 +62,9 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
     count = checked_integer(given, reader.where(count_key), 1, _MAX_EXPERTS)
     num_chosen, size = reader.count(family.chosen_key), reader.count(family.size_key)
     num_groups, num_chosen_groups = _groups(reader, count_key, count) if family.has_groups else (1, 1)
-    num_left = count // num_groups * num_chosen_groups
+    identity_key = family.identity_key
+    num_identity = checked_integer(reader.get(identity_key, 0), reader.where(identity_key), 0, _MAX_EXPERTS)
+    num_left = (count + num_identity) // num_groups * num_chosen_groups
     if num_chosen > num_left:
         groups = f" of topk_group={num_chosen_groups} groups" if num_groups > 1 else ""
         raise ModelConfigError(
@@ -90,6 +92,8 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         and (shared_bias if isinstance(shared_bias, bool) else reader.flag(shared_bias, False)),
         has_shared_gate=family.has_shared_gate and shared > 0,
         is_gated=family.is_gated,
+        skips_layer=family.skips_layer,
+        num_identity=num_identity,
         latent_size=reader.count(family.latent_key) if reader.get(family.latent_key) is not None else 0,
         min_sum=reader.number(family.min_sum_key) if family.min_sum_key else 0.0,
         sum_eps=family.sum_eps,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from spmd_worker.model_config.rope import RopeParameters
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig, NgramConfig
 
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
@@ -65,6 +66,10 @@ class ExpertsConfig:
 
     With `num_listed_tokens` above 0 the experts of a token are those that a table of so many rows lists for its id, and
     the router weighs them alone.
+
+    With `skips_layer` (LongCat-Flash) the layer has a dense feed-forward too, and the output of experts is added to the
+    stream behind the layer after it. A token may also choose one of `num_identity` experts behind the others, which
+    have no weights and whose output is their input.
     """
 
     num_experts: int
@@ -91,6 +96,13 @@ class ExpertsConfig:
     bound: float = 0.0
     are_beside_dense: bool = False
     num_listed_tokens: int = 0
+    skips_layer: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a token chooses from."""
+        return self.num_experts + self.num_identity
 
     @property
     def weighs_inputs(self) -> bool:
@@ -104,9 +116,9 @@ class ExpertsConfig:
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
-        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        biases = self.num_choices * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
         biases += self.num_listed_tokens * self.num_chosen
-        return (self.num_experts + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
+        return (self.num_choices + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
         """Parameters of a rank with this share, the router's included."""
@@ -155,7 +167,8 @@ class DeltaConfig:
     `beta_scale` 2 allows negative eigenvalues. `norm_eps` is of the gated norm, whose gate passes through
     `gate_activation`, "silu" or "sigmoid". `is_per_channel`: each channel of a key decays by itself (Kimi's KDA,
     https://arxiv.org/abs/2510.26692). Gates of outputs and steps are projected from `gate_rank` numbers each; 0: from
-    the hidden state.
+    the hidden state. `decay_bound` below 0 is the least logarithm of a decay, times the sigmoid of the step at the
+    head's rate; 0: decays have no least one. The checkpoint has one number a head for rates that `are_flat`.
     """
 
     num_key_heads: int
@@ -168,6 +181,8 @@ class DeltaConfig:
     gate_activation: str = "silu"
     is_per_channel: bool = False
     gate_rank: int = 0
+    decay_bound: float = 0.0
+    are_flat: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -292,12 +307,20 @@ class Mamba1Config:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Choice of the keys that a token sees in a layer of latent attention (https://arxiv.org/abs/2512.02556): the
-    `num_chosen` ones of the highest scores, ties by position, all if there are no more.
+    """Choice of the keys that a token sees (https://arxiv.org/abs/2512.02556): the `num_chosen` ones of the highest
+    scores, ties by position, all if there are no more.
 
-    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent.
-    The first numbers of both are rotated like the layer's queries, as many; neighbours are paired if `is_interleaved`.
-    A layer whose choice `is_shared` takes that of the layer before it, and has no projections and no such key.
+    `num_heads` queries of `head_size` numbers are compared with one key of a token, which is cached beside its latent,
+    or its keys and values. The first numbers of both are rotated like the layer's queries, as many; neighbours are
+    paired if `is_interleaved`. A layer whose choice `is_shared` takes that of the layer before it, and has no
+    projections and no such key. `norms_input`: queries come from the layer's input, in a norm of its own, not from the
+    latent of queries.
+
+    With `run_length` above 1 keys are chosen by runs of so many tokens, and a run has one key, the normed mean of its
+    tokens'. Tokens behind the last complete run are seen besides.
+
+    A token has `num_slots` such keys beside its latent, one for each indexer of the layers that read that latent, of
+    which the layer's own is at `slot`.
     """
 
     num_heads: int
@@ -305,6 +328,25 @@ class IndexerConfig:
     num_chosen: int
     is_interleaved: bool
     is_shared: bool = False
+    norms_input: bool = False
+    slot: int = 0
+    num_slots: int = 1
+    run_length: int = 1
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers of all indexers' keys that are cached of a token."""
+        return self.num_slots * self.head_size
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that are chosen."""
+        return self.num_chosen // self.run_length
+
+    @property
+    def most_seen(self) -> int:
+        """Keys that a token sees at most."""
+        return self.num_chosen + self.run_length - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +355,10 @@ class LatentConfig:
     of `rank` numbers, which is cached with `rope_size` rotated numbers that the heads share.
 
     `nope_size` numbers of a query head are not rotated; `value_size` are of a head's value. Queries come from a latent
-    of `query_rank` numbers; 0: from the hidden state. An `indexer`, which needs that latent, chooses the keys.
+    of `query_rank` numbers; 0: from the hidden state. Norms of latents have `norm_eps`, and normed latents of keys are
+    multiplied by `multiplier`. An `indexer` chooses the keys; without
+    `norms_input` it needs the latent of queries. `grows_by_head`: queries of each head, and those of each of an
+    indexer's heads, are multiplied by scale * log(1 + position) + bias, two numbers of the head.
     """
 
     rank: int
@@ -322,6 +367,9 @@ class LatentConfig:
     value_size: int
     query_rank: int = 0
     indexer: IndexerConfig | None = None
+    norm_eps: float = LATENT_NORM_EPS
+    multiplier: float = 1.0
+    grows_by_head: bool = False
 
     @property
     def query_size(self) -> int:
@@ -337,6 +385,11 @@ class LatentConfig:
     def own_indexer(self) -> IndexerConfig | None:
         """The indexer, if the layer does not take the choice of another."""
         return None if self.indexer is None or self.indexer.is_shared else self.indexer
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of all indexers' keys that are cached beside a latent."""
+        return 0 if self.indexer is None else self.indexer.cached_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,27 +433,6 @@ class CompressedConfig:
         """Numbers of a token that are cached beside its key: its row, and its share of its block's entries."""
         entries = self.num_entries(block_size) * (head_size + self.index_size)
         return self.row_size(head_size) + -(-entries // block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamsConfig:
-    """Residual streams of a layer, `count` of them (mHC): `num_iterations` of balancing, `eps` added to weights and
-    sums, `norm_eps` of the norm of all streams as one row.
-    """
-
-    count: int
-    num_iterations: int
-    eps: float
-    norm_eps: float
-
-    def elements(self, hidden_size: int) -> int:
-        """Parameters of a layer's two connections; float32 in every dtype."""
-        num_outputs = (2 + self.count) * self.count
-        return 2 * (num_outputs * (self.count * hidden_size + 1) + 3)
-
-    def head_elements(self, hidden_size: int) -> int:
-        """Parameters of the sum behind the last layer; float32 in every dtype."""
-        return self.count * (self.count * hidden_size + 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,6 +548,9 @@ class LayerConfig:
     are the used ones of the two norms before and after that. `relative_bias` is added to scores of self-attention, and
     so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
     token of distance (`alibi_slopes`).
+
+    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `streams` the layer has
+    several residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
     """
 
     num_heads: int
@@ -569,7 +604,9 @@ class LayerConfig:
     relative_bias: RelativeBias | None = None
     distances: DistanceConfig | None = None
     alibi: float = 0.0
-    streams: StreamsConfig | None = None
+    indexer: IndexerConfig | None = None
+    streams: GatedStreamsConfig | BalancedStreamsConfig | None = None
+    ngrams: NgramConfig | None = None
 
     @property
     def value_head_size(self) -> int:
@@ -584,7 +621,8 @@ class LayerConfig:
     @property
     def has_dense(self) -> bool:
         """Whether the layer has a dense feed-forward, alone or beside experts."""
-        return self.has_feed_forward and (self.experts is None or self.experts.are_beside_dense)
+        experts = self.experts
+        return self.has_feed_forward and (experts is None or experts.are_beside_dense or experts.skips_layer)
 
     @property
     def has_states(self) -> bool:
@@ -608,10 +646,14 @@ class LayerConfig:
         return self.has_attention or self.mixer in ("latent", "compressed")
 
     @property
+    def chooser(self) -> IndexerConfig | None:
+        """The indexer by whose choice a token sees keys."""
+        return self.indexer if self.latent is None else self.latent.indexer
+
+    @property
     def takes_choice(self) -> bool:
         """Whether a token sees the keys that another layer has chosen for it."""
-        latent = self.latent
-        return latent is not None and latent.indexer is not None and latent.indexer.is_shared
+        return self.chooser is not None and self.chooser.is_shared
 
     @property
     def is_plain_attention(self) -> bool:
@@ -628,6 +670,7 @@ class LayerConfig:
             and self.distances is None
             and not (self.has_sinks or self.qkv_clip or self.output_gate or self.norms_values or self.values_are_keys)
             and self.kv_layer is None
+            and self.indexer is None
             and not self.value_size
             and {self.key_multiplier, self.value_multiplier, *self.attention_multipliers, *self.mlp_multipliers}
             == {1.0}
@@ -641,5 +684,6 @@ class LayerConfig:
     @property
     def is_plain_wiring(self) -> bool:
         """Whether an output can wait to be added with the next norm."""
-        is_plain = self.streams is None and self.norm.is_plain and self.norms == (True, False, True, False)
-        return is_plain and not (self.is_parallel or self.has_cross_attention)
+        is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
+        skips = self.experts is not None and self.experts.skips_layer
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams or skips)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig, LayerShare
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 
 _NUM_NORMS_BESIDE: Final = 3
 """Norms of a dense feed-forward beside experts: two outputs and one input."""
@@ -19,10 +20,10 @@ def layer_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     bias = layer.relative_bias
     others += 0 if bias is None else bias.elements(share.num_heads, of_layer=True)
     num_norms = sum(layer.norms) + sum(layer.cross_norms)
-    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.has_dense)
+    num_norms += _NUM_NORMS_BESIDE * (layer.experts is not None and layer.experts.are_beside_dense)
     norms = num_norms * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
-    norms += 0 if layer.streams is None else layer.streams.elements(hidden_size)
     inputs = (2 * layer.input_size + 1) * hidden_size if layer.input_size else 0
+    inputs += _streams_elements(layer, hidden_size, share)
     return linears + others + _feed_forward_elements(layer, hidden_size, share) + norms + inputs + layer.has_scalar
 
 
@@ -31,7 +32,8 @@ def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) ->
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
     kinds = (layer.mamba1, layer.mamba, layer.delta)
     scans = [each.share(share.num_ranks) for each in kinds if each is not None]
-    router += 0 if layer.streams is None else layer.streams.elements(hidden_size)
+    is_balanced = isinstance(layer.streams, BalancedStreamsConfig)
+    router += _streams_elements(layer, hidden_size, share) if is_balanced else 0
     sinks = share.num_heads * (layer.has_sinks and layer.attends)
     indexer = None if layer.latent is None else layer.latent.own_indexer
     sinks += 0 if indexer is None else indexer.num_heads * hidden_size
@@ -51,6 +53,18 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
     """Linear layers of a layer's mixers and of its attention to an encoder's rows, on a rank with this share of it."""
     own = tuple([each for of_kind in _MIXER_LINEARS[layer.mixer] for each in of_kind(layer, hidden_size, share)])
     return own + _cross_linears(layer, hidden_size, share)
+
+
+def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
+    streams, ngrams = layer.streams, layer.ngrams
+    if streams is None:
+        return 0
+    around = 2 * streams.elements(hidden_size)
+    if ngrams is None:
+        return around
+    table = ngrams.rank_rows(share.num_ranks) * ngrams.row_size
+    return around + ngrams.elements(hidden_size, streams.num_streams) + table
 
 
 def _cross_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
@@ -107,17 +121,22 @@ def _attention_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -
         others += (share.num_heads + share.num_kv_heads) * size
     elif layer.qk_norm == "flat":
         others += (layer.num_heads + layer.num_kv_heads) * size
+    if layer.indexer is not None:
+        # Queries, a key, and their norms; every rank has them.
+        others += layer.indexer.head_size * ((layer.indexer.num_heads + 1) * hidden_size + 2)
     return others
 
 
 def _latent_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     assert layer.latent is not None, layer
     latent = layer.latent
-    latents = (latent.query_rank, latent.key_size) if latent.query_rank else (latent.key_size,)
+    own = (latent.query_rank, latent.key_size * (layer.kv_layer is None))
+    latents = tuple([size for size in own if size])
     return (
-        LinearSizes(hidden_size, latents),
+        *([LinearSizes(hidden_size, latents)] if latents else []),
         LinearSizes(latent.query_rank or hidden_size, (share.num_heads * latent.query_size,)),
         LinearSizes(share.num_heads * latent.value_size, (hidden_size,)),
+        *([LinearSizes(hidden_size, (layer.num_heads,))] if layer.output_gate else []),
         *_indexer_linears(latent, hidden_size),
     )
 
@@ -127,7 +146,8 @@ def _indexer_linears(latent: LatentConfig, hidden_size: int) -> tuple[LinearSize
     if latent.own_indexer is None:
         return ()
     num_heads, size = latent.own_indexer.num_heads, latent.own_indexer.head_size
-    return LinearSizes(latent.query_rank, (num_heads * size,)), LinearSizes(hidden_size, (size,))
+    num_inputs = hidden_size if latent.own_indexer.norms_input else latent.query_rank
+    return LinearSizes(num_inputs, (num_heads * size,)), LinearSizes(hidden_size, (size,))
 
 
 def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
@@ -135,11 +155,17 @@ def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     assert layer.latent is not None, layer
     latent = layer.latent
     projection = share.num_heads * (latent.nope_size + latent.value_size) * latent.rank
-    biases = (latent.query_rank + latent.key_size) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
+    has_latents = layer.kv_layer is None
+    biases = (latent.query_rank + latent.key_size * has_latents) * layer.has_qkv_bias
+    biases += hidden_size * layer.has_output_bias + 2 * share.num_heads * latent.grows_by_head
+    norms = latent.rank * has_latents + latent.query_rank
     indexer = latent.own_indexer
-    # Weights of its heads, and the norm of its key.
-    of_indexer = 0 if indexer is None else indexer.num_heads * hidden_size + 2 * indexer.head_size
-    return projection + latent.rank + latent.query_rank + biases + of_indexer
+    if indexer is None:
+        return projection + norms + biases
+    # Weights and growth of its heads, and the norms of its key and its input.
+    of_indexer = indexer.num_heads * (hidden_size + 2 * latent.grows_by_head)
+    of_indexer += 2 * (indexer.head_size + hidden_size * indexer.norms_input)
+    return projection + norms + biases + of_indexer
 
 
 def _compressed_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:

@@ -62,6 +62,7 @@ from spmd_worker.model_config.rope import (
     with_sections,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig
 from spmd_worker.model_config.tensor_names import state_names, tensor_names
 from spmd_worker.model_config.tower_elements import encoder_elements, tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
@@ -204,15 +205,22 @@ class ModelConfig:
         return self.hidden_size if self.projects_sum else self.embedding_size
 
     @property
-    def stream_size(self) -> int:
-        """Elements of a token between layers, of all residual streams."""
-        streams = self.layers[0].streams
-        return self.hidden_size * (1 if streams is None else streams.count)
-
-    @property
     def sum_size(self) -> int:
         """Elements of positions, of token types and of the norm before the layers."""
         return self.embedding_size if self.projects_sum else self.hidden_size
+
+    @property
+    def stream_size(self) -> int:
+        """Elements of a token between layers: of all residual streams."""
+        streams = self.layers[0].streams
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether layers need ids of tokens, which embeddings in their place do not have."""
+        experts = (layer.experts for layer in self.layers)
+        lists_experts = any(each is not None and each.num_listed_tokens > 0 for each in experts)
+        return self.num_layer_inputs > 0 or lists_experts or any(layer.ngrams is not None for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -223,8 +231,15 @@ class ModelConfig:
         """Numbers of `layers` in the checkpoint."""
         if self.shares_layers:
             return (0,) * self.num_layers
+        if self.layers_in_one > 1:
+            return tuple([index // self.layers_in_one for index in range(self.num_layers)])
         numbers = range(self.num_layers + len(self.image_layers))
         return tuple(number for number in numbers if number not in self.image_layers)
+
+    @property
+    def layers_in_one(self) -> int:
+        """Layers that are one in the checkpoint, and on one pipeline stage."""
+        return self._family.names.layers_in_one
 
     @property
     def num_embeddings(self) -> int:
@@ -266,12 +281,6 @@ class ModelConfig:
         return max(regimes, default=0)
 
     @property
-    def reads_ids(self) -> bool:
-        """Whether layers read ids of tokens, beside their embeddings."""
-        experts = (layer.experts for layer in self.layers)
-        return self.num_layer_inputs > 0 or any(each is not None and each.num_listed_tokens > 0 for each in experts)
-
-    @property
     def bounds_rows(self) -> bool:
         """Whether rows end at `max_model_len` at the latest: relative positions alone have no end, nor have states."""
         first = self.layers[0]
@@ -295,7 +304,7 @@ class ModelConfig:
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
-        norms += self.num_stream_head_parameters
+        norms += self.num_rope_parameters + self.num_stream_head_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
@@ -334,6 +343,11 @@ class ModelConfig:
         return (self.own_embedding_size + self.projects_sum) * self.hidden_size
 
     @property
+    def num_rope_parameters(self) -> int:
+        """Logarithms by which learned frequencies differ from the file's, float32 on each stage; 0 for none."""
+        return sum(rope.rotary_size // 2 for rope in self.ropes if rope.has_learned_factors)
+
+    @property
     def layer_parameters(self) -> tuple[int, ...]:
         """Parameters of each decoder layer, all experts counted."""
         of_kind = {
@@ -351,11 +365,14 @@ class ModelConfig:
     def num_stream_head_parameters(self) -> int:
         """Parameters, float32 in every dtype, that sum several residual streams behind the last layer."""
         streams = self.layers[0].streams
-        return 0 if streams is None else streams.head_elements(self.hidden_size)
+        return streams.head_elements(self.hidden_size) if isinstance(streams, BalancedStreamsConfig) else 0
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm of the stream."""
+        """Parameters of one norm of the stream, or of the last mean of several streams."""
+        streams = self.layers[0].streams
+        if isinstance(streams, GatedStreamsConfig):
+            return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
     @property
@@ -547,7 +564,8 @@ def _media_rows(family: Family, *, with_images: bool, with_audio: bool) -> list[
 def _vision(rows: Sequence[str], config: Mapping[str, Any], path: Path, found: ModelConfig) -> VisionConfig | None:
     """The media of these rows, images first; None without any."""
     read = [read_vision(row, config, path, found.hidden_size, found.norm.eps) for row in rows]
-    parts = [each for each in read if each is not None]
+    lengths = [layer.indexer.run_length for layer in found.layers if layer.indexer is not None]
+    parts = [replace(each, run_length=max(lengths, default=1)) for each in read if each is not None]
     return replace(parts[0], beside=parts[1]) if len(parts) > 1 else parts[0] if parts else None
 
 

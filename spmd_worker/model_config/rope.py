@@ -37,6 +37,9 @@ class RopeParameters:
     `sections`, if there are any, are the numbers of pairs that turn by a token's position in time, its line and its
     column (https://arxiv.org/abs/2409.12191), which differ in images: one section after another or, with
     `interleaves_sections`, a pair of each in turn as far as section and head go, and time's behind.
+
+    `has_learned_factors`: frequencies are multiplied by exponentials of numbers that the files have, one for each pair.
+    `gives_lengths`: layers read the logarithm of each token's number of tokens up to it.
     """
 
     size: int
@@ -64,6 +67,8 @@ class RopeParameters:
     long_mscale: float = 0.0
     sections: tuple[int, ...] = ()
     interleaves_sections: bool = False
+    has_learned_factors: bool = False
+    gives_lengths: bool = False
 
     @property
     def takes_three_positions(self) -> bool:

@@ -72,11 +72,15 @@ def _norm_elements(config: TowerConfig, size: int) -> int:
 def _layer_elements(config: TowerConfig) -> int:
     size, inner, bias = config.hidden_size, config.intermediate_size, config.has_bias
     qkv = (size + 2 * config.num_key_heads * config.head_size) * (size + config.has_qkv_bias)
-    gates = 2 * (inner + -inner % _ROW_STEP) * (size + bias) if config.is_gated else inner * (size + bias)
+    gates = 2 * _gate_rows(inner) * (size + bias) if config.is_gated else inner * (size + bias)
     linears = qkv + size * (size + bias) + gates + size * (inner + bias)
     of_norm = config.head_size if config.norms_heads else size
     others = 2 * bool(config.names.query_norm) * of_norm + len(config.names.scales) * size
     return linears + others + 2 * _norm_elements(config, size)
+
+
+def _gate_rows(size: int) -> int:
+    return size + -size % _ROW_STEP
 
 
 def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: int) -> int:
@@ -86,11 +90,13 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         linears = width * (width + 1) + hidden_size * (width + 1)
         merger = linears + _norm_elements(config, size)
         return merger + vision.num_added * (linears + _norm_elements(config, width))
+    if config.num_unmerged:
+        return _minicpm_elements(config, hidden_size)
     if config.merge_sizes:
         return _paths_elements(config, hidden_size)
     if vision.kind == "glm4v":
         inner = config.projector_size
-        gates, downsample = 2 * (inner + -inner % _ROW_STEP), hidden_size * (width + 1)
+        gates, downsample = 2 * _gate_rows(inner), hidden_size * (width + 1)
         return downsample + hidden_size * (hidden_size + 2 + gates + inner)
     if vision.kind == "llama4":
         return config.projector_size * (width + config.projector_size + hidden_size)
@@ -98,6 +104,9 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
         return size + size * hidden_size
     if vision.kind == "smolvlm":
         return hidden_size * width
+    if vision.kind in ("aya_vision", "cohere2_vision"):
+        inner = config.projector_size
+        return 2 * _gate_rows(inner) * (width + 1) + hidden_size * (inner + 1) + 2 * width * config.norms_tokens
     inner, bias = config.projector_size, config.projector_has_bias
     inputs = width if vision.kind in ("internvl", "lfm2_vl") else size
     linears = inner * (inputs + bias) + hidden_size * (inner + bias)
@@ -105,6 +114,13 @@ def _projector_elements(vision: VisionConfig, config: TowerConfig, hidden_size: 
     norms = 2 * width
     others = {"internvl": norms, "lfm2_vl": norms * config.norms_tokens, "mistral3": merger, "lighton_ocr": merger}
     return linears + others.get(vision.kind, hidden_size * bool(config.pinpoints))
+
+
+def _minicpm_elements(config: TowerConfig, hidden_size: int) -> int:
+    """Elements of the merger between layers, of windows of four patches, and of the one behind them."""
+    size, width, inner = config.hidden_size, 4 * config.hidden_size, 4 * config.intermediate_size
+    between = 4 * size * (size + 1) + 2 * size + 2 * width + inner * (width + 1) + size * (inner + 1)
+    return between + 2 * width + width * (width + 1) + hidden_size * (width + 1)
 
 
 def _paths_elements(config: TowerConfig, hidden_size: int) -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from spmd_worker.model_config.encoder_part import AudioInput
 
 FRAMES_PER_SECOND = 100
+WINDOWS_AT_ONCE = 64
+"""Windows of four patches that MiniCPM-V's tower merges at once: each takes a block of attention's."""
 Numbers = tuple[float, float, float]
 """One for each channel."""
 
@@ -19,7 +21,8 @@ class TowerNames:
 
     A tower of audio has `convolutions` over frames in place of `patches`. Parts of `qkv` that are `unbiased` have no
     bias where the others have. `projector` are the linear layers behind a tower of audio, or the norm and the two
-    linear layers inside of a merger of Qwen3-VL's; `added` is the list of its mergers for the text's first layers.
+    linear layers inside of a merger of Qwen3-VL's; `added` is the list of its mergers for the text's first layers. They
+    are the norm, the merger and the two linear layers of Mistral Large 4.
     """
 
     beginnings: tuple[str, ...]
@@ -57,15 +60,17 @@ class TowerConfig:
     pixels a side, if it is above 0. The outputs of `added_layers` go to the text too (deepstack).
 
     `num_kv_heads` heads have keys and values, 0 for as many as queries. A head has `own_head_size` numbers, 0 for a
-    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all; scores are multiplied by `score_scale`, 0
-    for the inverse root of a head's numbers. Inputs and outputs of linear layers are clipped if it `clips`, rows are
-    shifted and scaled by tables before the projector if it `standardises` (Gemma 4).
+    share of `hidden_size`; the first `rotary_size` of them turn, 0 for all, as neighbours if it `pairs_neighbours`;
+    scores are multiplied by `score_scale`, 0 for the inverse root of a head's numbers. Inputs and outputs of linear
+    layers are clipped if it `clips`, rows are shifted and scaled by tables before the projector if it `standardises`
+    (Gemma 4).
 
     The projector: `projector_size` is the width between its two linear layers, 0 if it has one; `num_crop_tokens` is
     the number of tokens of a square. `merge_sizes` are the patches a side of a token for which it has layers, if it has
-    them for several (Granite-Docling); tokens are normed before them with `norms_tokens`. `pinpoints` are the sizes of
-    pictures made of squares, in pixels, and pictures of more than `max_crops` squares are resampled to that
-    (LLaVA-OneVision). `drops_first_row`: the first of a square's rows, a class token's, takes no token.
+    them for several (Granite-Docling, MiniCPM-V, whose first `num_unmerged` layers see single patches); tokens are
+    normed before them with `norms_tokens`. `pinpoints` are the sizes of pictures made of squares, in pixels, and
+    pictures of more than `max_crops` squares are resampled to that (LLaVA-OneVision). `drops_first_row`: the first of a
+    square's rows, a class token's, takes no token.
     """
 
     names: TowerNames
@@ -94,6 +99,7 @@ class TowerConfig:
     drops_first_row: bool = False
     own_head_size: int = 0
     rotary_size: int = 0
+    pairs_neighbours: bool = False
     score_scale: float = 0.0
     clips: bool = False
     standardises: bool = False
@@ -103,6 +109,7 @@ class TowerConfig:
     projector_eps: float = 1e-6
     num_crop_tokens: int = 0
     merge_sizes: tuple[int, ...] = ()
+    num_unmerged: int = 0
     norms_tokens: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
     max_crops: int = 0
@@ -141,7 +148,8 @@ class VisionConfig:
     the first `num_added` layers rows are added to the residual stream. `merge_size` patches a side make a token.
     `has_three_positions`: tokens of an image have positions of time, line and column. `sees_whole_image`: tokens of an
     image attend to all of it, with `sees_in_windows` in layers with a window alone. In a model whose layers have inputs
-    of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. `tower` is None if
+    of their own (`ModelConfig.num_layer_inputs`) tokens of images take those of `input_token_id`. With `run_length`
+    above 1 positions of the first tokens of runs are needed too (`IndexerConfig`). `tower` is None if
     rows are made elsewhere, as in tests. Pixels are normalised by `image_mean` and `image_std` after `rescale_factor`,
     in bfloat16 with `has_bfloat16_pixels`; with `scales_levels` mean and deviation are scaled instead, to
     levels of 0 to 255, which gives other last bits.
@@ -159,6 +167,7 @@ class VisionConfig:
     sees_whole_image: bool = False
     sees_in_windows: bool = False
     input_token_id: int = 0
+    run_length: int = 1
     tower: TowerConfig | None = None
     image_mean: Numbers = (0.5, 0.5, 0.5)
     image_std: Numbers = (0.5, 0.5, 0.5)

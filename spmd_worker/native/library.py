@@ -45,7 +45,7 @@ _SIGNATURES: Final = {
     "scan_mamba1": "ppppi ii pi pi pi ppp pp i",
     "argmax": f"{_ROWS} pp i",
     "short_conv": "pii pi pp pppp i ip i",
-    "scan_delta": "pi pi pi pp p pppp i iiii fi p i",
+    "scan_delta": "pi pi pi pp p pppp i iiii ffi p i",
     "gated_norm": "pi pi iii pi fiii p i",
     "prob_sums": f"{_ROWS} pp p i",
     "invert_cdf": f"{_ROWS} pp pp p",

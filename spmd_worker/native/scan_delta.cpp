@@ -35,7 +35,7 @@ struct Scan {
   const int32_t *slots, *starts, *firsts;
   const int32_t* kept;  // tokens whose effect on the state is kept, or null for all
   int64_t num_segments, num_key_heads, num_value_heads, key_size, value_size;
-  float beta_scale;
+  float beta_scale, decay_bound;  // The second is 0 without a least logarithm of a decay.
   Element* to;  // [tokens, value heads, value size]
 };
 
@@ -126,7 +126,10 @@ SPMD_INLINE Token load_token(const Scan<Element>& scan, int64_t row, int64_t hea
   for (int64_t step = 0; step < num_steps; step += kLanes) {
     const int64_t count = num_steps - step;
     const Floats x = load_some(a + step, count) + load_some(scan.dt_bias + head * num_steps + step, count);
-    store_some(scratch.decay.data() + step, exp_of(softplus_of(x) * broadcast(-rate)), count);
+    const Floats change = scan.decay_bound < 0.0f
+                              ? broadcast(scan.decay_bound) / (broadcast(1.0f) + exp_of(x * broadcast(-rate)))
+                              : softplus_of(x) * broadcast(-rate);
+    store_some(scratch.decay.data() + step, exp_of(change), count);
   }
   const Floats beta = as_kept<Element>(broadcast(sigmoid_of(to_float(scan.b[row * scan.b_stride + head]))));
   return {scratch.query.data(), scratch.key.data(), scratch.decay.data(), beta[0] * scan.beta_scale};
@@ -260,11 +263,11 @@ void gated_norm(const GatedNorm<Element>& norm, int64_t num_threads) {
       const Element* mixed, int64_t mixed_stride, const Element* a, int64_t a_stride, const Element* b,                \
       int64_t b_stride, const float* a_log, const float* dt_bias, float* states, const int32_t* slots,                 \
       const int32_t* starts, const int32_t* firsts, const int32_t* kept, int64_t num_segments, int64_t num_key_heads,  \
-      int64_t num_value_heads, int64_t key_size, int64_t value_size, float beta_scale, int64_t is_per_channel,         \
-      Element* to, int64_t num_threads) {                                                                              \
+      int64_t num_value_heads, int64_t key_size, int64_t value_size, float beta_scale, float decay_bound,              \
+      int64_t is_per_channel, Element* to, int64_t num_threads) {                                                      \
     const Scan<Element> scan{mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, states, slots, starts,     \
                              firsts, kept, num_segments, num_key_heads, num_value_heads, key_size, value_size,         \
-                             beta_scale, to};                                                                          \
+                             beta_scale, decay_bound, to};                                                             \
     is_per_channel ? scan_delta<Element, true>(scan, num_threads) : scan_delta<Element, false>(scan, num_threads);     \
   }                                                                                                                    \
   extern "C" void spmd_gated_norm_##name(                                                                              \

@@ -56,7 +56,7 @@ def obstacle_to(model_config: ModelConfig, count: int) -> str:
 
 def leaf_bounds(num_inputs: int, count: int) -> tuple[int, ...]:
     """Starts of the leaves of so many inputs and the end of the last: `count` + 1 numbers, about equally far apart."""
-    unit = GRANULE if num_inputs % GRANULE == 0 else num_inputs // count
+    unit = GRANULE if num_inputs % GRANULE == 0 else max(num_inputs // count, 1)
     base, extra = divmod(num_inputs // unit, count)
     return tuple(unit * (leaf * base + min(leaf, extra)) for leaf in range(count + 1))
 

@@ -208,8 +208,9 @@ def _modules(model_config: ModelConfig, index: int, parts: Sequence[str]) -> lis
     """Names in the checkpoint of modules of a layer, by our names; of fused ones, of what they are fused to."""
     names = model_config.names
     fused = {ours: module for module, of_module in names.fused.items() for ours in of_module}
-    prefix = f"{names.layers}.{model_config.layer_numbers[index]}."
-    return list(dict.fromkeys(prefix + (fused.get(each) or names.parts.get(each, each)) for each in parts))
+    number = model_config.layer_numbers[index]
+    inside = [fused.get(each) or names.parts.get(each, each) for each in parts]
+    return list(dict.fromkeys(f"{names.layers}.{number}.{names.in_layer(index, each)}" for each in inside))
 
 
 def _formats_of(model_config: ModelConfig, modules: Sequence[str]) -> set[WeightFormat | None]:
@@ -303,7 +304,7 @@ def _gguf_format(model_config: ModelConfig, index: int, linear: StoredLinear) ->
 
 def _expanded_format(stored: WeightFormat) -> StoredFormat:
     """The format that CPUs expand. Raises UnfitError."""
-    if stored.layout == "mxfp4":
+    if stored.layout in ("mxfp4", "fp4"):
         return MXFP4
     if stored.number == "nf4":
         return NF4

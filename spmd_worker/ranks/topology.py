@@ -123,23 +123,25 @@ def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ..
     The first stage also holds the embedding and the last one the head, tied or not. Among equal shares the earlier
     stages get more layers.
     """
-    counts = [1] * num_stages
+    in_one = model_config.layers_in_one
     table = model_config.vocab_size * model_config.embedding_size + model_config.num_projection_parameters
     extra = [0] * num_stages
     extra[0] += table
     extra[-1] += table
-    layers = model_config.layer_parameters
+    each = model_config.layer_parameters
+    layers = tuple([sum(each[start : start + in_one]) for start in range(0, len(each), in_one)])
     if len(set(layers)) > 1:
         # The smallest maximum share with which all layers fit.
         sizes = range(sum(layers) + sum(extra) + 1)
         least = bisect_left(sizes, True, key=lambda size: _filled(layers, extra, size) is not None)
         filled = _filled(layers, extra, least)
         assert filled is not None, "all layers fit in one stage"
-        return filled
-    for _ in range(model_config.num_layers - num_stages):
+        return tuple([count * in_one for count in filled])
+    counts = [1] * num_stages
+    for _ in range(len(layers) - num_stages):
         least = min(range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * layers[0])
         counts[least] += 1
-    return tuple(counts)
+    return tuple([count * in_one for count in counts])
 
 
 def _filled(layers: tuple[int, ...], extra: list[int], capacity: int) -> tuple[int, ...] | None:
@@ -207,10 +209,12 @@ def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
 
 def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
     size, layers = layout.pipeline_parallel_size, layout.pipeline_layers
-    if size > model_config.num_layers:
+    in_one = model_config.layers_in_one
+    most = model_config.num_layers // in_one
+    if size > most:
         raise ConfigError(
-            f"parallel.pipeline_parallel_size={size} is more than the model's {model_config.num_layers} layers: each "
-            f"stage has one at least; lower it to {model_config.num_layers} or less"
+            f"parallel.pipeline_parallel_size={size} is more than the model's {most} layers: each "
+            f"stage has one at least; lower it to {most} or less"
         )
     reads_others = model_config.num_layer_inputs or any(
         layer.kv_layer is not None or layer.takes_choice for layer in model_config.layers
@@ -233,6 +237,12 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
         raise ConfigError(
             f"{option} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
             f"takes one at least: give numbers that add up, such as [{example}], or leave it null"
+        )
+    if any(each % in_one for each in layers):
+        example = ",".join(map(str, balanced_layers(model_config, size)))
+        raise ConfigError(
+            f"{option} divides layers that are one in this model, {in_one} each: give multiples of {in_one}, such as "
+            f"[{example}], or leave it null"
         )
 
 

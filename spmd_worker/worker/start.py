@@ -136,7 +136,8 @@ def measure_step(loaded: LoadedModel, spec: CacheSpec) -> MemoryMeasurement:
         return measurement
     measured = profile_host(measurement, prepare_max_step(loaded, spec))
     # Rows of that step are too short to choose from many keys.
-    of_choice = choice_bytes(resolved.model_config, DTYPE_BYTES[resolved.dtype])
+    num_ranks = resolved.layout.tensor_parallel_size
+    of_choice = choice_bytes(resolved.model_config, DTYPE_BYTES[resolved.dtype], num_ranks)
     return replace(measured, activation_bytes=measured.activation_bytes + of_choice)
 
 

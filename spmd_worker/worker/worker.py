@@ -201,10 +201,11 @@ class Worker(WorkerBase):
         grid: tuple[int, int],
         size: tuple[int, int],
         data: bytes,
+        frame: int = 0,
     ) -> None:
         media = self.running.runner.media
         if media is not None:
-            media.hold(request_id, index, SentImage(media_id, shapes, grid, size, data))
+            media.hold(request_id, index, SentImage(media_id, shapes, grid, size, data, frame))
 
     def hold_audio(self, request_id: int, index: int, media_id: bytes, shape: tuple[int, int], data: bytes) -> None:
         media = self.running.runner.media

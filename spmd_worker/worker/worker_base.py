@@ -165,6 +165,7 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         grid: tuple[int, int],
         size: tuple[int, int],
         data: bytes,
+        frame: int = 0,
     ) -> None:
         """Take the pixels of image `index` of a request (`ImagePixels`), before the first step that makes its rows;
         released when a plan lists the request as finished. Workers other than the first of the first stage have no use

@@ -176,7 +176,7 @@ _PIXELS = "pixels come to the host of the rank that makes their rows"
 _ADAPTERS = "in steps of encoders whose rows have adapters of embedded distances"
 MAY_READ_BACK = {
     "spmd_worker.model.layers.distances": {"tolist": (1, _ADAPTERS), "nonzero": (1, _ADAPTERS)},
-    "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS)},
+    "spmd_worker.model.layers.experts": {"tolist": (2, _EXPERTS), "nonzero": (1, _OF_HOST)},
     "spmd_worker.worker.runner.media_store": {"tolist": (2, _PIXELS), "cpu": (1, _PIXELS), "numpy": (1, _PIXELS)},
     "spmd_worker.worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
     "spmd_worker.ops.kernels.top_k": {"nonzero": (1, _READ), "tolist": (2, _READ)},

@@ -147,7 +147,7 @@ def _torch_problem(module: Module, found: Import, what: str) -> str | None:
 
 def _hidden_import_violations(module: Module) -> Iterator[str]:
     aliases = module.aliases
-    for node, _ in module.nodes:
+    for node, _ in module.importing:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield module.at(node, "relative import: write the absolute name")
         argument = import_module_argument(node, aliases)
@@ -159,6 +159,8 @@ def _hidden_import_violations(module: Module) -> Iterator[str]:
 def _forbidden_use_violations(module: Module) -> Iterator[str]:
     aliases = module.aliases
     for node, _ in module.nodes:
+        if not isinstance(node, _WITH_WORDS):
+            continue
         name = dotted_name(node, aliases) if isinstance(node, ast.Attribute) else None
         if name in house.FORBIDDEN_NAMES and name not in house.MAY_USE.get(module.name, ()):
             yield module.at(node, f"{name} is forbidden everywhere")
@@ -166,6 +168,9 @@ def _forbidden_use_violations(module: Module) -> Iterator[str]:
             yield module.at(node, f"{node.id} is forbidden everywhere")
         if house.FORBIDDEN_WORD in _words_at(node):
             yield module.at(node, f"{house.FORBIDDEN_WORD} is forbidden everywhere: configuration names no code")
+
+
+_WITH_WORDS = (ast.Constant, ast.Name, ast.Attribute, ast.arg, ast.keyword)
 
 
 def _words_at(node: ast.AST) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from image_doors import HerePreparer, image_prompts, image_tokenizer
 from media_models import noise
 
@@ -67,10 +68,14 @@ def test_video_that_is_read_again_is_prepared_once(images: ImagePrompts):
     of_call = images_of_call(images, 0).preparer
     assert isinstance(of_call, CallPreparer)
     frames, more = np.stack([WIDE, WIDE]), ["a.png", "b.png"]
-    for given in (frames, (frames, {"fps": 3}), more, {"video": more, "fps": 1}, [WIDE, WIDE]):
+    several = (np.stack([frames, frames]), torch.zeros(2, 2, 3, 8, 8))
+    for given in (frames, (frames, {"fps": 3}), more, {"video": more, "fps": 1}, [WIDE, WIDE], *several):
         assert of_call._prompt_of(videos_of(given)) is of_call._prompt_of(videos_of(given))
     others = [of_call._prompt_of(videos_of(each)) for each in (more, {"video": more, "fps": 1}, [more, more])]
     assert len({id(each) for each in others}) == 3
+    # Videos of one array differ.
+    first, second = videos_of(several[1])
+    assert of_call._prompt_of([first]) is not of_call._prompt_of([second])
     # A GIF is a video, and may be a frame of one.
     assert of_call._prompt_of(videos_of("a.gif")) is not of_call._prompt_of(videos_of(["a.gif"]))
 

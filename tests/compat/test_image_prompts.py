@@ -12,8 +12,10 @@ from media_models import noise, saved
 from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, prepared_messages, render
 from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, media_of
+from spmd_worker.compat.image_reading import placeholders_of
 from spmd_worker.compat.prompts import Encoded, apply_pooling, encode_prompt
 from spmd_worker.media.errors import MediaError
+from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.pooling import last_token_pooling
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -99,7 +101,7 @@ def test_unanswerable_image_prompt_says_why(
 @pytest.mark.parametrize(("video_token_id", "words"), [(9, "images and videos are"), (None, "images are")])
 @pytest.mark.stress
 def test_only_models_with_videos_offer_them(images: ImagePrompts, video_token_id: int | None, words: str):
-    given = replace(images, video_token_id=video_token_id)
+    given = replace(images, kinds=(images.kinds[0]._replace(video_token_id=video_token_id),))
     with pytest.raises(MediaError, match=f"has x: only {words} supported, under 'image'"):
         media_of({"x": 1}, given)
 
@@ -187,3 +189,15 @@ def test_text_that_stands_for_an_image_is_reserved(images: ImagePrompts):
             check_conversation(images, [{"role": "user", "content": content}])
         assert found.value.code == "reserved_token"
     check_conversation(images, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}])
+
+
+def test_text_of_a_video_is_reserved_in_models_that_take_videos():
+    """Idefics3 has SmolVLM's texts, and no videos."""
+    names = [f"{each}ForConditionalGeneration" for each in ("Idefics3", "SmolVLM")]
+    files = [{"architectures": [each], "text_config": {}, "vision_config": {"patch_size": 14}} for each in names]
+    visions = [model_config_of(each, Path("config.json"), with_images=True).vision for each in files]
+    idefics, smolvlm = [placeholders_of(each) for each in visions if each is not None]
+    idefics.check_reserved("a <video> tag")
+    assert idefics.expand_text("a <video> tag", []) == "a <video> tag"
+    with pytest.raises(MediaError, match="<video>"):
+        smolvlm.check_reserved("a <video> tag")

@@ -312,6 +312,7 @@ def test_weights_are_not_synced_when_tools_are_uncalled(packages: Path):
     assert answers_of(done) == [("[]", "0")] * 2
 
 
+@pytest.mark.stress
 def test_ranks_reach_different_calls_without_turns(packages: Path):
     """Negative control: where TRL would wait for ever."""
     done = with_tools(packages, [[2, 0, 1], [0, 0]], "as it is", "awake")

@@ -12,7 +12,7 @@ from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.state_engine import StateEngine
 
 PLAIN, LATENT = BlockLayer(2, 4, 4), BlockLayer(1, 6, 0)
-STATES = (StateLayer((2, 3), (3, 4), (2, 5)), None, StateLayer((), (2, 4), (2, 4)))
+STATES = (StateLayer((2, 3), (3, 4), (2, 5), (2, 6), (2, 6)), None, StateLayer((), (2, 4), (2, 4)))
 SPEC = CacheSpec((PLAIN, None, LATENT), dtype_bytes=2, block_size=4, states=STATES)
 PAIRS = [(0, 5), (1, 6), (2, 7)]
 
@@ -45,11 +45,11 @@ def test_first_differing_element_is_named(engine: CacheEngine) -> None:
     assert differing_blocks(engine, PAIRS) == ByteDifference(1, 2, "block", (0, 2, 3), 0.25, 0.5)
 
 
-@pytest.mark.parametrize(("layer", "part"), [(0, "state"), (0, "tail"), (2, "tail")])
+@pytest.mark.parametrize(("layer", "part"), [(0, "state"), (0, "tail"), (0, "second_tail"), (2, "tail")])
 def test_states_and_tails_are_compared(engine: CacheEngine, layer: int, part: str) -> None:
     tensor = getattr(engine.states.layer_states(layer), part)
     tensor[2, 1, 2], tensor[7, 1, 2] = 3.0, 4.0
-    assert differing_states(engine, PAIRS) == ByteDifference(2, layer, part, (1, 2), 3.0, 4.0)
+    assert differing_states(engine, PAIRS) == ByteDifference(2, layer, part.rpartition("_")[2], (1, 2), 3.0, 4.0)
 
 
 def test_saved_inputs_of_drafts_are_not_compared(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from kv_cache.block_ops import BlockOps
 from kv_cache.cache_spec import BlockLayer, CacheSpec, StateLayer
 from kv_cache.state_engine import StateEngine
 from kv_cache.state_ops import StateOps
+from kv_cache.state_sizing import describe_slot
 
 DELTA, CONV = StateLayer((2, 4, 3), (3, 10)), StateLayer((), (2, 6))
 STATES = (DELTA, None, CONV, DELTA)
@@ -113,6 +114,29 @@ def test_inputs_of_drafts_are_saved_beside_states(dtype: torch.dtype):
     plain = make_engine(dtype)
     assert all(each is None or each.saved is None for each in plain.layers)
     assert len(plain.lasting_tensors) == len(plain.tensors) == len(engine.lasting_tensors)
+
+
+def test_second_convolution_has_inputs_of_its_own():
+    """Tails of one shape share a tensor, and are apart; the second one's drafts are saved, and do not last."""
+    layer = StateLayer((2, 3), (3, 4), (2, 5), second_tail=(3, 4), second_saved=(2, 4))
+    spec = CacheSpec((None, None), 2, 16, (layer, StateLayer((), (3, 4), (2, 4))))
+    engine = StateEngine(spec, 2, 0, torch.bfloat16, torch.device("cpu"))
+    engine.allocate()
+    assert spec.slot_bytes == 4 * 6 + 2 * (12 + 10 + 12 + 8) + 2 * (12 + 8)
+    assert sum(each.nbytes for each in engine.tensors) == engine.num_device_bytes
+    first, last = engine.layers
+    for number, tail in enumerate((first.tail, first.second_tail, last.tail)):
+        tail.fill_(number + 1)
+    assert [each.second_tail is None for each in (first, last)] == [False, True]
+    assert [float(each.float().mean()) for each in (first.tail, first.second_tail, last.tail)] == [1, 2, 3]
+    for each in engine.lasting_tensors:
+        each.fill_(7.0)
+    assert bool((first.second_tail == 7).all())
+    assert not first.second_saved.any()
+    assert describe_slot(spec).endswith(
+        "(1 layers of 2 channels of 3 float32, 3 x 4 inputs, 2 x 5 inputs of drafts, 3 x 4 inputs, 2 x 4 inputs of "
+        "drafts, 1 layers of 3 x 4 inputs, 2 x 4 inputs of drafts)"
+    )
 
 
 def test_states_and_tails_of_one_shape_are_apart():

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from media_models import MODELS, PINPOINTS, media_folder, media_processor
 
+from spmd_worker.base.config.schema import IMAGE_PROCESSOR_KEYS
 from spmd_worker.base.errors import ModelConfigError
+from spmd_worker.media import image_processor
 from spmd_worker.media.image_processor import (
     CLIP_MEAN,
     CLIP_STD,
@@ -71,6 +73,15 @@ EXPECTED = {
         min_crops=1,
         max_crops=4,
         dense_rule=(0.0, 0.0, 0.0),
+    ),
+    "aya_vision": ImageProcessor(
+        *("aya_vision", 14, CLIP_MEAN, CLIP_STD), side=56, tokens_per_crop=4, min_crops=1, max_crops=6
+    ),
+    "minicpmv4_6": ImageProcessor(
+        *("minicpmv4_6", 14, HALVES, HALVES), merge_size=4, side=168, max_crops=5, splits=True, is_numbered=True
+    ),
+    "cohere2_vision": ImageProcessor(
+        *("cohere2_vision", 14, CLIP_MEAN, CLIP_STD), side=56, tokens_per_crop=4, max_crops=6
     ),
     "lfm2_vl": ImageProcessor(
         *("lfm2_vl", 14, HALVES, HALVES),
@@ -172,6 +183,13 @@ THINNED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"side": 512, "patch_size": 16, "merge_size": 4, "tokens_per_crop": 64, "max_crops": 32, "dense_crops": 0},
     ),
+    "aya_vision": (
+        {"vision_config": {"image_size": 384, "patch_size": 16}},
+        {},
+        {"side": 384, "tokens_per_crop": 144, "min_crops": 1, "max_crops": 12},
+    ),
+    "minicpmv4_6": ({"vision_config": {"patch_size": 14}}, {}, {"side": 448, "merge_size": 4, "max_crops": 9}),
+    "cohere2_vision": ({}, {}, {"side": 512, "patch_size": 16, "tokens_per_crop": 256, "max_crops": 12}),
     "lfm2_vl": (
         {},
         {},
@@ -345,6 +363,15 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"vision_config": {"image_size": 56, "patch_size": 14, "use_fine_route": False}},
         r"fine_route=True needs a model with use_fine_route",
     ),
+    ("aya_vision", {"min_patches": 7}, {}, r"min_patches=7 must be a whole number from 1 to 6"),
+    ("aya_vision", {"size": {"height": 84, "width": 84}}, {}, r"must be the size that the tower has.* 56, not 84"),
+    ("minicpmv4_6", {"patch_size": 16}, {}, r"patch_size=16 must be the size that the tower has.* 14, not 16"),
+    ("minicpmv4_6", {"max_slice_nums": 0}, {}, r"max_slice_nums=0 must be a whole number from 1 to 64"),
+    ("minicpmv4_6", {"downsample_mode": 4}, {}, r"downsample_mode=4 is not supported"),
+    ("minicpmv4_6", {"use_image_id": "no"}, {}, r"use_image_id='no' must be true or false"),
+    ("cohere2_vision", {"patch_size": 16}, {}, r"patch_size=16 must be the root of the 4 tokens"),
+    ("cohere2_vision", {"crop_to_patches": 1}, {}, r"crop_to_patches=1 must be true or false"),
+    ("cohere2_vision", {}, {"downsample_factor": 3}, r"downsample_factor=3 must divide the 4 patches of a side"),
     ("lfm2_vl", {"tile_size": 57}, {}, r"tile_size=57 must be a multiple of 28, the pixels of a token's side"),
     ("lfm2_vl", {"min_tiles": 6}, {}, r"min_tiles=6 must be a whole number from 1 to 5"),
     ("lfm2_vl", {"downsample_factor": 4}, {}, r"downsample_factor=4 must be the size that the tower has"),
@@ -394,3 +421,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path):
     (folder / "config.json").unlink()
     with pytest.raises(ModelConfigError, match=r"config.json does not exist"):
         read(folder, "gemma3")
+
+
+def test_keys_of_a_run_are_those_of_kinds():
+    """A key that a kind takes and a run does not could never be given."""
+    taken = {key for rule in image_processor._RULES.values() for key in rule.overrides}
+    assert taken - {"min_pixels", "max_pixels"} == {*IMAGE_PROCESSOR_KEYS}

@@ -24,10 +24,18 @@ from spmd_worker.media import resize
 from spmd_worker.media.errors import MediaError
 from spmd_worker.media.image_processor import ImageProcessor
 from spmd_worker.media.patches import normalise, patches, qwen_patches
-from spmd_worker.media.placeholders import PLACEHOLDERS
+from spmd_worker.media.placeholders import IMAGE_NUMBER, PLACEHOLDERS
 from spmd_worker.media.prepared import Pixels, PreparedImage
 from spmd_worker.media.preparing import prepare
-from spmd_worker.media.sizes import glm_size, kimi_size, lfm2_grid, llama4_grid, llama4_size, paddleocr_size
+from spmd_worker.media.sizes import (
+    cohere_grid,
+    glm_size,
+    kimi_size,
+    lfm2_grid,
+    llama4_grid,
+    llama4_size,
+    paddleocr_size,
+)
 from spmd_worker.model.towers.pixels import PixelTable
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.tokenizer.chat_template import ChatTemplate
@@ -56,6 +64,8 @@ def oracle_rows(kind: str, inputs: dict[str, Any], patch: int) -> np.ndarray:
     if kind == "lfm2_vl":
         rows = values[np.asarray(inputs["pixel_attention_mask"]) > 0]
         return rows.reshape(len(rows), -1, 3).transpose(0, 2, 1).reshape(rows.shape)
+    if kind == "minicpmv4_6":
+        return values[0].reshape(3, patch, -1, patch).transpose(2, 0, 1, 3).reshape(-1, 3 * patch**2)
     if kind.startswith("gemma4"):
         # Channels of a pixel are side by side there.
         rows = values[(np.asarray(inputs["image_position_ids"]) >= 0).all(-1)]
@@ -76,6 +86,7 @@ OWN_TABLES: dict[str, dict[str, Any]] = {
     "llama4": {"has_bfloat16_pixels": True},
     "kimi_k25": {"scales_levels": True},
     "lfm2_vl": {"scales_levels": True},
+    "cohere2_vision": {"scales_levels": True},
 }
 """Kinds whose pixels are normalised in other ways."""
 
@@ -200,6 +211,17 @@ def test_sizes_of_kimi_are_those_of_transformers():
         assert kimi_size(height, width, 14, most, side) == theirs(height, width, 14, 2, most, side)[0]
 
 
+def test_tiles_of_command_a_are_those_of_transformers():
+    """Also of images that several grids fit alike."""
+    theirs, generator = torchvision_module("cohere2_vision").get_optimal_tiled_canvas, random.Random(5)
+    for _ in range(2000):
+        height = generator.choice([int(2 ** generator.uniform(0, 12)), 56, 112, 512, 1024])
+        width = generator.choice([int(2 ** generator.uniform(0, 12)), height, 3 * height // 2, 3 * height])
+        side, most = generator.choice([(512, 12), (56, 6), (56, 1), (84, 25)])
+        columns, lines = theirs((height, width), (side, side), 1, most)
+        assert cohere_grid(height, width, side, most) == (lines, columns)
+
+
 def test_grids_of_lfm2_are_those_of_transformers():
     """Also of images of ratios in the middle of two."""
     module, generator = torchvision_module("lfm2_vl"), random.Random(4)
@@ -243,6 +265,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] |
     "two tiles": ("lfm2_vl", {"max_tiles": 2}, {}, None),
     "no tiles": ("lfm2_vl", {"do_image_splitting": False}, {}, None),
     "few pixels too many": ("lfm2_vl", {"max_pixels_tolerance": 3.1}, {}, None),
+    "no tiles of Command A": ("cohere2_vision", {"crop_to_patches": False}, {}, None),
+    "many tiles of Command A": ("cohere2_vision", {"max_patches": 12, "image_mean": [0.5] * 3}, {}, None),
+    "many slices": ("minicpmv4_6", {"max_slice_nums": 9, "scale_resolution": 84}, {}, None),
+    "no slices": ("minicpmv4_6", {"slice_mode": False}, {}, None),
+    "small tokens": ("minicpmv4_6", {"downsample_mode": "4x"}, {}, None),
+    "some tiles of Aya": ("aya_vision", {"min_patches": 3, "crop_to_patches": False}, {}, None),
     "not split": ("smolvlm", {"do_image_splitting": False}, {}, None),
     "one square": ("smolvlm", {"size": {"longest_edge": 64}}, {}, None),
     "other filter and scale": ("gemma3", {"resample": 1, "rescale_factor": 0.0039, "image_mean": 0.4}, {}, None),
@@ -295,6 +323,15 @@ OWN_SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"image_size": 1540, "patch_size": 14}},
         {"patch_size": 14, "size": {"longest_edge": 1540}},
     ),
+    "aya_vision": (
+        {"vision_config": {**SIGLIP, "image_size": 364}},
+        {"size": {"height": 364, "width": 364}, "max_patches": 12},
+    ),
+    "cohere2_vision": (
+        {"vision_config": {**SIGLIP, "image_size": 512, "patch_size": 16}},
+        {"size": {"height": 512, "width": 512}, "max_patches": 12, "patch_size": 16},
+    ),
+    "minicpmv4_6": ({}, {"scale_resolution": 448, "max_slice_nums": 9}),
     "mistral3": ({"vision_config": {"image_size": 1540, "patch_size": 14}}, {"size": {"longest_edge": 1540}}),
     "granite_docling": ({"vision_config": {}}, {"size": {"height": 512, "width": 512}, "max_patches": 32}),
     "lfm2_vl": (
@@ -383,5 +420,8 @@ def test_chat_placeholders_expand_as_text(kind: str, tmp_path: Path):
     text = ChatTemplate(source, {}).render([{"role": "user", "content": content}], content_format="openai")
     images = prepared(PROMPTS["two"], media_processor(tmp_path, kind))
     expanded = placeholders.expand_text(text, images)
-    first, second = (placeholders.written.replace(placeholders.marker, image.text) for image in images)
+    first, second = (
+        placeholders.written.replace(placeholders.marker, image.text.replace(IMAGE_NUMBER, str(number)))
+        for number, image in enumerate(images)
+    )
     assert expanded == f"{first} or\n{second}"

@@ -125,6 +125,19 @@ def test_expanded_gemma_prompt_with_markers_left_is_refused(tmp_path: Path, enco
     assert "16 image token ids" in mismatch(PLACEHOLDERS["gemma3"].expand_ids, half, images, encode)
 
 
+def test_expanded_ids_need_no_placeholder_token(tmp_path: Path, encode: Encode):
+    """A tokenizer may have none where a processor replaces a text."""
+    images, expand = images_of("aya_vision", tmp_path, 1), PLACEHOLDERS["aya_vision"].expand_ids
+    whole = encode(images[0].text)
+
+    def plain(text: str) -> list[int]:
+        return list(encode(text.replace("<image>", "< image >")))
+
+    assert expand(whole, images, plain) == whole
+    with pytest.raises(MediaError, match="the tokenizer has no token '<image>'"):
+        expand(plain("<image>"), images, plain)
+
+
 def test_prompt_without_images_stays_as_it_is(encode: Encode):
     ids = encode("<image> is a word here")
     assert PLACEHOLDERS["llava"].expand_ids(ids, [], encode) == ids

@@ -9,7 +9,7 @@ from spmd_worker.media.prepared import AudioFeatures, ImagePixels, PreparedImage
 from spmd_worker.media.sent_audio import PreparedMedia, sent
 
 CROPS = tuple([np.arange(rows * 12, dtype=np.uint8).reshape(rows, 4, 3) for rows in (2, 5)])
-IMAGE = PreparedImage(b"i" * 16, ImagePixels(CROPS, (1, 2), (40, 30)), "", 3, 3, (0, 0), b"source")
+IMAGE = PreparedImage(b"i" * 16, ImagePixels(CROPS, (1, 2), (40, 30), 2), "", 3, 3, (0, 0), b"source")
 FEATURES = AudioFeatures(np.arange(24, dtype=np.float32).reshape(4, 6))
 AUDIO = PreparedAudio(b"a" * 16, FEATURES, 3, 3, 0.0, 1.0, 1.0, b"source")
 

@@ -28,8 +28,8 @@ from spmd_worker.media.video_processor import VideoProcessor
 from spmd_worker.media.video_sampling import Sampling, sampled_indices
 
 HALVES = (0.5, 0.5, 0.5)
-QWEN3 = VideoProcessor("qwen3_vl", 16, 2, 4096, 1 << 20, HALVES, HALVES, timestamps=True)
-QWEN2 = VideoProcessor("qwen2_5_vl", 14, 2, 3136, 100_352, HALVES, HALVES)
+QWEN3 = VideoProcessor("qwen3_vl", "qwen3_vl", 16, 2, 4096, 1 << 20, HALVES, HALVES)
+QWEN2 = VideoProcessor("qwen2_5_vl", "qwen2_5_vl", 14, 2, 3136, 100_352, HALVES, HALVES)
 LIMITS = MediaLimits(max_video_frames=40)
 HEADER = b"GIF89a"
 
@@ -98,7 +98,13 @@ def test_callers_numbers_replace_those_of_the_model():
     assert decoded(file_of(), num_frames=3).indices == [0, 14, 29]
     assert decoded(file_of(), fps=1.0, min_frames=2).indices == [0, 14, 29]
     assert len(decoded(file_of(), fps=10.0, max_frames=7).indices) == 7
-    assert decoded(file_of(), replace(QWEN2, num_frames=4)).indices == [0, 7, 15, 22]
+    numbered = replace(QWEN2, num_frames=4)
+    assert decoded(file_of(), numbered).indices == [0, 7, 15, 22]
+    assert decoded(file_of(), numbered, max_frames=2).indices == [0, 15]
+    # A bound beyond the model's other one.
+    assert len(decoded(file_of(), replace(QWEN2, max_frames=8), fps=10.0, min_frames=12).indices) == 12
+    squares = replace(SQUARES, kind="smolvlm", layout="smolvlm", min_frames=4)
+    assert decoded(file_of(), squares, max_frames=2).indices == [0, 29]
     assert decoded(file_of(frames=1, packets=1)).indices == [0]
 
 
@@ -157,15 +163,44 @@ def test_process_answers_with_frames(monkeypatch: pytest.MonkeyPatch):
         decoder.decode(file_of(is_audio=True), Sampling())
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("layout", ["glm4v", "glm46v", "smolvlm"])
+def test_indices_by_seconds_are_those_of_transformers(layout: str):
+    chance, processor = random.Random(1), replace(QWEN3, kind="glm4v", layout=layout, min_frames=1)
+    theirs = video_processor_oracle(layout, {"num_frames": 1000, "fps": 2})
+    for _ in range(100):
+        total, fps = chance.randrange(1, 9000), chance.choice([24.0, 25.0, 29.97, 60.0, 12.5, 1.0])
+        metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+        for rate in (None, 1.0, 3.3) if layout != "glm46v" else (None,):
+            expected = theirs.sample_frames(metadata, fps=rate)
+            bounded = replace(processor, max_frames=1000)
+            assert sampled_indices(total, fps, Sampling(fps=rate), bounded) == expected.tolist(), (total, fps, rate)
+    assert len(sampled_indices(9000, 25.0, Sampling(fps=2.0, max_frames=10), processor)) == 10
+    assert sampled_indices(9000, 25.0, Sampling(num_frames=3), processor) == [0, 4500, 8999]
+
+
+SQUARES = replace(QWEN2, side=56, tokens_per_frame=4, min_frames=1, max_frames=5000)
+
+
+def test_number_of_a_model_of_squares_is_a_most():
+    processor = replace(SQUARES, kind="internvl", layout="internvl", num_frames=8)
+    assert sampled_indices(80, 25.0, Sampling(), processor) == [5, 15, 25, 35, 45, 55, 65, 75]
+    assert sampled_indices(3, 25.0, Sampling(), processor) == [0, 1, 2]
+    assert sampled_indices(80, 25.0, Sampling(max_frames=2), processor) == [20, 60]
+    assert len(sampled_indices(80, 25.0, Sampling(min_frames=20), processor)) == 20
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_indices_are_those_of_transformers(kind: str):
-    """But for the rounding of float32, which Qwen2-VL's has."""
-    chance, processor = random.Random(1), QWEN3 if kind == "qwen3_vl" else QWEN2
-    theirs = video_processor_oracle(kind, {"num_frames": None, "fps": None if kind == "qwen2_vl" else 2})
+    """But for the rounding of float32, which others than Qwen3-VL's have."""
+    chance = random.Random(1)
+    processor = {"qwen2_vl": QWEN2, "qwen3_vl": QWEN3}.get(kind, replace(SQUARES, kind=kind, layout=kind))
+    theirs = video_processor_oracle(kind, {"num_frames": None, "fps": 2 if kind == "qwen3_vl" else None})
     for _ in range(100):
         total, fps = chance.randrange(4, 4000), chance.choice([24.0, 25.0, 29.97, 60.0, 12.5, 1.0])
         number = 2 * chance.randrange(1, total // 2)
         for given in ({"fps": chance.choice([0.5, 1.0, 2.0, 4.5])}, {"num_frames": number}):
+            if int(total / fps * given.get("fps", fps)) > total:
+                continue
             expected = theirs.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), **given)
             found = sampled_indices(total, fps, Sampling(**given), processor)
             pairs = zip(found, map(int, expected))

@@ -1,6 +1,7 @@
 """Files that say how videos are prepared: which of them counts, what is missing, and what cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,60 @@ def test_given_values_replace_those_of_the_file(tmp_path: Path):
     assert (found.min_pixels, found.max_pixels, found.num_frames, found.min_frames) == (4096, 50176, 8, 2)
 
 
+@pytest.mark.parametrize(
+    ("file", "given", "numbers"),
+    [
+        ({}, {"max_frames": 5}, (5, 1, 5)),
+        ({}, {"min_frames": 9}, (9, 9, 768)),
+        ({"num_frames": 6}, {"fps": 1}, (0, 1, 768)),
+        ({"fps": 3}, {"num_frames": 6}, (6, 1, 768)),
+    ],
+)
+def test_given_numbers_of_frames_have_an_effect(
+    tmp_path: Path, file: dict[str, Any], given: dict[str, Any], numbers: tuple[int, int, int]
+):
+    """Bounds in a model with a number of its own."""
+    found = read(tmp_path, "internvl", given, video_preprocessor_config={"size": 56, **file})
+    assert found is not None
+    assert (found.num_frames, found.min_frames, found.max_frames) == numbers
+    with pytest.raises(ModelConfigError, match="num_frames=2 does not go with fps"):
+        read(tmp_path / "both", "internvl", {"num_frames": 2, "fps": 1}, video_preprocessor_config={"size": 56})
+
+
+def test_smolvlm_has_its_numbers_under_other_names(tmp_path: Path):
+    side = {"max_image_size": {"longest_edge": 64}}
+    sampling = {"fps": 3, "max_frames": 9, "video_size": {"longest_edge": 512}}
+    old = read(tmp_path, "smolvlm", video_preprocessor_config={**side, "video_sampling": sampling})
+    new = read(tmp_path, "smolvlm", {"num_frames": 7}, video_preprocessor_config={**side, "size": 9999, "fps": 2})
+    none = read(tmp_path, "smolvlm", video_preprocessor_config=side)
+    found = [(each.longest_edge, each.fps, each.max_frames, each.num_frames) for each in (old, new, none) if each]
+    assert found == [(512, 3.0, 9, 0), (4096, 2.0, 7, 0), (1456, 1.0, 64, 0)]
+
+
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [
+        ({}, "glm4v"),
+        ({"processor_class": "Glm46VProcessor"}, "glm46v"),
+        ({"video_processor_type": "Glm4vVideoProcessor", "processor_class": 3}, "glm4v"),
+        ({"video_processor_type": {}}, "glm4v"),
+    ],
+)
+def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[str, Any], layout: str):
+    """GLM-4.6V has the architecture of 4.5V."""
+    found = read(tmp_path, "glm4v", video_preprocessor_config=values)
+    assert found is not None
+    assert (found.layout, found.max_pixels, found.min_frames) == (layout, 28 * 28 * 2 * 30_000, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("internvl", "min_pixels"), ("smolvlm", "max_video_tokens"), ("glm4v", "cap_pixels_per_frame")]
+)
+def test_given_key_without_effect_is_an_error(tmp_path: Path, kind: str, key: str):
+    with pytest.raises(ModelConfigError, match=f"model.video_processor: {key} is not supported for {kind}"):
+        read(tmp_path, kind, {key: 1}, video_preprocessor_config={})
+
+
 def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read(tmp_path, "gemma3", video_preprocessor_config={}) is None
     folder = tmp_path / "none"
@@ -53,9 +108,21 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
     assert read_video_processor(folder / "qwen2_vl", images) is None
 
 
+OF_SQUARES = {"do_center_crop": "internvl", "initial_shift": "internvl", "max_image_size": "smolvlm"}
+OTHER_SQUARES = [{"height": 57, "width": 57}, {"height": 56, "width": 70}]
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"size": OTHER_SQUARES[0]}, "must be the size that the tower has, 56, not 57"),
+        ({"size": OTHER_SQUARES[1]}, "must be a square"),
+        ({"size": {"height": 56, "width": 56}, "do_center_crop": True}, "only false; limits.max_videos=0"),
+        ({"size": {"height": 56, "width": 56}, "initial_shift": 3}, "initial_shift"),
+        ({"max_image_size": {"longest_edge": 63}}, "must be the size that the tower has, 64, not 63"),
+        ({"max_image_size": 64, "video_sampling": 3}, "video_sampling"),
+        ({"max_image_size": 64, "video_sampling": {"max_frames": -1}}, "max_frames"),
+        ({"max_image_size": 64, "video_sampling": {"video_size": {"longest_edge": 10**12}}}, "video_size.longest_edge"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "asks for at least 9 pixels of a video and at most 4"),
         ({"size": {"shortest_edge": 10**12}}, "size.shortest_edge"),
         ({"size": [1]}, "size"),
@@ -69,6 +136,7 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
         ({"fps": 1e9}, "must be at most 1000"),
         ({"fps": -1}, "fps"),
         ({"num_frames": 0}, "num_frames"),
+        ({"max_image_size": 64, "num_frames": "x"}, "num_frames='x'"),
         ({"min_frames": 9, "max_frames": 3}, "max_frames=3 does not go with min_frames=9"),
         ({"max_frames": 3}, "max_frames=3 does not go with min_frames=4"),
         ({"min_frames": 999}, "min_frames=999 does not go with max_frames=768"),
@@ -78,10 +146,27 @@ def test_other_kinds_take_no_videos(tmp_path: Path):
     ],
 )
 def test_unusable_file_is_an_error_with_a_way_out(tmp_path: Path, values: dict[str, Any], words: str):
+    kind = next((kind for key, kind in OF_SQUARES.items() if key in values), "qwen2_5_vl")
+    kind = "internvl" if values.get("size") in OTHER_SQUARES else kind
     with pytest.raises(ModelConfigError) as found:
-        read(tmp_path, video_preprocessor_config=values)
+        read(tmp_path, kind, video_preprocessor_config=values)
     assert words in str(found.value)
     assert "video_preprocessor_config.json" in str(found.value)
+
+
+def test_omni_models_have_bounds_of_their_class(tmp_path: Path):
+    """transformers gives its video processor these in place of the file's."""
+    images = replace(media_processor(tmp_path, "qwen2_5_vl"), kind="qwen2_5_omni")
+    folder = tmp_path / "qwen2_5_vl"
+    found = read_video_processor(folder, images)
+    assert found is not None
+    assert (found.min_pixels, found.max_pixels, found.time_per_second) == (128 * 28 * 28, 768 * 28 * 28, 25.0)
+    given = read_video_processor(folder, images, {"size": SIZE})
+    assert given is not None
+    assert (given.min_pixels, given.max_pixels) == (4096, 50176)
+    (folder / "config.json").write_text('{"thinker_config": {"position_id_per_seconds": -1}}')
+    with pytest.raises(ModelConfigError, match="position_id_per_seconds"):
+        read_video_processor(folder, images)
 
 
 @pytest.mark.parametrize("rate", [0, -1, "x", 1e9, True])

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bailing_checkpoints
 import compressed_checkpoints
 import conv_checkpoints
 import delta_checkpoints
@@ -18,6 +19,7 @@ import kimi_checkpoints
 import latent_checkpoints
 import mamba_checkpoints
 import pytest
+import qwen4_checkpoints
 import recent_checkpoints
 import torch
 from hybrid_runs import run_rows
@@ -51,7 +53,9 @@ CASES = {
     **cases_of(conv_checkpoints, "conv", conv_checkpoints.CASES),
     **cases_of(delta_checkpoints, "delta", delta_checkpoints.DELTA_CASES),
     **cases_of(kimi_checkpoints, "kimi", kimi_checkpoints.KIMI_CASES),
+    **cases_of(bailing_checkpoints, "bailing", bailing_checkpoints.BAILING_CASES),
     **cases_of(latent_checkpoints, "latent", latent_checkpoints.CASES),
+    **cases_of(qwen4_checkpoints, "qwen4", ("qwen4", "qwen4_sigmoid")),
     **cases_of(mamba_checkpoints, "mamba", mamba_checkpoints.MAMBA_CASES),
     **cases_of(recent_checkpoints, "recent", recent_checkpoints.CASES),
 }
@@ -74,9 +78,9 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().median() / (ROUNDING * other.std()))
 
 
-def are_near(ours: float, theirs: float, apart: float) -> bool:
+def are_near(ours: float, theirs: float, apart: float, most: float = 20) -> bool:
     """Whether we are about as far from float32 as transformers, and no farther from it than it from float32."""
-    return max(ours, apart) < 1.25 * theirs < 20
+    return max(ours, apart) < 1.25 * theirs < most
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -85,10 +89,13 @@ def are_near(ours: float, theirs: float, apart: float) -> bool:
 def test_bfloat16_is_near_transformers(name: str):
     case = CASES[name]
     right, theirs = logits_of(case.reference()), logits_of(in_bfloat16(case))
-    ours = torch.cat(run_rows([load_model(case.folder(), dtype="bfloat16")], ROWS)[0])
+    model = load_model(case.folder(), dtype="bfloat16")
+    ours = torch.cat(run_rows([model], ROWS)[0])
     distances = [distance(ours, right), distance(theirs, right), distance(ours, theirs)]
     print(f"ROUNDINGS {name}: ours {distances[0]:.1f}, transformers {distances[1]:.1f}, apart {distances[2]:.1f}")
-    assert are_near(*distances)
+    # Rounded scores choose other keys.
+    chooses = any(layer.latent is not None and layer.latent.indexer for layer in model.model_config.layers)
+    assert are_near(*distances, most=50 if chooses else 20)
 
 
 def test_comparison_detects_coarser_weights(tmp_path: Path):

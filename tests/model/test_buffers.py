@@ -12,6 +12,7 @@ import family_checkpoints
 import pytest
 import torch
 import transformers
+from bailing_checkpoints import bailing_reference
 from compressed_checkpoints import compressed_reference
 from conv_checkpoints import CASES as CONVOLUTIONS
 from conv_checkpoints import conv_config, conv_suffix
@@ -27,6 +28,7 @@ from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
 from omni_models import omni_reference
+from qwen4_checkpoints import QWEN4_CASES, qwen4_reference
 from recent_checkpoints import CASES as RECENT
 from recent_checkpoints import recent_config
 
@@ -58,10 +60,14 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     for name, (_, architecture, keys) in DELTA_CASES.items():
         if with_experts == ("num_experts" in keys.get("text_config", keys)):
             yield architecture, delta_config(name)
+    if with_experts:
+        for name, (_, architecture, _) in QWEN4_CASES.items():
+            yield architecture, qwen4_reference(name).config
     of_omni = "qwen3_omni" if with_experts else "qwen2_5_omni"
     yield type(omni_reference(of_omni)).__name__, omni_reference(of_omni).config
     if with_experts:
         yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
+        yield "BailingHybridForCausalLM", bailing_reference("bailing_hybrid").config
         yield "DeepseekV4ForCausalLM", compressed_reference("deepseek_v4").config
     for name, (family, _) in MAMBA_CASES.items():
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid", "Jamba")):
@@ -126,7 +132,9 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
-    with_bias |= {"MiMoV2FlashForCausalLM"}
+    with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM"}
+    # Factors of a rope's frequencies.
+    with_bias |= {"MiMoV2FlashForCausalLM", "MistralLarge4ForConditionalGeneration"}
     with_bias |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "NemotronHForCausalLM"}
     others = {
         "ApertusForCausalLM",

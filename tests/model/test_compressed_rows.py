@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_checkpoints import CASES, HEAVY, SPARSE, compressed_folder, compressed_reference, hub_folder
+from compressed_checkpoints import (
+    CASES,
+    HEAVY,
+    SPARSE,
+    compressed_folder,
+    compressed_reference,
+    hub_folder,
+    stored_folders,
+)
 from family_checks import check_schedules, check_tensors, ids_and_logprobs, joined_logits
+from json_files import edit
 from our_model import load_model, prompt_logits
 from plain_models import new_model
 from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error
@@ -23,9 +32,9 @@ from two_stages import TwoStages
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.errors import CheckpointError, ConfigError, ModelConfigError
 from spmd_worker.model.layers import compressed_attention
+from spmd_worker.model.layers.balanced_streams import StreamMatrix
 from spmd_worker.model.layers.compressed_attention import EntryIndexer, GroupedProjection
 from spmd_worker.model.layers.compressed_entries import Compressor, Groups
-from spmd_worker.model.layers.hyper_connection import HyperConnection
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -132,6 +141,19 @@ def test_shards_equal_transformers_and_stages_one_rank(name: str):
     assert all(map(torch.equal, staged, whole))
 
 
+def test_stored_numbers_of_the_hub_are_what_they_mean(tmp_path: Path):
+    """FP8 in blocks and experts in FP4, dequantised and, of bfloat16 on CPUs, experts as they are stored."""
+    stored, plain = stored_folders("deepseek_v4", tmp_path)
+    wanted = prompt_logits(load_model(plain), PROMPTS)
+    assert all(map(torch.equal, prompt_logits(load_model(stored), PROMPTS), wanted))
+    rounded = prompt_logits(load_model(plain, dtype="bfloat16"), PROMPTS[-1:])
+    model = load_model(stored, dtype="bfloat16")
+    assert all(map(torch.equal, prompt_logits(model, PROMPTS[-1:]), rounded))
+    edit(stored / "config.json", expert_dtype="fp8")
+    with pytest.raises(CheckpointError, match=r"w1\.weight is int8, but must be float8_e4m3fn"):
+        load_model(stored)
+
+
 def test_weights_are_viewed_and_updated_by_name():
     check_tensors(hub_folder("deepseek_v4"), compressed_reference("deepseek_v4").state_dict())
 
@@ -198,7 +220,7 @@ def _next_place(*arguments: Any) -> Any:
 
 
 entry_places = compressed_attention.entry_places
-balanced = HyperConnection._balanced
+balanced = StreamMatrix._balanced
 members = Compressor._members
 
 
@@ -218,8 +240,8 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the entry before": (compressed_attention, "entry_places", _next_place),
     "a mean without gates": (Compressor, "_members", _without_gates),
     "one projection of two": (Compressor, "_members", _own_halves),
-    "streams not balanced": (HyperConnection, "_balanced", lambda self, matrix: matrix),
-    "streams mixed backwards": (HyperConnection, "_balanced", lambda self, matrix: balanced(self, matrix).mT),
+    "streams not balanced": (StreamMatrix, "_balanced", lambda self, matrix: matrix),
+    "streams mixed backwards": (StreamMatrix, "_balanced", lambda self, matrix: balanced(self, matrix).mT),
 }
 
 
@@ -290,7 +312,7 @@ def test_defaults_of_omitted_keys_equal_transformers():
     assert (compressed.num_groups, compressed.output_rank) == (theirs.o_groups, theirs.o_lora_rank)
     assert (experts.num_experts, experts.num_chosen, experts.scaling) == (256, 6, theirs.routed_scaling_factor)
     assert (experts.intermediate_size, experts.shared_size, experts.bound) == (2048, 2048, -theirs.swiglu_limit)
-    assert (streams.count, streams.num_iterations, streams.eps) == (4, 20, theirs.hc_eps)
+    assert (streams.num_streams, streams.num_iterations, streams.eps) == (4, 20, theirs.hc_eps)
     assert [rope.rope_theta for rope in ours.ropes] == [theirs.rope_theta, theirs.compress_rope_theta]
     assert (ours.eos_token_ids, layer.norm.eps) == ((theirs.eos_token_id,), theirs.rms_norm_eps)
 
@@ -310,7 +332,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 2}, "partial_rotary_factor=2 rotates 1024 of head_dim=512"),
     ({"hc_mult": 0}, "hc_mult=0 must be a whole number from 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported: entries"),
-    ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "whose FP8 and FP4 tensors are not read"),
+    ({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "int4"}, "expert_dtype='int4' is not supported"),
 ]
 
 

@@ -9,6 +9,7 @@ from model_configs import spelled
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.delta_net import GatedNorm
+from spmd_worker.model.layers.gated_streams import StreamNorm
 from spmd_worker.model.layers.mamba import MambaNorm
 from spmd_worker.model.layers.norm import FullNorm, HeadNorms, RMSNorm
 from spmd_worker.model.registry import build_model
@@ -36,7 +37,7 @@ def norms_of(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[st
     model, norms, others = build_model(context, model_config), {}, set()
     for piece in model.weights.slices:
         module = model.get_submodule(piece.parameter_name.rpartition(".")[0])
-        is_norm = isinstance(module, RMSNorm | FullNorm | HeadNorms | GatedNorm | MambaNorm)
+        is_norm = isinstance(module, RMSNorm | FullNorm | HeadNorms | GatedNorm | MambaNorm | StreamNorm)
         if is_norm and not piece.checkpoint_name.endswith("bias"):
             norms[piece.checkpoint_name] = piece.checkpoint_shape
         else:

@@ -27,6 +27,7 @@ from family_checkpoints import (
 from family_checks import check_views_of_ranks, ids_and_logprobs, joined_logits, readings_of, without_each
 from family_mutants import entries
 from image_checkpoints import AS_IN_MEMORY, NESTED
+from logit_scales import scale_logits
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
@@ -348,11 +349,20 @@ OWN_SIZES = {
     "NemotronForCausalLM": {"num_key_value_heads": 64},
     "CohereForCausalLM": {"vocab_size": 256_000},
     "Cohere2ForCausalLM": {"vocab_size": 256_000},
+    "AyaVisionForConditionalGeneration": {"model_type": "cohere2"},
+    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2"},
     "StableLmForCausalLM": {"hidden_size": 512},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
     "MinistralForCausalLM": {"head_dim": 8},
     "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4"},
     "GraniteDoclingForConditionalGeneration": {"hidden_size": 1024},
+    "Qwen4ExpForConditionalGeneration": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
 }
 """What goes with the class's other defaults, and what it cannot do without."""
 HAVE_OWN_HEADS = ("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration")
@@ -495,6 +505,8 @@ TIED_BY_DEFAULT = {
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "GraniteDoclingForConditionalGeneration": "granite_docling",
+    "AyaVisionForConditionalGeneration": "aya_vision",
+    "Cohere2VisionForConditionalGeneration": "cohere2_vision",
     "JanusForConditionalGeneration": "janus",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
@@ -505,7 +517,7 @@ TIED_BY_DEFAULT = {
 KIMI = ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
 """Whose class does so too, and whose cases are in latent_checkpoints.py."""
 OTHER_NAMES = ("LightOnOCRForConditionalGeneration",)
-"""Of a case's class."""
+"""Second names of a row, whose cases have the first."""
 
 
 def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | None) -> dict[str, Any]:
@@ -608,6 +620,7 @@ def test_head_is_tied_by_default_without_stored_head(name: str, tmp_path: Path):
             save_file(other, folder / "model.safetensors", {"format": "pt"})
             ours = prompt_logits(load_model(folder), prompts)
             theirs = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            theirs = scale_logits(theirs)
             for prompt, logits, with_embedding in zip(prompts, ours, tied, strict=True):
                 with torch.no_grad():
                     right = theirs(torch.tensor([prompt]), use_cache=False).logits[0].float()
@@ -721,7 +734,7 @@ def each_with_new_entries() -> list[Any]:
         is_repeated = each in NESTED_FAMILIES or each in NOTICED or names <= seen
         mark = NOTICED.get(each, pytest.mark.stress if is_repeated else pytest.mark.matrix)
         seen |= names if mark != pytest.mark.stress else set()
-        found += [] if each in FIRST_FAMILIES else [pytest.param(each, marks=mark)]
+        found += [] if each in (*FIRST_FAMILIES, *OTHER_NAMES) else [pytest.param(each, marks=mark)]
     return found
 
 

@@ -16,6 +16,7 @@ from expert_checkpoints import expert_folder, expert_reference
 from family_checkpoints import family_folder, family_reference
 from image_models import image_folder, image_reference
 from image_rows import ImageRow, ImageRun, image_model, image_row, image_stages
+from qwen4_checkpoints import qwen4_folder, qwen4_reference
 from reference_models import random_prompt, relative_error
 from thread_groups import on_ranks
 from torch import Tensor
@@ -46,6 +47,8 @@ CASES = {
     "qwen2_5_vl": Case(family_folder, family_reference, THREE),
     "qwen3_vl": Case(family_folder, family_reference, THREE, num_added=3),
     "qwen3_5_images": Case(delta_folder, delta_reference, THREE),
+    "qwen4_images": Case(qwen4_folder, qwen4_reference, {**THREE, "run_length": 4}),
+    "qwen4_images_tokens": Case(qwen4_folder, qwen4_reference, THREE),
     "gemma3_images": Case(family_folder, family_reference, SIGHT),
     "gemma4": Case(image_folder, image_reference, {**SIGHT, "sees_in_windows": True}),
     "gemma4_clipped": Case(image_folder, image_reference, {"input_token_id": 3}),
@@ -55,11 +58,15 @@ CASES = {
     "glm4v_moe": Case(expert_folder, expert_reference, THREE),
     "qwen3_vl_moe": Case(expert_folder, expert_reference, THREE, num_added=1),
 }
-"""Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid; sight, with a window
-shorter than an image, the same in some layers; layers' own inputs; neighbours as pairs; experts, of a part of the head.
+"""Sections one after another; interleaved, with deepstack; of a part of the head, in a hybrid, and in one that chooses
+keys by runs, also of one token; sight, with a window shorter than an image, the same in some layers; layers' own
+inputs; neighbours as pairs; experts, of a part of the head.
 """
 IMAGES = ((3, 2, 4), (20, 3, 2))
-IN_GATE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "gemma3_images", "gemma4", "gemma4_clipped")
+IN_GATE = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen4_images", "qwen4_images_tokens"),
+    *("gemma3_images", "gemma4", "gemma4_clipped"),
+)
 CASE_MARKS = [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.stress) for name in CASES]
 
 
@@ -104,6 +111,8 @@ def logits_of(name: str, number: int) -> Tensor:
             return reference(**options, token_type_ids=types).logits[0]
         positions = torch.from_numpy(rope_positions(row.media, 0, len(row.token_ids)))
         options["position_ids"] = positions[:, None]
+        if name.startswith("qwen4"):
+            options["ple_input_ids"] = torch.tensor([row.token_ids])
         if row.added:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             mask[0, places] = True
@@ -143,6 +152,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "one position": ("qwen2_5_vl", {"has_three_positions": False}, None),
     "one position with added rows": ("qwen3_vl", {"has_three_positions": False}, None),
     "one position of a hybrid": ("qwen3_5_images", {"has_three_positions": False}, None),
+    "runs of other tokens": ("qwen4_images", {"run_length": 3}, None),
     "other sections": ("qwen2_5_vl", {}, exchanged),
     "sections as in others": ("qwen3_vl", {}, one_after_another),
     "causal": ("gemma3_images", {"sees_whole_image": False}, None),

@@ -37,7 +37,11 @@ CLASSES = {
     "gemma4_unified": ("Gemma4UnifiedConfig", 2304),
     "llama4": ("Llama4Config", 5120),
     "internvl": ("InternVLConfig", 896),
+    "aya_vision": ("AyaVisionConfig", 4096),
+    "cohere2_vision": ("Cohere2VisionConfig", 12288),
+    "minicpmv4_6": ("MiniCPMV4_6Config", 4096),
     "mistral3": ("Mistral3Config", 4096),
+    "mistral_large4": ("MistralLarge4Config", 6144),
     "smolvlm": ("SmolVLMConfig", 2048),
     "granite_docling": ("GraniteDoclingConfig", 1024),
     "lfm2_vl": ("Lfm2VlConfig", 2560),
@@ -73,7 +77,9 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     theirs = getattr(transformers, CLASSES[row][0])(**({"vision_config": {}} if row.startswith("gemma4") else {}))
     kind = theirs.vision_config.model_type
     bare = type(theirs.vision_config)(**FITTING.get(row, {}))
-    vision, tower = read(row, {"vision_config": {"model_type": kind, **FITTING.get(row, {})}})
+    # Its class has no token of its own.
+    whole = {"image_token_id": 5} if row == "minicpmv4_6" else {}
+    vision, tower = read(row, {**whole, "vision_config": {"model_type": kind, **FITTING.get(row, {})}})
     if row == "gemma4_unified":
         sizes = (tower.hidden_size, tower.num_positions, tower.patch_size, vision.merge_size, tower.projector_eps)
         assert sizes == (bare.mm_embed_dim, bare.mm_posemb_size, 16, bare.pooling_kernel_size, bare.rms_norm_eps)
@@ -98,7 +104,7 @@ def test_missing_keys_have_the_defaults_of_transformers(row: str):
     assert [getattr(tower, ours) for _, ours in SIZES] == sizes
     side = bare.patch_size
     assert tower.patch_size == (side if isinstance(side, int) else side[0])
-    token = getattr(theirs, "image_token_id", None)
+    token = getattr(theirs, "image_token_id", None) or whole.get("image_token_id")
     assert vision.image_token_id == (theirs.image_token_index if token is None else token)
     deepstack = getattr(bare, "deepstack_visual_indexes", ())
     assert tower.added_layers == tuple(deepstack if row in ("qwen3_vl", "granite_docling") else ())
@@ -223,6 +229,24 @@ def test_every_row_is_of_a_family():
         ("granite_docling", {}, {"scale_factor": 3}, "scale_factor=3 must divide a square of 32 x 32 patches, as must"),
         ("granite_docling", {}, {"scale_factor": 1}, "scale_factor=1 must divide a square of 32 x 32 patches, as must"),
         ("granite_docling", {}, {"use_fine_route": "no"}, "use_fine_route='no' must be true or false"),
+        ("aya_vision", {}, {"image_size": 240}, "downsample_factor=None must divide a square of 15 x 15 patches"),
+        ("aya_vision", {"adapter_layer_norm_eps": "no"}, {}, "adapter_layer_norm_eps='no' must be a number"),
+        (
+            "aya_vision",
+            {"vision_feature_layer": 13},
+            {},
+            "vision_feature_layer=13 must be a whole number from -13 to",
+        ),
+        ("aya_vision", {"vision_feature_select_strategy": "default"}, {}, "select_strategy='default' is not supported"),
+        ("minicpmv4_6", {"image_token_id": 5, "insert_layer_id": 12}, {}, "insert_layer_id=12 must be a whole number"),
+        ("minicpmv4_6", {"image_token_id": None}, {}, "image_token_id=None must be a whole number"),
+        ("minicpmv4_6", {"merge_kernel_size": [3, 3]}, {}, "merge_kernel_size=[3, 3] is not supported, only [2, 2]"),
+        ("minicpmv4_6", {}, {"window_kernel_size": [2, 4]}, "window_kernel_size=[2, 4] must be one length"),
+        ("minicpmv4_6", {"merger_times": 2}, {}, "merger_times=2 is not supported, only 1"),
+        ("minicpmv4_6", {"image_token_id": 5, "downsample_mode": "2x"}, {}, "downsample_mode='2x' is not supported"),
+        ("cohere2_vision", {"alignment_intermediate_size": 9}, {}, "alignment_intermediate_size=9 must be even"),
+        ("cohere2_vision", {"downsample_factor": 0}, {}, "downsample_factor=0 must be a whole number"),
+        ("cohere2_vision", {"image_token_id": "x"}, {}, "image_token_id='x' must be a whole number"),
         ("lfm2_vl", {}, {"num_patches": 200}, "num_patches=200 must be a square number"),
         ("lfm2_vl", {}, {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not supported"),
         ("lfm2_vl", {"projector_hidden_size": 0}, {}, "projector_hidden_size=0 must be a whole number"),

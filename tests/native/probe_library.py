@@ -1,8 +1,11 @@
 """Compiles a C++ file beside the tests, which sees what the compiled kernels keep to themselves."""
 
 import ctypes
+import functools
 import subprocess
 from pathlib import Path
+
+from run_folder import made_once
 
 from spmd_worker.native import build
 
@@ -24,3 +27,14 @@ def probe_library(source_name: str, folder: Path, *more_flags: str) -> ctypes.CD
     ]
     subprocess.run(list(map(str, command)), check=True, timeout=240)
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def divided_work() -> ctypes.CDLL:
+    """divided_work.cpp, compiled once for the files of this run's tests that look into it."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        probe_library("divided_work.cpp", folder)
+
+    return ctypes.CDLL(str(made_once("divided_work", make) / "divided_work.cpp.so"))

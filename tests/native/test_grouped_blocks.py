@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probe_library import probe_library
+from probe_library import divided_work
 
 TILE, BLOCK = 64, 16
 Tables = list[list[int]]
@@ -29,8 +29,8 @@ class Bundle:
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    loaded = probe_library("grouped_blocks.cpp", tmp_path_factory.mktemp("probe"))
+def probe():
+    loaded = divided_work()
     loaded.grouped_blocks.restype = loaded.planned_bundles.restype = ctypes.c_int64
     return loaded
 

@@ -5,12 +5,12 @@ import ctypes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probe_library import probe_library
+from probe_library import divided_work
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    loaded = probe_library("shrinking_items.cpp", tmp_path_factory.mktemp("probe"))
+def probe():
+    loaded = divided_work()
     loaded.shrinking_items.restype = ctypes.c_int64
     return loaded
 

@@ -32,9 +32,9 @@ answers = {}
 for name, folder in job["folders"].items():
     for layout, sizes in job["layouts"].items():
         with LLM(folder, **sizes, **job["settings"]) as llm:
-            # Twice: the second time from snapshots.
+            # Later from snapshots. Replicas take rows as they have room: of three times a row is twice with one of two.
             answers[f"{name} {layout}"] = [
-                answers_of(llm.generate(rows, params, use_tqdm=False)) for _ in range(2)
+                answers_of(llm.generate(rows, params, use_tqdm=False)) for _ in range(3)
             ]
             counters = llm.llm_engine.counters
             answers[f"{name} {layout} counts"] = [counters.num_preemptions, counters.num_snapshot_hits]
@@ -56,10 +56,10 @@ def check(names: list[str], tmp_path: Path, layouts: list[str]) -> None:
         for layout in layouts:
             compare(first[f"{name} {layout}"], expected, layout)
             assert first[f"{name} {layout}"] == second[f"{name} {layout}"]
-            num_preemptions, num_hits = first[f"{name} {layout} counts"]
+            (num_preemptions, num_hits), (_, other_hits) = (each[f"{name} {layout} counts"] for each in (first, second))
             # Blocks behind the windows of LFM3 go back to the pool, so no row of it is preempted.
             assert num_preemptions > 0 or layout == "data" or name == "lfm3"
-            assert num_hits > 0
+            assert (num_hits + other_hits if layout == "data" else min(num_hits, other_hits)) > 0
 
 
 def compare(found: list[Any], expected: list[Any], layout: str) -> None:

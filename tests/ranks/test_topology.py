@@ -98,6 +98,12 @@ TORCHRUN = {
 }
 
 
+def test_fewer_columns_than_leaves_have_ranges():
+    """Of layers of experts, whose own feed-forward a file may give any number of columns."""
+    assert RankLayout(1, num_leaves=4).columns(2, 0) == (0, 2)
+    assert [RankLayout(2, num_leaves=4).columns(1, rank) for rank in range(2)] == [(0, 1), (1, 1)]
+
+
 def test_torchrun_environment_is_read():
     environment = read_rank_environment(TORCHRUN)
     assert (environment.rank, environment.world_size) == (3, 4)

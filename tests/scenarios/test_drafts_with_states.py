@@ -31,7 +31,7 @@ from spmd_worker.replica.sequence.sequence import SequenceKey
 pytestmark = pytest.mark.usefixtures("checks_after_every_step")
 
 IN_GATE = ("lfm2", "qwen3_5", "nemotron")
-OTHERS = ("lfm2_moe", "lfm3", "olmo_hybrid", "granite", "falcon", "kimi_linear")
+OTHERS = ("lfm2_moe", "lfm3", "olmo_hybrid", "granite", "falcon", "kimi_linear", "qwen4")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "max_step_tokens": 256}
 MANY = {**SETTINGS, "num_blocks": 300, "num_state_snapshots": 60}
 FEW = {**SETTINGS, "num_blocks": 23, "max_num_seqs": 6}
@@ -72,7 +72,8 @@ def kept_states(llm: LLM) -> dict[bytes, list[Tensor]]:
     engine = llm.llm_engine
     layers = engine.executor.driver_worker.worker.running.caches.engine.states.layers
     names = engine.scheduler.state_slots._pool._index
-    tensors = [each for layer in layers if layer is not None for each in (layer.state, layer.tail) if each is not None]
+    parts = [(layer.state, layer.tail, layer.second_tail) for layer in layers if layer is not None]
+    tensors = [each for layer in parts for each in layer if each is not None]
     return {name: [each[slot].clone() for each in tensors] for name, slot in names.items()}
 
 

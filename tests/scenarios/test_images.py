@@ -96,7 +96,8 @@ def opened(kind: str, **options: Any) -> LLM:
 
 def small(model: "OpenModel", **options: Any) -> dict[str, Any]:
     """Too few blocks for all prompts, and memory for the rows of one large picture."""
-    num_row_bytes = 32 * (4 if model.dtype == "float32" else 2) * (4 if model.kind == "qwen3_vl" else 1)
+    num_added = {"qwen3_vl": 3, "granite_docling": 2}.get(model.kind, 0)
+    num_row_bytes = 32 * (4 if model.dtype == "float32" else 2) * (1 + num_added)
     num_blocks, num_rows = 16, 40
     if model.kind in (*OTHER_KINDS, "gemma4"):
         # The rows of two pictures in one prompt, but for one of them, or those of a picture alone, which may be more.
@@ -505,6 +506,9 @@ IN_LAYOUTS = {("qwen3_vl", "tensor"), ("qwen3_vl", "pipeline")}
                     "granite_docling",
                     "exaone4_5",
                     "lfm2_vl",
+                    "aya_vision",
+                    "minicpmv4_6",
+                    "cohere2_vision",
                     "deepseek_vl",
                     "lighton_ocr",
                     "llama4",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -15,15 +16,17 @@ from exact_answers import ids_and_logprobs
 from hearing_models import RATE, recording
 from jobs_of_rows import answers_of_job, openai_row
 from media_models import noise, saved
-from omni_models import Given, omni_folder, text_of, their_answer, written
+from omni_models import VIDEO_FPS, VIDEO_SIZE, Given, omni_folder, text_of, their_answer, written
 from safetensors.torch import load_file
 from serving import ServedHere
 from speech_models import wave_file
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
+from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.call_images import CallPrompt
 from spmd_worker.compat.image_prompts import ImagePrompts
+from spmd_worker.compat.media_keywords import media_values
 from spmd_worker.engine.calls import call_runner
 from spmd_worker.engine.data_parallel import prompts as data_parallel_prompts
 from spmd_worker.frontends.tools.verify import main as verify
@@ -48,10 +51,16 @@ MIXED: dict[str, list[Given]] = {
     "again": [("audio", A), ("image", P), ("audio", A), ("image", P)],
 }
 """The third has the first one's ids with another picture and another recording."""
+CLIP = [noise(60, 90, index) for index in range(5)]
+VIDEOS: list[list[Given]] = [
+    [("video", CLIP)],
+    [("audio", B), ("video", CLIP[:3]), ("image", Q), ("video", CLIP), ("audio", A)],
+]
 
 
 def prompt_of(kind: str, media: list[Given]) -> dict[str, Any]:
-    data = {name: [given for medium, given in media if medium == name] for name in ("image", "audio")}
+    data: dict[str, Any] = {name: [given for medium, given in media if medium == name] for name in ("image", "audio")}
+    data["video"] = [(np.stack(given), {"fps": VIDEO_FPS}) for medium, given in media if medium == "video"]
     return {"prompt": text_of(kind, media), "multi_modal_data": data}
 
 
@@ -64,7 +73,8 @@ def answers(llm: LLM, given: list[Any]) -> list[Any]:
 
 
 def opened(kind: str, **options: Any) -> LLM:
-    return LLM(str(omni_folder(kind)), **{**ROOMY, **options})
+    videos = {"video_processor": {"size": json.dumps(VIDEO_SIZE["size"])}}
+    return LLM(str(omni_folder(kind)), **{**ROOMY, **videos, **options})
 
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen2_5_omni", marks=pytest.mark.stress), "qwen3_omni"])
@@ -234,7 +244,7 @@ BAD: dict[str, list[Any]] = {
     "audio_missing": [PICTURE, {"type": "audio"}],
     "too_many_audios": [PICTURE, *[SOUND] * 33],
     "too_many_images": [SOUND, *[PICTURE] * 33],
-    "videos_unsupported": [PICTURE, {"type": "video_url", "video_url": {"url": "a.mp4"}}],
+    "video_missing": [PICTURE, {"type": "video_url", "video_url": {"url": "a.mp4"}}],
     "reserved_token": [PICTURE, {"type": "text", "text": "<|AUDIO|>"}],
 }
 
@@ -290,13 +300,24 @@ def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
         assert (status, answer_of(served)) == (200, right)
 
 
-def test_videos_are_refused(llm: LLM, kind: str):
-    """Their positions are others than those of Qwen's models without audio."""
-    given = prompt_of(kind, MIXED["images first"])
-    for images in (given["multi_modal_data"]["image"], None):
-        data = {**given["multi_modal_data"], "image": images, "video": [[P, R]]}
-        (refused,) = llm.generate({**given, "multi_modal_data": data}, GREEDY, use_tqdm=False, on_error="row")
-        assert "this run takes no videos" in str(refused.error)
+def test_answers_about_videos_equal_transformers(llm: LLM, kind: str):
+    for media in VIDEOS:
+        llm.reset_prefix_cache()
+        ((ids, answer, _),) = answers(llm, [prompt_of(kind, media)])
+        assert (ids, answer) == their_answer(kind, media, NUM_TOKENS)
+
+
+def test_sound_of_videos_is_refused_clearly(llm: LLM, kind: str):
+    del kind
+    asked = {"use_audio_in_video": True}
+    words = "mm_processor_kwargs has use_audio_in_video, which is not supported: the sound of videos"
+    (refused,) = llm.generate({"prompt": "a", "mm_processor_kwargs": asked}, GREEDY, use_tqdm=False, on_error="row")
+    assert words in str(refused.error)
+    with pytest.raises(ValueError, match=words):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, mm_processor_kwargs=asked)
+    with pytest.raises(ConfigError, match=words):
+        media_values({"mm_processor_kwargs": asked})
+    assert media_values({"mm_processor_kwargs": {"use_audio_in_video": False}}) == {}
 
 
 # As the file has it, in 16 bits.

@@ -15,6 +15,7 @@ import delta_checkpoints
 import latent_checkpoints
 import mamba_checkpoints
 import pytest
+import qwen4_checkpoints
 import recent_checkpoints
 import torch
 from delta_checkpoints import PERIOD
@@ -75,6 +76,7 @@ SHAPES = {
     ),
     "Qwen3.5 4B": shape(delta_checkpoints, "delta", PERIOD, "two stages", "two replicas", "two stages"),
     "Qwen3-Next": shape(delta_checkpoints, "delta", "qwen3_next", "two shards", "two shards", "two shards"),
+    "Qwen4": shape(qwen4_checkpoints, "qwen4", "qwen4", "two stages", "two replicas", "one rank"),
     "DeepSeek V3": shape(latent_checkpoints, "latent", "deepseek_v3", "two replicas", "two stages", "one rank"),
     "Nemotron 3 Nano": shape(mamba_checkpoints, "mamba", "nemotron", "two shards", "two shards", "two shards"),
     "Gemma 4 26B-A4B": shape(recent_checkpoints, "recent", "gemma4", "two stages", "two replicas", "one rank"),

@@ -3,8 +3,10 @@ calls, rows and requests.
 """
 
 import base64
+import importlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 import ranks
-from image_models import image_folder, tokenizer_of_images
+from content_templates import SMOLVLM
+from image_models import image_folder, media_kind, tokenizer_of_images
 from jobs_of_rows import answers_of_job, openai_row
 from media_models import noise, saved
 from serving import ServedHere
@@ -21,6 +24,7 @@ from video_models import NUM_TOKENS, VIDEO_KINDS, Media, Video, prompt_of_media,
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.schema import ModelOptions, PlanConfig, RunConfig
 from spmd_worker.frontends.tools.verify_images import compare_images
+from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.replica.scheduler import allocator
 from spmd_worker.replica.scheduler.planner import Planner
 from spmd_worker.resolved import resolve_run
@@ -43,15 +47,17 @@ MEDIAS: list[Media] = [
 
 
 def opened(kind: str, **options: Any) -> LLM:
-    return LLM(str(image_folder(kind)), **{"dtype": "float32", **ROOMY, **options})
+    # Texts around frames are long in bytes.
+    longer = {"num_blocks": 700, "max_model_len": 1400} if kind == "smolvlm" else {}
+    return LLM(str(image_folder(kind)), **{"dtype": "float32", **ROOMY, **longer, **options})
 
 
 def answers(
-    llm: LLM, medias: list[Media], params: SamplingParams = GREEDY
+    kind: str, llm: LLM, medias: list[Media], params: SamplingParams = GREEDY
 ) -> list[tuple[list[int], list[int], list[float]]]:
     """Ids of prompts, of answers, and their log-probabilities."""
     found = []
-    for each in llm.generate([prompt_of_media(media) for media in medias], params, use_tqdm=False):
+    for each in llm.generate([prompt_of_media(kind, media) for media in medias], params, use_tqdm=False):
         (one,) = each.outputs
         logprobs = [step[token].logprob for step, token in zip(one.logprobs or [], one.token_ids, strict=True)]
         found.append((list(each.prompt_token_ids or ()), list(one.token_ids), logprobs))
@@ -67,7 +73,7 @@ def models() -> Iterator[Any]:
             llm, alone = opened(kind), []
             for media in MEDIAS:
                 llm.reset_prefix_cache()
-                alone += answers(llm, [media])
+                alone += answers(kind, llm, [media])
             made[kind] = llm, alone
         return made[kind]
 
@@ -84,7 +90,7 @@ def distance(theirs: tuple[list[int], list[int], list[float]], ours: tuple[list[
     return max([abs(first - second) for first, second in zip(theirs[2], ours[2], strict=True)])
 
 
-@pytest.mark.gate("qwen2_5_vl", "qwen3_vl")
+@pytest.mark.gate("qwen2_5_vl", "qwen3_vl", "glm4v")
 @pytest.mark.guarantee("Answers about videos are those of transformers")
 @pytest.mark.parametrize("kind", VIDEO_KINDS)
 def test_greedy_ids_are_those_of_transformers(kind: str, models: Any):
@@ -96,15 +102,16 @@ def test_greedy_ids_are_those_of_transformers(kind: str, models: Any):
 @pytest.mark.control("Answers about videos are those of transformers")
 def test_comparison_detects_another_video(models: Any, monkeypatch: pytest.MonkeyPatch):
     """Frames, times, and positions of an image."""
-    llm, alone = models("qwen2_5_vl")
-    theirs = their_video_answer("qwen2_5_vl", MEDIAS[0])
+    kind = "qwen2_5_vl"
+    llm, alone = models(kind)
+    theirs = their_video_answer(kind, MEDIAS[0])
     assert [distance(theirs, alone[number]) > 0.001 for number in (3, 4)] == [True, True]
     positions = image_layout.rope_positions
     monkeypatch.setattr(
         image_layout, "rope_positions", lambda media, first, count: positions((), first, count) if media else None
     )
     llm.reset_prefix_cache()
-    assert distance(theirs, answers(llm, MEDIAS[:1])[0]) > 0.001
+    assert distance(theirs, answers(kind, llm, MEDIAS[:1])[0]) > 0.001
     llm.reset_prefix_cache()
 
 
@@ -115,9 +122,9 @@ def test_batched_and_warm_prompts_have_the_bits_of_alone(kind: str, models: Any)
     llm, alone = models(kind)
     counters = llm.llm_engine.counters
     llm.reset_prefix_cache()
-    assert answers(llm, MEDIAS) == alone
+    assert answers(kind, llm, MEDIAS) == alone
     before = counters.num_cached_prompt_tokens
-    assert answers(llm, MEDIAS[::-1]) == alone[::-1]
+    assert answers(kind, llm, MEDIAS[::-1]) == alone[::-1]
     assert counters.num_cached_prompt_tokens - before > sum([len(each[0]) for each in alone]) // 2
     # One set of ids, three answers.
     same = [alone[0], alone[3], *([alone[4]] if kind.startswith("qwen2") else [])]
@@ -138,16 +145,17 @@ def test_prompt_cut_anywhere_has_one_answer(kind: str, models: Any, monkeypatch:
     monkeypatch.setattr(Planner, "_token_budget", budget)
     for cut in range(9, num_tokens, 13):
         llm.reset_prefix_cache()
-        assert answers(llm, MEDIAS[:1]) == alone[:1], cut
+        assert answers(kind, llm, MEDIAS[:1]) == alone[:1], cut
 
 
 @pytest.mark.control("answers about videos are the same in every batch, chunk and cache")
 def test_names_without_frames_give_the_first_answer(models: Any, monkeypatch: pytest.MonkeyPatch):
     """Blocks named by ids alone: of other frames, and of the same at other times."""
-    llm, alone = models("qwen2_5_vl")
+    kind = "qwen2_5_vl"
+    llm, alone = models(kind)
     llm.reset_prefix_cache()
     monkeypatch.setattr(allocator, "given_rows", lambda request, first: [])
-    found = [answers(llm, [MEDIAS[number]])[0] for number in (0, 3, 4)]
+    found = [answers(kind, llm, [MEDIAS[number]])[0] for number in (0, 3, 4)]
     assert found[:2] == [alone[0]] * 2
     # Text behind the video, of which no block is complete, has its own positions.
     assert found[2] != alone[4]
@@ -163,17 +171,18 @@ def test_cut_and_preempted_prompts_have_the_bits_of_alone(kind: str, models: Any
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
     # Two of them fit when they begin, and not when they end.
     medias = [MEDIAS[each] for each in (0, 3, 4)]
-    expected = answers(roomy, medias, params)
-    num_blocks = 2 * (len(alone[0][0]) // 8 + 1) + 4
+    expected = answers(kind, roomy, medias, params)
+    shared = alone[0][0].index(tokenizer_of_images(kind).token_to_id(PLACEHOLDERS[media_kind(kind)].row_token) or 0)
+    num_blocks = 2 * (len(alone[0][0]) // 8 + 1) + 4 - shared // 8
     small = {"num_blocks": num_blocks, "max_model_len": 8 * num_blocks, "max_num_batched_tokens": 7}
     with opened(kind, **small, max_encode_patches=40, preemption_mode="recompute") as llm:
-        assert answers(llm, medias, params) == expected
+        assert answers(kind, llm, medias, params) == expected
         assert llm.llm_engine.counters.num_preemptions > 0
 
 
 def main(kind: str, folder: Path) -> None:
     with opened(kind, tensor_parallel_size=2) as llm:
-        found = answers(llm, MEDIAS)
+        found = answers(kind, llm, MEDIAS)
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(found))
 
 
@@ -257,25 +266,65 @@ def test_doors_of_videos_give_the_same_answer(root: Path, tmp_path: Path):
         assert (status, refused["error"]["code"]) == (400, "videos_unsupported")
 
 
+def of_ids(kind: str, number: int, ids: list[int] | None) -> dict[str, Any]:
+    """A prompt of ids; None: those of its text with placeholders."""
+    prompt = prompt_of_media(kind, MEDIAS[number])
+    ids = tokenizer_of_images(kind).encode(prompt["prompt"]).ids if ids is None else ids
+    return {"prompt_token_ids": ids, "multi_modal_data": prompt["multi_modal_data"]}
+
+
 def test_expanded_ids_of_a_video_are_taken(models: Any):
     """As trainers pass them, with the tokens around a video that transformers keeps, and without."""
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind, number in (("glm4v", 2), ("qwen2_5_vl", 1), ("qwen3_vl", 1)):
         llm, alone = models(kind)
-        data, tokenizer = prompt_of_media(MEDIAS[1])["multi_modal_data"], tokenizer_of_images(kind)
-        ids, expected = alone[1][0], alone[1][1]
-        plain = tokenizer.encode(prompt_of_media(MEDIAS[1])["prompt"]).ids
-        given = [{"prompt_token_ids": each, "multi_modal_data": data} for each in (ids, plain)]
-        for each in llm.generate(given, GREEDY, use_tqdm=False):
+        ids, expected = alone[number][0], alone[number][1]
+        for each in llm.generate([of_ids(kind, number, each) for each in (ids, None)], GREEDY, use_tqdm=False):
             assert (list(each.prompt_token_ids or ()), list(each.outputs[0].token_ids)) == (ids, expected)
+    llm, alone = models("glm4v")
+    given = [of_ids("glm4v", 1, each) for each in (None, alone[1][0])]
+    mixed, refused = llm.generate(given, GREEDY, use_tqdm=False, on_error="row")
+    assert list(mixed.prompt_token_ids or ()) == alone[1][0]
+    assert "ids of images and frames are one in this model" in str(refused.error)
+    kind, tokenizer = "qwen3_vl", tokenizer_of_images("qwen3_vl")
+    llm, alone = models(kind)
     ids, (before, behind) = alone[0][0], (len(tokenizer.encode(each).ids) for each in ("Look:", "What is it?"))
     start, end = (tokenizer.token_to_id(f"<|vision_{each}|>") for each in ("start", "end"))
     kept = [*ids[:before], start, *ids[before:-behind], end, *ids[-behind:]]
-    data = prompt_of_media(MEDIAS[0])["multi_modal_data"]
+    data = prompt_of_media(kind, MEDIAS[0])["multi_modal_data"]
     found = llm.generate({"prompt_token_ids": kept, "multi_modal_data": data}, GREEDY, use_tqdm=False)
     assert list(found[0].prompt_token_ids or ()) == kept
-    short = {"prompt_token_ids": kept[:-behind], "multi_modal_data": prompt_of_media(MEDIAS[5])["multi_modal_data"]}
+    short = {
+        "prompt_token_ids": kept[:-behind],
+        "multi_modal_data": prompt_of_media(kind, MEDIAS[5])["multi_modal_data"],
+    }
     (refused,) = llm.generate(short, GREEDY, use_tqdm=False, on_error="row")
     assert "and 2 videos, which take" in str(refused.error)
+
+
+@pytest.mark.stress
+def test_ids_of_a_video_whose_text_joins_are_complete(models: Any):
+    """SmolVLM's text ends with line ends."""
+    llm, alone = models("smolvlm")
+    given = [of_ids("smolvlm", 2, each) for each in (alone[2][0], None)]
+    taken, refused = llm.generate(given, GREEDY, use_tqdm=False, on_error="row")
+    assert list(taken.outputs[0].token_ids) == alone[2][1]
+    assert "texts of videos join" in str(refused.error)
+
+
+@pytest.mark.stress
+def test_template_without_videos_is_completed(models: Any, tmp_path: Path):
+    """SmolVLM2's own: transformers has another one for videos."""
+    llm, _ = models("smolvlm")
+    theirs = importlib.import_module("transformers.models.smolvlm.processing_smolvlm").DEFAULT_CHAT_TEMPLATE
+    part = {"type": "video", "video": CLIP.frames}
+    talk = [{"role": "user", "content": [part, QUESTION]}]
+    found = [llm.chat(talk, GREEDY, chat_template=each, use_tqdm=False)[0] for each in (SMOLVLM, theirs)]
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    folder = shutil.copytree(image_folder("smolvlm"), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": SMOLVLM}))
+    rows = [openai_row("a", CHAT, conversation(URL))]
+    (row,) = answers_of_job(tmp_path, folder, rows, media_root=tmp_path)
+    assert row["response"]["body"]["usage"]["prompt_tokens"] == len(found[0].prompt_token_ids or ())
 
 
 def test_plan_says_what_a_video_takes():

@@ -1,4 +1,5 @@
-"""Compiles the test modules and what they import as pytest does, once for all processes that collect them.
+"""Compiles the test modules and what they import as pytest does, once for all processes that collect them; and has
+Hypothesis look for the characters of UTF-8.
 
     python tests/support/compile_tests.py
 
@@ -7,6 +8,7 @@ in a fresh clone, in each of the processes that begin at once.
 """
 
 import compileall
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from _pytest.assertion import rewrite
+from hypothesis.internal import charmap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN = ("kv_cache", "spmd_worker", "scripts", "tests")
@@ -42,6 +45,9 @@ def main() -> None:
         # Test modules are read in pytest's form alone.
         compileall.compile_dir(str(REPOSITORY / folder), quiet=2, rx=re.compile(r"/test_\w+\.py$"))
     rewrite_assertions(sorted((REPOSITORY / "tests").rglob("test_*.py")))
+    # Kept on disk by Hypothesis: each process that draws texts would take over a second to find them.
+    os.chdir(REPOSITORY)
+    charmap.intervals_from_codec("utf-8")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Knows nothing of what the settings are.
 """
 
-import copy
 import functools
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def composed_in_copy(overrides: Sequence[str]) -> DictConfig:
     folders = [each.path for each in GlobalHydra.instance().config_loader().get_search_path().get_path()]
     if str(CONF) not in folders or not all(map(_is_plain_value, overrides)):
         return _compose_all(overrides)
-    config = copy.deepcopy(_defaults())
+    config = pickle.loads(_defaults())
     try:
         ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides([*overrides]), config)
     except OmegaConfBaseException as error:
@@ -57,8 +57,9 @@ def composed_in_copy(overrides: Sequence[str]) -> DictConfig:
 
 
 @functools.cache
-def _defaults() -> DictConfig:
-    return _compose_all([])
+def _defaults() -> bytes:
+    # A fifth of the time of a deep copy.
+    return pickle.dumps(_compose_all([]))
 
 
 def _is_plain_value(override: str) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from expert_checkpoints import open_experts
 from family_checkpoints import BASE
+from json_files import edit
+from quantised_files import BLOCK, fp4_exponents, fp8_exponents
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedModel
@@ -62,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+_STORED = tuple(f".{each}.weight" for each in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3"))
+"""Matrices that the hub's files do not have plain, and keys of entries, which they may have so."""
+
+
 @cache
 def compressed_folder(name: str) -> Path:
     """The checkpoint of a case, with every key in its config.json; written once a run."""
@@ -72,6 +78,26 @@ def compressed_folder(name: str) -> Path:
 def hub_folder(name: str) -> Path:
     """The same with names and keys as DeepSeek's own files have them, and tensors of a head for drafts."""
     return made_once(f"compressed hub {name}", lambda folder: _rewrite(compressed_folder(name), folder))
+
+
+def stored_folders(name: str, folder: Path) -> tuple[Path, Path]:
+    """That of `hub_folder` with matrices as the hub stores them, FP8 and of experts FP4, and what they mean."""
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(hub_folder(name) / "model.safetensors").items():
+        if not key.endswith(_STORED) or key.startswith("mtp."):
+            stored[key] = plain[key] = tensor
+            continue
+        parts, plain[key] = (fp4_exponents if ".experts." in key else fp8_exponents)(tensor)
+        stored |= {key.removesuffix(".weight") + ending: part for ending, part in parts.items()}
+    folders = []
+    for kind, tensors in (("stored", stored), ("plain", plain)):
+        shutil.copytree(hub_folder(name), folder / kind)
+        save_file(tensors, folder / kind / "model.safetensors", {"format": "pt"})
+        folders.append(folder / kind)
+    described = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": list(BLOCK)}
+    edit(folders[0] / "config.json", quantization_config=described, expert_dtype="fp4")
+    return folders[0], folders[1]
 
 
 @cache

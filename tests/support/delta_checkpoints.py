@@ -42,7 +42,7 @@ _LINEAR = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 500.0}
 _QWEN = {**_BASE, **_LINEAR, "head_dim": 32, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}
-_MOE = {
+MOE = {
     **_QWEN,
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -51,14 +51,23 @@ _MOE = {
 }
 _OLMO = {**_BASE, **_LINEAR, "hidden_size": 64}
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-_SMALL_VISION = {**_VISION, "num_position_embeddings": 16, "patch_size": 4}
+_OF_MINICPM = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "image_size": 28,
+    "patch_size": 14,
+}
+SMALL_VISION = {**_VISION, "num_position_embeddings": 16, "patch_size": 4}
 
 DELTA_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN),
     "qwen3_5_images": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", {"text_config": _QWEN}),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _MOE),
-    "qwen3_5_moe_images": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", {"text_config": _MOE}),
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _MOE),
+    "minicpmv4_6": (
+        *("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
+        {"text_config": {"model_type": "qwen3_5_text", **_QWEN}, "vision_config": _OF_MINICPM, "image_token_id": 60}
+        | {"insert_layer_id": 0},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", MOE),
+    "qwen3_5_moe_images": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", {"text_config": MOE}),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", MOE),
     "olmo_hybrid": (
         "OlmoHybridConfig",
         "OlmoHybridForCausalLM",
@@ -94,7 +103,7 @@ def delta_reference(name: str) -> PreTrainedModel:
 def delta_config(name: str) -> Any:
     """transformers' configuration of a case."""
     config_class, _, given = _CASES[name]
-    given = {**given, "vision_config": _SMALL_VISION} if "text_config" in given else given
+    given = {"vision_config": SMALL_VISION, **given} if "text_config" in given else given
     config = getattr(transformers, config_class)(**given)
     for each in (config, config.get_text_config()):
         each._attn_implementation = each._experts_implementation = "eager"

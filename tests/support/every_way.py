@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bailing_checkpoints import bailing_folder
 from delta_checkpoints import delta_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
 from kimi_checkpoints import kimi_folder
 from latent_checkpoints import latent_folder
 from mamba_checkpoints import mamba_folder
+from qwen4_checkpoints import qwen4_folder
 from recent_checkpoints import recent_folder
 from state_models import state_folder
 from state_rows import SETTINGS, state_rows
@@ -29,13 +31,15 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "latent": (
         (
             *("deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared"),
-            *("glm4_moe_lite", "mistral4", "kimi_k25"),
+            *("glm4_moe_lite", "mistral4", "kimi_k25", "mistral_large4", "longcat_flash"),
         ),
         latent_folder,
     ),
     "mamba": (("nemotron", "nemotron_latent", "granite", "falcon", "bamba", "jamba"), mamba_folder),
     "recent": (("llama4", "gemma4", "gemma4_dense", "gemma4_small"), recent_folder),
     "kimi": (("kimi_linear",), kimi_folder),
+    "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
+    "bailing": (("bailing_hybrid",), bailing_folder),
     "experts": ((*_EXPERTS, "step3p7"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }

@@ -313,7 +313,8 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
 def stir(model: PreTrainedModel) -> None:
     """`family_checkpoints.stir` for stacked experts; routers get clear decisions."""
     generator = torch.Generator().manual_seed(7)
-    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
+    are_saved = ("correction_bias", "rotary_emb.alpha")
+    buffers = [(name, value) for name, value in model.named_buffers() if name.endswith(are_saved)]
     for name, value in sorted([*model.named_parameters(), *buffers]):
         noise = torch.randn(value.shape, generator=generator)
         if value.ndim < 2 or name.endswith("_bias"):

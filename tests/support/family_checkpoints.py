@@ -22,6 +22,7 @@ from dense_checkpoints import (
     WITHOUT_KV_HEADS,
 )
 from image_checkpoints import NESTED
+from logit_scales import scale_logits
 from reference_models import open_reference, without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -198,7 +199,8 @@ def family_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
         # The eager attention of Falcon's class adds slopes twice.
         return open_reference(folder, "sdpa" if name == "falcon_rw" else "eager")
     model_class = getattr(transformers, f"{WITH_IMAGES[name][0]}ForConditionalGeneration")
-    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return scale_logits(model)
 
 
 def config_class(name: str) -> Any:

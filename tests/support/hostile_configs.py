@@ -80,7 +80,16 @@ _QUANTISED: Final[list[dict[str, Any]]] = [
         },
     },
 ]
+_QWEN4: Final = {
+    **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 16),
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "ple_layer_ids": [2],
+    "eos_token_id": 2,
+}
 _MISSING: Final = {
+    **{f"Qwen4ExpFor{kind}": _QWEN4 for kind in ("CausalLM", "ConditionalGeneration")},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},

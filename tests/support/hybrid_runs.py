@@ -17,14 +17,15 @@ from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.delta_net import DeltaNet
-from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
+from spmd_worker.ops.attention.backend import block_shape_of
 from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.memory.estimate import block_layer
 
 BLOCK_SIZE = 16
 
@@ -51,6 +52,14 @@ def state_shapes(layer: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, i
     return None
 
 
+def second_tail_shape(layer: nn.Module) -> tuple[int, int] | None:
+    """Shape of the tail of the convolution of a layer's n-grams; None without them."""
+    ngrams = layer.config.ngrams
+    if ngrams is None:
+        return None
+    return ngrams.num_inputs_kept, ngrams.num_channels(layer.config.streams.num_streams * layer.hidden_size)
+
+
 def new_states(model: DecoderForCausalLM, num_slots: int) -> list[LayerStates | None]:
     """States of each layer of the model."""
     found: list[LayerStates | None] = []
@@ -60,10 +69,12 @@ def new_states(model: DecoderForCausalLM, num_slots: int) -> list[LayerStates | 
             found.append(None)
             continue
         state, tail = shapes
+        dtype, second = model.model.dtype, second_tail_shape(layer)
         found.append(
             LayerStates(
                 None if state is None else torch.full((num_slots, *state), torch.nan),
-                torch.full((num_slots, *tail), torch.nan, dtype=model.model.dtype),
+                torch.full((num_slots, *tail), torch.nan, dtype=dtype),
+                second_tail=None if second is None else torch.full((num_slots, *second), torch.nan, dtype=dtype),
             )
         )
     return found
@@ -94,7 +105,9 @@ class HybridRun:
             for index, (row, start, stop) in enumerate(zip(self.rows, starts, starts[1:]))
         ]
         self.states = [new_states(model, len(self.rows) + 1) for model in self.models]
-        self.caches = [[_cache(model, layer, starts[-1]) for layer in model.model.layers] for model in self.models]
+        self.caches = [
+            [layer_blocks(model, layer, starts[-1]) for layer in model.model.layers] for model in self.models
+        ]
 
     def _request(self, index: int, row: Sequence[int]) -> Request:
         adapter = self.digests[index] if self.digests else 0
@@ -171,12 +184,13 @@ def greedy_ids(models: Sequence[DecoderForCausalLM], prompt: Sequence[int], coun
     return row[len(prompt) :]
 
 
-def _cache(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tensor | None:
+def layer_blocks(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -> Tensor | None:
     """Blocks of a layer; None if it keeps no keys and values."""
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:
         return None
-    has_values = not isinstance(attention, LatentAttention)
-    sizes = attention.num_kv_heads, BLOCK_SIZE, attention.head_size
-    shape = attention._backend.block_shape(*sizes, has_values=has_values)
+    share = replace(layer.config.full_share, num_kv_heads=attention.num_kv_heads)
+    kept = block_layer(layer.config, share, BLOCK_SIZE)
+    assert kept is not None, layer.config
+    shape = block_shape_of(attention._backend, kept, BLOCK_SIZE)
     return torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype)

@@ -193,6 +193,21 @@ NESTED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
             }
         },
     ),
+    "aya_vision": (
+        "AyaVision",
+        {"model_type": "cohere2", "layer_norm_eps": 0.03, "sliding_window": 5, "logit_scale": 0.3},
+        _OF_SIGLIP,
+    ),
+    "aya_vision_of_cohere": (
+        "AyaVision",
+        {**_TEXT, "model_type": "cohere", "layer_norm_eps": 0.03, "logit_scale": 0.3, "use_qk_norm": True},
+        _OF_SIGLIP,
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        {"layer_norm_eps": 0.03, "sliding_window": 5, "logit_scale": 0.3},
+        {**_OF_SIGLIP, "alignment_intermediate_size": 16},
+    ),
     "deepseek_vl": ("DeepseekVL", {**_TEXT, "model_type": "llama"}, _OF_SIGLIP),
     "exaone4_5": (
         "Exaone4_5_",
@@ -216,6 +231,6 @@ NESTED_IN_LAYOUTS: Final = ("glm4v", "mllama")
 """Models whose logits are tested in the layout tier; the others are in the stress tier."""
 AS_IN_MEMORY: Final = (
     *("idefics2", "video_llama_3", "lighton_ocr", "janus", "deepseek_vl", "exaone4_5", "granite_docling"),
-    *("glm4v", "glm46v", "glm_ocr", "qwen3_asr"),
+    *("glm4v", "glm46v", "glm_ocr", "qwen3_asr", "cohere2_vision"),
 )
 """Files whose names are those that transformers has in memory."""

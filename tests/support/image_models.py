@@ -14,11 +14,14 @@ import torch
 import transformers
 from content_templates import template_with
 from kimi_names import restore_layers
+from logit_scales import scale_logits
 from media_models import (
+    COHERE_SPECIAL,
     EXAONE_SPECIAL,
     GEMMA4_SPECIAL,
     KIMI_SPECIAL,
     LFM2_SPECIAL,
+    MINICPM_SPECIAL,
     MODELS,
     PAGE_SPECIAL,
     byte_tokenizer,
@@ -39,12 +42,14 @@ if TYPE_CHECKING:
 
 _MEDIA_KINDS: Final = {
     "qwen3_5": "qwen3_vl",
+    "qwen4": "qwen3_vl",
     "idefics3": "smolvlm",
     "gemma4_clipped": "gemma4",
     "llava_next_mistral": "llava_next",
     "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm_ocr": "glm4v",
+    "mistral_large4": "mistral3",
 }
 KINDS: Final = (*MODELS, *_MEDIA_KINDS)
 NUM_TOKENS: Final = 8
@@ -90,9 +95,14 @@ _OF_KIND: Final[dict[str, dict[str, Any]]] = {
         "pad_token_id": 3,
     },
     "granite_docling": {"num_hidden_layers": 4},
+    "aya_vision": {"sliding_window": 24},
+    "cohere2_vision": {"sliding_window": 24},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "qwen4": {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": [3], "eos_token_id": 5},
+    "minicpmv4_6": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "mistral3": {"sliding_window": None},
+    "mistral_large4": {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 0, 3], "index_topk": 48},
     "pixtral": {"sliding_window": None},
     "llama4": {"intermediate_size_mlp": 40},
     "llava_next_mistral": {"sliding_window": None},
@@ -127,6 +137,10 @@ def tokenizer_of_images(kind: str) -> Tokenizer:
         return byte_tokenizer(*EXAONE_SPECIAL)
     if kind == "lfm2_vl":
         return byte_tokenizer(*LFM2_SPECIAL)
+    if kind == "minicpmv4_6":
+        return byte_tokenizer(*MINICPM_SPECIAL)
+    if kind in ("aya_vision", "cohere2_vision"):
+        return byte_tokenizer(*COHERE_SPECIAL)
     return byte_tokenizer(*(PAGE_SPECIAL if kind in ("paddleocr_vl", "lighton_ocr", "deepseek_vl") else ()))
 
 
@@ -141,7 +155,8 @@ def image_reference(kind: str) -> "PreTrainedModel":
     model_class = getattr(transformers, f"{CASES[kind][0]}ForConditionalGeneration")
     if kind == "gemma4_unified":
         _correct_masks()
-    return model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = model_class.from_pretrained(image_folder(kind), dtype=torch.float32, attn_implementation="sdpa").eval()
+    return scale_logits(model)
 
 
 def _correct_masks() -> None:
@@ -174,6 +189,8 @@ def _write(folder: Path, kind: str) -> None:
     beside["vision_config"] = {**CASES[kind][2]["vision_config"], **media.config["vision_config"]}
     named = _NAMED_IDS_OF_GEMMA4 if kind.startswith("gemma4") else _NAMED_IDS
     names = {key: tokenizer.token_to_id(token) for key, token in named.items()}
+    if video_token := PLACEHOLDERS[media_kind(kind)].video_token:
+        names["video_token_id"] = tokenizer.token_to_id(video_token)
     if sizes.get("vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     values = {"text_config": sizes, "image_token_id": image_token_id(kind), **names, **beside}
@@ -191,7 +208,8 @@ def _write(folder: Path, kind: str) -> None:
 def template_of(kind: str) -> str:
     """A chat template that writes a placeholder for each part of an image or a video."""
     token, written = PLACEHOLDERS[media_kind(kind)].video_token, PLACEHOLDERS[media_kind(kind)].written
-    of_video = "{% elif part.type == 'video' %}<|vision_start|>" + token + "<|vision_end|>" if token else ""
+    around = ("<|vision_start|>", "<|vision_end|>") if kind.startswith("qwen") else ("", "")
+    of_video = "{% elif part.type == 'video' %}" + token.join(around) if token else ""
     return template_with("part.type == 'image'", written + of_video)
 
 
@@ -295,6 +313,7 @@ def _tensors(kind: str, inputs: dict[str, Any], ids: Tensor) -> dict[str, Tensor
         "batch_num_images",
         "pixel_attention_mask",
         "spatial_shapes",
+        "target_sizes",
     )
     given = {name: torch.as_tensor(inputs[name]) for name in names if name in inputs}
     if kind == "lfm2_vl":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid_runs import new_states
+from hybrid_runs import layer_blocks, new_states
 from our_model import BLOCK_SIZE, load_model
 from plain_models import new_model
 from torch import Tensor
@@ -186,13 +186,6 @@ class ImageRun:
 
 def _caches(model: DecoderForCausalLM, num_blocks: int) -> LayerCaches:
     """Of each layer [blocks, ...], None for layers with states."""
-    found: list[Tensor | None] = []
-    for layer in model.model.layers:
-        if layer.config.has_states:
-            found.append(None)
-            continue
-        attention = layer.self_attn
-        shape = attention._backend.block_shape(attention.num_kv_heads, BLOCK_SIZE, layer.config.head_size)
-        found.append(torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype))
+    found = [layer_blocks(model, layer, num_blocks) for layer in model.model.layers]
     is_tuple = model.model_config.has_states or len({each.shape for each in found if each is not None}) > 1
     return tuple(found) if is_tuple else torch.stack([each for each in found if each is not None])

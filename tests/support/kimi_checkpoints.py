@@ -17,7 +17,7 @@ from reference_models import without_defaults
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import KimiLinearConfig, KimiLinearForCausalLM
+from transformers import KimiLinearConfig, KimiLinearForCausalLM, PreTrainedConfig, PreTrainedModel
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -85,9 +85,13 @@ def thinned_kimi_folder(name: str) -> Path:
 @cache
 def kimi_reference(name: str) -> KimiLinearForCausalLM:
     """transformers' model with the weights of the folder."""
-    config = KimiLinearConfig(**KIMI_CASES[name])
+    return stirred(KimiLinearForCausalLM, KimiLinearConfig(**KIMI_CASES[name]))
+
+
+def stirred(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
+    """A model of a hybrid with gated delta nets and experts."""
     config._attn_implementation = config._experts_implementation = "eager"
-    model = KimiLinearForCausalLM(config).float().eval()
+    model = model_class(config).float().eval()
     stir_hybrid(model)
     generator = torch.Generator().manual_seed(8)
     for each, value in sorted(model.named_buffers()):

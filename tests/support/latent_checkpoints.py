@@ -88,6 +88,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **_EXPERTS, "model_type": "mistral4", "q_lora_rank": 32}
         | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
     ),
+    # Latents with and without a rope, which other layers read; keys of two indexers are beside layer 0's.
+    "mistral_large4": (
+        "MistralLarge4",
+        {**LATENT, **_EXPERTS, **_GROUPS, **_INDEXER, "num_hidden_layers": 6, "routed_scaling_factor": 1.3}
+        | {"no_rope_layers": [1, 0, 1, 0, 1, 1], "kv_source_layers": [0, 1, 0, 1, 0, 5]}
+        | {"indexer_types": ["full", "full", "full", "shared", "shared", "full"], "attention_bias": True}
+        | {
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {**_YARN, "mscale_all_dim": 0.2, "attention_factor": 1.1},
+        },
+    ),
+    "mistral_large4_plain": (
+        "MistralLarge4",
+        {**LATENT, **_EXPERTS, **_INDEXER, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
+    # Experts 8 to 12 are identities.
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "q_lora_rank": 32,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 32,
+        }
+        | {"n_routed_experts": 8, "zero_expert_num": 5, "moe_topk": 5, "routed_scaling_factor": 3.0},
+    ),
+    "longcat_flash_yarn": (
+        "LongcatFlash",
+        {
+            **LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "q_lora_rank": 48,
+            "ffn_hidden_size": 32,
+            "expert_ffn_hidden_size": 48,
+        }
+        | {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2, "attention_bias": True}
+        | {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
     "kimi_k25": (
         "Kimi_K25",
         {**_K2, "first_k_dense_replace": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -97,6 +138,9 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
     "Mistral3": {
         "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14},
         "tie_word_embeddings": False,
+    },
+    "MistralLarge4": {
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14}
     },
     "Kimi_K25": {
         "vision_config": {**_VISION, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
@@ -142,7 +186,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     path = folder / "config.json"
     complete = json.loads(path.read_text())
     config = complete.get("text_config", complete)
-    family = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3"}.get(config["model_type"], CASES[name][0])
+    families = {"mistral4": "Mistral4", "deepseek_v3": "DeepseekV3", "mistral_large4_text": "MistralLarge4Text"}
+    family = families.get(config["model_type"], CASES[name][0])
     defaults = getattr(transformers, f"{family}Config")().to_dict()
     thin = without_defaults(config, defaults, "rope_parameters", "q_lora_rank")
     rope = dict(thin.pop("rope_parameters"))
@@ -151,6 +196,6 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["rope_scaling"] = {"type": kind, **rope}
     if name in ("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_shared"):
         thin.pop("mlp_layer_types", None)
-    if thin.pop("indexer_types", ["full"])[1:2] == ["shared"]:
+    if name.startswith("glm_moe_dsa") and thin.pop("indexer_types", ["full"])[1:2] == ["shared"]:
         thin |= {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     path.write_text(json.dumps({**complete, "text_config": thin} if "text_config" in complete else thin))

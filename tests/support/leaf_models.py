@@ -47,6 +47,20 @@ _DELTA: Final = {
     "linear_num_value_heads": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_STREAMS: Final = {
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 64,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 60,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 _MAMBA: Final = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 8,
@@ -114,6 +128,11 @@ EXPERTS: Final[dict[str, Case]] = {
         {**_V3, **_LATENT, **_LATENT_HEADS, "attention_bias": True, "mlp_bias": True, "topk_method": "greedy"},
     ),
     "deepseek_v3": ("DeepseekV3", {**_V3, **_GROUPS, **_LATENT, **_LATENT_HEADS}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**_LATENT, **_LATENT_HEADS, "head_dim": 16, "num_hidden_layers": 4, "ffn_hidden_size": 256}
+        | {"expert_ffn_hidden_size": 256, "n_routed_experts": 8, "zero_expert_num": 3, "moe_topk": 4},
+    ),
     "glm4_moe": ("Glm4Moe", {**_V3, **_GROUPS, "use_qk_norm": True}),
     "granite_moe_shared": (
         "GraniteMoeShared",
@@ -135,6 +154,7 @@ EXPERTS: Final[dict[str, Case]] = {
 STATES: Final[dict[str, Case]] = {
     "qwen3_next": ("Qwen3Next", {**_DELTA, **_EXPERTS, **_SHARED}),
     "qwen3_5": ("Qwen3_5Text", {**_DELTA}),
+    "qwen4": ("Qwen4ExpText", {**_DELTA, **_EXPERTS, **_SHARED, **_STREAMS}),
     "olmo_hybrid": ("OlmoHybrid", {**_WIDE, **_DELTA, "num_key_value_heads": 8}),
     "falcon_h1": (
         "FalconH1",
@@ -155,6 +175,11 @@ STATES: Final[dict[str, Case]] = {
     "nemotron_h": ("NemotronH", {**_NEMOTRON, **_EXPERTS, "n_routed_experts": 8}),
     "lfm2": ("Lfm2", {**_WIDE, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("Lfm2Moe", {**_WIDE, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {**_LATENT, **_LATENT_HEADS, **_GROUPS, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 256, "n_shared_experts": 1, "layer_group_size": 2, "first_k_dense_replace": 1},
+    ),
     "kimi_linear": (
         "KimiLinear",
         {**_LATENT, **_LATENT_HEADS, **_GROUPS, "q_lora_rank": None, "model_max_length": 128, "num_experts": 8}

@@ -40,6 +40,8 @@ LFM2_SPECIAL: Final = (
     *(f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(5) for column in range(5)),
 )
 EXAONE_SPECIAL: Final = ("<vision>", "</vision>")
+MINICPM_SPECIAL: Final = ("</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
+COHERE_SPECIAL: Final = tuple(f"<|{each}|>" for each in ("START_OF_IMG", "IMG_PATCH", "IMG_LINE_BREAK", "END_OF_IMG"))
 KIMI_SPECIAL: Final = (
     *(f"<|media_{part}|>" for part in ("begin", "content", "pad", "end")),
     "<|kimi_k25_video_placeholder|>",
@@ -142,6 +144,17 @@ MODELS: Final = {
         {"size": {"height": 56, "width": 56}, "max_patches": 6, "crop_to_patches": False},
         ("got_ocr2", "GotOcr2ImageProcessorPil"),
     ),
+    "aya_vision": MediaModel(
+        {"vision_config": {**_SIGLIP, "image_size": 56}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 6},
+        ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    ),
+    "cohere2_vision": MediaModel(
+        {"vision_config": {**_SIGLIP, "image_size": 56}},
+        {"size": {"height": 56, "width": 56}, "max_patches": 6, "patch_size": 2},
+        # It has no processor for Pillow: see media_oracle.py.
+        ("cohere2_vision", "Cohere2VisionImageProcessor"),
+    ),
     "llama4": MediaModel(
         {"vision_config": {"image_size": 56, "patch_size": 14}},
         {"size": {"height": 56, "width": 56}, "max_patches": 6},
@@ -167,6 +180,11 @@ MODELS: Final = {
         {"vision_config": {"image_size": 56, "patch_size": 14}},
         {"size": {"height": 56, "width": 56}, "max_patches": 4},
         ("granite_docling", "GraniteDoclingImageProcessorPil"),
+    ),
+    "minicpmv4_6": MediaModel(
+        {"vision_config": {"patch_size": 14}},
+        {"patch_size": 14, "scale_resolution": 168, "max_slice_nums": 5},
+        ("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
     ),
     "lfm2_vl": MediaModel(
         {"vision_config": {"patch_size": 14}, "downsample_factor": 2},
@@ -226,7 +244,8 @@ def byte_tokenizer(*more: str) -> Tokenizer:
 def tokenizer_of_all_media() -> Tokenizer:
     """`byte_tokenizer` with the tokens of every kind."""
     return byte_tokenizer(
-        *GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL
+        *(*GEMMA4_SPECIAL, *PAGE_SPECIAL, *KIMI_SPECIAL, *GRANITE_SPECIAL, *LFM2_SPECIAL, *EXAONE_SPECIAL),
+        *(*COHERE_SPECIAL, *MINICPM_SPECIAL),
     )
 
 

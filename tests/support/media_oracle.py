@@ -49,10 +49,12 @@ def oracle_inputs(kind: str, pictures: list[Pixels]) -> dict[str, Any]:
         return _kimi_inputs(pictures)
     if kind == "lfm2_vl":
         return _lfm2_inputs(pictures)
+    if kind == "cohere2_vision":
+        return _command_a_inputs(pictures)
     # Its processors may write into what they are given.
     settings = deepcopy(MODELS[kind].settings)
     options: dict[str, Any] = {}
-    if kind == "internvl":
+    if kind in ("internvl", "aya_vision"):
         # Its processor of text asks for tiles, whatever the file says.
         options["crop_to_patches"] = True
     if kind in ("mistral3", "pixtral"):
@@ -90,10 +92,9 @@ def _torchvision_outputs(processor: Any, pictures: list[Pixels], mean: float, **
     one.
     """
 
-    def resize(self: Any, images: torch.Tensor, size: Any, resample: int, **_: object) -> torch.Tensor:
+    def resize(self: Any, image: torch.Tensor, size: Any, resample: int, **_: object) -> torch.Tensor:
         whole = [
-            Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample)
-            for each in images
+            Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), resample) for each in image
         ]
         return torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in whole])
 
@@ -115,11 +116,9 @@ def _torchvision_outputs(processor: Any, pictures: list[Pixels], mean: float, **
             do_rescale=True,
             do_normalize=True,
             rescale_factor=1 / 255,
-            image_mean=(mean,) * 3,
-            image_std=(mean,) * 3,
             disable_grouping=True,
             return_tensors=None,
-            **{**settings, "size": SizeDict(**settings["size"])},
+            **{"image_mean": (mean,) * 3, "image_std": (mean,) * 3, **settings, "size": SizeDict(**settings["size"])},
         )
 
 
@@ -151,6 +150,16 @@ def _lfm2_inputs(pictures: list[Pixels]) -> dict[str, Any]:
     settings = {**{name: getattr(processor, name) for name in names}, **MODELS["lfm2_vl"].settings}
     settings |= {"do_pad": True, "return_row_col_info": True}
     return dict(_torchvision_outputs(processor, pictures, 0.5, resample=2, **settings))
+
+
+def _command_a_inputs(pictures: list[Pixels]) -> dict[str, Any]:
+    """Tiles, and how many each image has."""
+    processor = torchvision_module("cohere2_vision").Cohere2VisionImageProcessor
+    names = ("resample", "image_mean", "image_std", "crop_to_patches", "min_patches")
+    settings = {**{name: getattr(processor, name) for name in names}, **MODELS["cohere2_vision"].settings}
+    settings |= {name: tuple(settings[name]) for name in ("image_mean", "image_std")}
+    made = dict(_torchvision_outputs(processor, pictures, 0.0, **settings))
+    return {**made, "pixel_values": torch.stack(made["pixel_values"]).numpy()}
 
 
 _OF_TILES = {
@@ -231,6 +240,23 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
                 "image_seq_length": 4,
             },
         ),
+        "aya_vision": (
+            *("aya_vision", "AyaVisionProcessor"),
+            {"img_size": 56, "patch_size": 28, "img_patch_token": "<|IMG_PATCH|>", "tile_token": "TILE"}
+            | {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
+            | {"tile_global_token": "TILE_GLOBAL"},
+        ),
+        "cohere2_vision": (
+            *("cohere2_vision", "Cohere2VisionProcessor"),
+            {"patch_size": 2, "image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+            | {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"},
+        ),
+        "minicpmv4_6": (
+            *("minicpmv4_6", "MiniCPMV4_6Processor"),
+            {"image_token": "<|image_pad|>", "image_start_token": "<image>", "image_end_token": "</image>"}
+            | {"slice_start_token": "<slice>", "slice_end_token": "</slice>", "slice_mode": True}
+            | {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+        ),
         "mistral3": ("pixtral", "PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
         "pixtral": ("pixtral", "PixtralProcessor", {"patch_size": 16, "spatial_merge_size": 1}),
         "lighton_ocr": (
@@ -260,7 +286,12 @@ def oracle_texts(kind: str, inputs: dict[str, Any], num_images: int, **changes: 
     for method in _METHODS:
         if hasattr(class_, method):
             setattr(stub, method, getattr(class_, method).__get__(stub))
-    return [class_.replace_image_token(stub, inputs, index, **more) for index in range(num_images)]
+    if kind == "minicpmv4_6":
+        more = {"image_token_divisor": 16}
+    texts = [class_.replace_image_token(stub, inputs, index, **more) for index in range(num_images)]
+    if kind == "minicpmv4_6":
+        texts = class_._prepend_local_ids(stub, ["<|image_pad|>" * num_images], texts, "<|image_pad|>")
+    return texts
 
 
 _METHODS = (

@@ -74,7 +74,7 @@ def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         return {"full_attn_idxs": [*range(1, num_layers, 2)]}
     if architecture == "Lfm2MoeForCausalLM":
         return {"layer_types": [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]}
-    if architecture == "KimiLinearForCausalLM":
+    if architecture in ("KimiLinearForCausalLM", "BailingHybridForCausalLM"):
         return {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]}
     if architecture == "GPTNeoForCausalLM":
         return {"attention_types": [[["global"], config["num_layers"]]]} if "num_layers" in config else {}

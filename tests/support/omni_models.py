@@ -18,6 +18,7 @@ from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from video_oracle import oracle_video
 
 from spmd_worker.media.prepared import Pixels
 
@@ -80,6 +81,8 @@ _OWN: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "vision_config": {"deepstack_visual_indexes": [0, 2, 1], "num_position_embeddings": 64},
     },
 }
+VIDEO_SIZE: Final = {"size": {"shortest_edge": 3136, "longest_edge": 50176}}
+VIDEO_FPS: Final = 1.0
 _LEFT_OUT: Final = {"qwen2_5_omni": ("talker", "token2wav"), "qwen3_omni": ("talker", "code2wav")}
 Given = tuple[str, Any]
 """A medium and a picture or a recording."""
@@ -87,6 +90,9 @@ Given = tuple[str, Any]
 
 def written(kind: str, medium: str) -> str:
     """What a template writes for an image or a recording."""
+    if medium == "video":
+        begin, _, end = IMAGES[kind]
+        return f"{begin}{_VIDEOS[kind]}{end}"
     return "".join({"image": IMAGES, "audio": AUDIO}[medium][kind])
 
 
@@ -215,11 +221,23 @@ def their_inputs(kind: str, media: Sequence[Given], text: str | None = None) -> 
     heard = [_heard(kind, given) for medium, given in media if medium == "audio"]
     given: dict[str, Tensor] = {}
     counts: dict[str, list[int]] = {IMAGES[kind][1]: [], AUDIO[kind][1]: [count for _, _, count in heard]}
+    videos = [
+        oracle_video("qwen2_5_vl", given, {**MODELS[IMAGE_KINDS[kind]].settings, **VIDEO_SIZE})
+        for medium, given in media
+        if medium == "video"
+    ]
+    counts[_VIDEOS[kind]] = [int(each["video_grid_thw"].prod()) // 4 for each in videos]
+    of_videos = {
+        name: torch.cat([each[name] for each in videos]) for name in ("pixel_values_videos", "video_grid_thw") if videos
+    }
     if pictures:
         with one_axis_a_call():
             images = oracle_inputs(IMAGE_KINDS[kind], pictures)
         given = {name: torch.as_tensor(images[name]) for name in ("pixel_values", "image_grid_thw")}
         counts[IMAGES[kind][1]] = [int(grid.prod()) // 4 for grid in given["image_grid_thw"]]
+    if videos:
+        given |= of_videos
+        given["video_second_per_grid"] = torch.tensor([2 / VIDEO_FPS] * len(videos))
     if heard:
         longest = max(mask.shape[0] for _, mask, _ in heard)
         padded = [torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each, _, _ in heard]

@@ -10,6 +10,7 @@ from delta_checkpoints import DELTA_CASES, delta_folder
 from family_checkpoints import stir
 from kimi_checkpoints import KIMI_CASES, kimi_folder
 from mamba_checkpoints import MAMBA_CASES, mamba_folder
+from qwen4_checkpoints import QWEN4_CASES, qwen4_folder
 from run_folder import made_once
 from state_rows import SETTINGS, answers_of, state_rows
 
@@ -21,6 +22,8 @@ def state_folder(name: str) -> Path:
     """The checkpoint of a case, with heads wide enough for the compiled kernels; written once a run."""
     if name in DELTA_CASES:
         return delta_folder(name)
+    if name in QWEN4_CASES:
+        return qwen4_folder(name)
     if name in KIMI_CASES:
         return kimi_folder(name)
     if name in MAMBA_CASES:

@@ -18,8 +18,9 @@ class TwoStages:
 
     def __init__(self, folder: Path, new_model: Callable[..., DecoderForCausalLM]) -> None:
         self.model_config = read_model_files(folder).model_config
-        end = self.model_config.num_layers
-        stages = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
+        self._cut, end = self.model_config.layers_in_one, self.model_config.num_layers
+        first = Stage(0, self._cut, is_first=True, is_last=False)
+        stages = (first, Stage(self._cut, end, is_first=False, is_last=True))
         self._stages = [new_model(folder, stage=stage) for stage in stages]
         self.model, self.lm_head = self._stages[0].model, self._stages[1].lm_head
         self.compute_logits = self._stages[1].compute_logits
@@ -27,5 +28,5 @@ class TwoStages:
     def __call__(self, *arguments: Any, is_fused: bool, adapters: None = None) -> Tensor:
         assert adapters is None, "these stages have none"
         *tokens, cache, metadata = arguments
-        incoming = self._stages[0](*tokens, cache[:1], metadata)
-        return self._stages[1](*tokens, cache[1:], metadata, incoming)
+        incoming = self._stages[0](*tokens, cache[: self._cut], metadata)
+        return self._stages[1](*tokens, cache[self._cut :], metadata, incoming)

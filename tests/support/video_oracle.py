@@ -25,8 +25,30 @@ CLASSES = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+    "glm4v": ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
+    "glm46v": ("glm46v", "Glm46VVideoProcessor", "Glm46VProcessor"),
+    "internvl": ("internvl", "InternVLVideoProcessor", "InternVLProcessor"),
+    "llava_onevision": ("llava_onevision", "LlavaOnevisionVideoProcessor", "LlavaOnevisionProcessor"),
+    "smolvlm": ("smolvlm", "SmolVLMVideoProcessor", "SmolVLMProcessor"),
 }
-"""Module and class of videos, and class of texts."""
+"""Layout -> module and class of videos, and class of texts."""
+MEDIA_KINDS = {"glm46v": "glm4v"}
+"""Layout -> kind of images, where they differ."""
+_OF_QWEN = {"video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"} | {
+    "vision_end_token": "<|vision_end|>"
+}
+_OF_TEXTS: dict[str, dict[str, Any]] = {
+    "glm4v": {"image_token": "<|image|>"},
+    "glm46v": {"image_token": "<|image|>"},
+    "internvl": {"image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
+    | {"image_seq_length": 4},
+    "llava_onevision": {"video_token": "<video>", "num_image_tokens": 36},
+    "smolvlm": {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
+    | {"global_image_token": "<global-img>", "image_seq_len": 16},
+}
+"""Attributes of processors of texts; Qwen's by default."""
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
+_METHODS = ("_calculate_timestamps", "replace_frame_token_id")
 _BASE = transformers.video_processing_utils.BaseVideoProcessor
 
 
@@ -63,7 +85,7 @@ def _pillow() -> Iterator[None]:
 
 
 def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Patches of a video, normalised, and its grid."""
+    """Patches of a video, normalised, and its grid; or complete frames."""
     processor = video_processor_oracle(kind, settings)
     video = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
     size = processor.size
@@ -78,26 +100,33 @@ def oracle_video(kind: str, frames: Sequence[Pixels], settings: dict[str, Any]) 
             do_normalize=True,
             image_mean=tuple(processor.image_mean),
             image_std=tuple(processor.image_std),
-            cap_pixels_per_frame=bool(processor.cap_pixels_per_frame),
-            **{name: getattr(processor, name) for name in names},
+            do_pad=True,
+            do_center_crop=False,
+            crop_size=None,
+            cap_pixels_per_frame=bool(getattr(processor, "cap_pixels_per_frame", False)),
+            **{name: getattr(processor, name) for name in names if hasattr(processor, name)},
         )
-    return dict(made)
+    found = dict(made)
+    name = "pixel_values_videos" if "pixel_values_videos" in found else "pixel_values"
+    if isinstance(found[name], list):
+        found[name] = torch.stack(found[name])
+        found["frames"] = found[name][0]
+    return found
 
 
 def oracle_video_text(
-    kind: str, grid: Sequence[int], indices: Sequence[int], fps: float, total: float
+    kind: str, made: dict[str, Tensor], indices: Sequence[int], fps: float, total: float
 ) -> tuple[str, float]:
-    """Text in place of the placeholder, and seconds of two frames."""
+    """Text in place of the placeholder of what `oracle_video` made, and seconds of two frames."""
     module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
     class_ = getattr(module, CLASSES[kind][2])
-    metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
-    stub = SimpleNamespace(
-        video_token="<|video_pad|>",
-        vision_start_token="<|vision_start|>",
-        vision_end_token="<|vision_end|>",
-        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
-    )
-    if hasattr(class_, "_calculate_timestamps"):
-        stub._calculate_timestamps = class_._calculate_timestamps.__get__(stub)
-    inputs = {"video_grid_thw": torch.tensor([list(grid)]), "video_metadata": [metadata]}
-    return class_.replace_video_token(stub, inputs, 0), 2 / metadata.sampled_fps
+    if kind == "smolvlm":
+        # The package num2words.
+        vars(module)["num2words"] = NUMBERS.__getitem__
+    metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices), duration=total / fps)
+    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    stub = SimpleNamespace(**_OF_TEXTS.get(kind, _OF_QWEN), video_processor=sizes)
+    for method in _METHODS:
+        if hasattr(class_, method):
+            setattr(stub, method, getattr(class_, method).__get__(stub))
+    return class_.replace_video_token(stub, {**made, "video_metadata": [metadata]}, 0), 2 / metadata.sampled_fps

@@ -51,11 +51,22 @@ _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_
     "floor_scale": 16,
     "attn_scale": 0.3,
 }
+_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _LATENT = {**_EXPERTS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16} | {
     "v_head_dim": 16,
     "num_key_value_heads": 2,
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
+}
+_INDEXED = {key: value for key, value in _LATENT.items() if key != "q_lora_rank"} | {
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 12,
 }
 _VIT = {**_TOWER, "image_size": SIDE, "patch_size": 14, "layer_norm_eps": 0.03}
 _LFM2 = {"model_type": "lfm2", "block_auto_adjust_ff_dim": False, "norm_eps": 0.03}
@@ -88,9 +99,36 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3_5",
         {
             "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+            **_NETS,
+        },
+        {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
+    ),
+    "qwen4": (
+        "Qwen4Exp",
+        {
+            "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
             "linear_num_key_heads": 2,
-        }
-        | {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 48,
+            "heads_per_ngram": 3,
+            "ngram_vocab_size_base": 50,
+            "split_ngram_parts": 2,
+            "indexer_n_heads": 12,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 24,
+            "indexer_compress_ratio": 4,
+            "eos_token_id": 2,
+        },
         {"vision_config": {**_QWEN, "num_position_embeddings": 64}},
     ),
     "qwen2_vl": (
@@ -201,7 +239,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             | {"use_qk_norm": True, "use_mean_pooling": False, "layer_norm_eps": 0.03}
         },
     ),
+    "aya_vision": (
+        "AyaVision",
+        {"model_type": "cohere2", "layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 56, "model_type": "siglip_vision_model"}}
+        | {"adapter_layer_norm_eps": 0.05, "alignment_intermediate_size": 40},
+    ),
+    "aya_vision_inner": (
+        "AyaVision",
+        {"model_type": "cohere", "layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 84, "model_type": "siglip_vision_model"}}
+        | {"vision_feature_layer": -2, "downsample_factor": 3},
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        {"layer_norm_eps": 0.03},
+        {"vision_config": {**_VIT, "image_size": 56, "model_type": "siglip_vision_model"}}
+        | {"alignment_intermediate_size": 72},
+    ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
+    "mistral_large4": ("MistralLarge4", _INDEXED, {"vision_config": _PIXTRAL, "spatial_merge_size": 2}),
     "lighton_ocr": (
         "LightOnOcr",
         {"model_type": "qwen3", "rms_norm_eps": 0.05},
@@ -235,6 +292,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "model_type": "siglip2_vision_model",
             },
             "projector_hidden_size": 24,
+        },
+    ),
+    "minicpmv4_6": (
+        "MiniCPMV4_6",
+        {"model_type": "qwen3_5_text", **_NETS},
+        {
+            "vision_config": {**_VIT, "num_hidden_layers": 4, "insert_layer_id": 3, "image_size": 112},
+            "insert_layer_id": 1,
         },
     ),
     "lfm2_vl_plain": (
@@ -355,6 +420,8 @@ def stir(model: "PreTrainedModel") -> None:
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith(("position_embedding_table", "embed_vision.pos_embedding")):
             value.copy_(noise)
+        elif name.endswith("softmax_scaling.scale"):
+            value.copy_(0.1 * noise)
         elif value.ndim < 2:
             value.copy_(1 + 0.3 * noise)
         else:
@@ -367,6 +434,8 @@ def _pixels(generator: np.random.Generator, height: int, width: int) -> Any:
 
 _BOUNDS = {"input_min": -1.2, "input_max": 1.4, "output_min": -1.6, "output_max": 1.8}
 """Bounds of Gemma 4's linear layers."""
+OF_TILES = ("internvl", "smolvlm", "idefics3", "llama4", "granite", "aya_vision", "cohere2_vision")
+"""Beginnings of cases whose images may be several squares."""
 OF_PICTURES = ("llava_next", "llava_onevision")
 """Beginnings of cases whose pictures are made of squares."""
 GRIDS = ((4, 6), (2, 4), (12, 10))
@@ -381,19 +450,20 @@ def image_of(name: str, number: int) -> ImagePixels:
     """One of three images, of random pixels, as a processor prepares it."""
     generator, config = np.random.default_rng(number), vision_reference(name).config
     patch = config.vision_config.patch_size
-    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral3", "pixtral", "lighton")):
+    if name.startswith((*_LIKE_QWEN, "kimi", "gemma4", "mistral", "pixtral", "lighton")):
         grid = ODD_GRIDS[number] if name == "lighton_ocr" else GRIDS[number]
         return ImagePixels((_pixels(generator, grid[0] * patch, grid[1] * patch),), grid, (99, 98))
+    if name.startswith("minicpm"):
+        sizes = ((4, 8),), ((8, 4), (4, 4), (4, 4)), ((12, 8), (8, 12), (8, 12))
+        crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
+        return ImagePixels(crops, sizes[number][0], (99, 98))
     if name.startswith("lfm2"):
         sizes = ((6, 8),), ((4, 10),), ((6, 6), (6, 6), (12, 4))
         crops = tuple([_pixels(generator, lines * patch, columns * patch) for lines, columns in sizes[number]])
         return ImagePixels(crops, sizes[number][0], (99, 98))
     side = config.vision_config.image_size
     side, patch = (side[0], patch[0]) if isinstance(side, list | tuple) else (side, patch)
-    size, count = (
-        SIZES[number],
-        (1, 3, 5)[number] if name.startswith(("internvl", "smolvlm", "idefics3", "llama4", "granite")) else 1,
-    )
+    size, count = SIZES[number], (1, 3, 5)[number] if name.startswith(OF_TILES) else 1
     if name.startswith(OF_PICTURES):
         height, width = best_pinpoint(*size, tuple([(each[0], each[1]) for each in PINPOINTS]))
         count = 1 + height * width // SIDE**2
@@ -415,6 +485,8 @@ def in_bfloat16(pixels: Any) -> Tensor:
 
 
 def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dict[str, Tensor]:
+    if name.startswith("minicpm"):
+        return _packed(image, config.vision_config.patch_size)
     if name.startswith("lfm2"):
         return _padded(image, config.vision_config.patch_size)
     planes = torch.stack([in_bfloat16(each) if name == "llama4" else normalised(each) for each in image.crops])
@@ -439,7 +511,7 @@ def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dic
         positions = torch.stack((places, lines), dim=-1).view(1, -1, 2)
         return {"pixel_values": squares.reshape(1, rows * columns, -1), "image_position_ids": positions}
     sizes = torch.tensor([image.size if name.startswith(OF_PICTURES) else image.crops[0].shape[:2]])
-    if name in ("mistral3", "pixtral", "lighton_ocr"):
+    if name in ("mistral3", "mistral_large4", "pixtral", "lighton_ocr"):
         return {"pixel_values": planes, "image_sizes": sizes}
     if name == "llava_onevision":
         return {"pixel_values": planes[None], "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
@@ -449,6 +521,16 @@ def _inputs(name: str, image: ImagePixels, config: Any, *, is_fine: bool) -> dic
         fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if is_fine else {}
         return {"pixel_values": planes[None], "pixel_attention_mask": torch.ones(1, len(planes)).bool(), **fine}
     return {"pixel_values": planes[None] if name in ("smolvlm", "idefics3") else planes}
+
+
+def _packed(image: ImagePixels, size: int) -> dict[str, Tensor]:
+    """Patches of all pictures one beside the other, and their lines and columns."""
+    shapes = [(len(each) // size, each.shape[1] // size) for each in image.crops]
+    patches = torch.cat([patches_of(normalised(each), size) for each in image.crops]).view(-1, 3, size, size)
+    return {
+        "pixel_values": patches.permute(1, 2, 0, 3).reshape(1, 3, size, -1),
+        "target_sizes": torch.tensor(shapes, dtype=torch.int32),
+    }
 
 
 def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
@@ -471,13 +553,17 @@ def _padded(image: ImagePixels, size: int) -> dict[str, Tensor]:
 def their_rows(
     name: str, image: ImagePixels, dtype: torch.dtype = torch.float32, *, is_fine: bool = False
 ) -> tuple[Tensor, ...]:
-    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling."""
+    """Rows of the image's tokens, then those of each layer that adds some; by the fine route of Granite-Docling, and of
+    MiniCPM-V.
+    """
     model = vision_reference(name)
     model = model if dtype == torch.float32 else deepcopy(model).to(dtype)
     if name == "llama4":
         # A change of dtype leaves their imaginary part out.
         model.vision_model.rotary_embedding.freqs_ci = vision_reference(name).vision_model.rotary_embedding.freqs_ci
     inputs = _inputs(name, image, model.config, is_fine=is_fine)
+    if name.startswith("minicpm") and is_fine:
+        inputs["downsample_mode"] = "4x"
     if not name.startswith(_LIKE_QWEN):
         inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     if name == "llama4":

@@ -3,8 +3,12 @@ which form Triton would compile them for sm_90, by Triton's own rules.
 """
 
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from adapter_folders import CONFIG, lora_tensors
 from encoder_models import encoder_folder
 from expert_checkpoints import expert_folder
@@ -15,11 +19,13 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from spmd_worker import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
     attention_kernels,
     expert_kernels,
+    experts,
     head_kernels,
     leaf_kernels,
     matmul,
@@ -203,6 +209,17 @@ def test_warm_up_covers_experts_without_counting_tokens(
         if is_control:
             compiled.discard("linear")
         assert compiled == ({"place_slots", "gate_up", "expert_linear"} if is_control else set())
+
+
+def test_warm_up_counts_identity_experts_too():
+    """LongCat-Flash: steps take the tiles of few, of some and of many rows by all experts that a token chooses from."""
+    config = model_config_of({"architectures": ["LongcatFlashForCausalLM"]}, Path("config.json"))
+    scheduler = SimpleNamespace(max_num_batched_tokens=8192)
+    resolved = SimpleNamespace(model_config=config, config=SimpleNamespace(scheduler=scheduler))
+    device: Any = SimpleNamespace(resolved=resolved)
+    counts = TritonDevice._expert_token_counts(device)
+    tiles = {experts.tiles_for(count * 12, 512 + 256, torch.bfloat16, (9, 0), 1 << 20) for count in (1, *counts)}
+    assert tiles == {experts.FEW_ROWS, experts.SOME_ROWS, experts.MANY_ROWS}
 
 
 @pytest.mark.parametrize("is_control", [False, pytest.param(True, marks=pytest.mark.stress)], ids=["", "control"])

@@ -52,7 +52,11 @@ _MAX_CPU_LORAS: Final = 2**16
 """Every layer has a table of as many."""
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of images that may be decoded, all but the last by default."""
-IMAGE_PROCESSOR_KEYS: Final = ("size", "max_patches", "do_image_splitting", "max_soft_tokens")
+IMAGE_PROCESSOR_KEYS: Final = (
+    *("size", "max_patches", "min_patches", "crop_to_patches", "do_image_splitting", "max_soft_tokens", "fine_route"),
+    *("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles"),
+    *("max_slice_nums", "slice_mode", "downsample_mode", "use_image_id"),
+)
 VIDEO_PROCESSOR_KEYS: Final = (
     *("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "max_video_tokens"),
     *("fps", "num_frames", "min_frames", "max_frames"),

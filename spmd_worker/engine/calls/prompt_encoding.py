@@ -91,6 +91,8 @@ class PromptEncoder:
                 media = media_of_parts(messages)
                 images = check_images(images, sources, media, is_truncated=is_truncated, architecture=name)
                 check_conversation(images, messages)
+                template = options.template or tokenizer.chat_template_source or ""
+                messages = images.for_template(messages, tokenizer.chat_templates.sources.get(template, template))
             text = render(messages, options, tokenizer)
             if not is_truncated:
                 self._engine.limits.check_text(tokenizer, text)

@@ -1,6 +1,7 @@
 """Encodes the prompt of a row, text, ids or a conversation, with its images, as token ids."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from spmd_worker.base.errors import ChatTemplateError, TokenizerError
@@ -68,6 +69,8 @@ def encode_with_images(
             return None, images.of_ids(prompt.token_ids, media, partial(_encoded, tokenizer, adds_special_tokens=False))
         if isinstance(prompt, ChatPrompt):
             check_conversation(images, prompt.messages)
+            messages = images.for_template(prompt.messages, tokenizer.chat_template_source or "")
+            prompt = replace(prompt, messages=tuple(messages))
         text = _text_of(prompt, tokenizer)
         check_text(text)
         of_text = partial(_encoded, tokenizer, adds_special_tokens=prompt.adds_special_tokens)

@@ -92,7 +92,7 @@ def read_prompt_adapter(path: str | Path) -> PromptAdapter:
 def rows_for(adapter: PromptAdapter, model_config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Rows of embeddings [virtual tokens, width of the model's embedding]. Raises AdapterError."""
     width = model_config.embedding_size
-    if model_config.reads_ids:
+    if model_config.takes_ids:
         raise AdapterError(
             f"{adapter.subject}: layers of this model read inputs of each token id, and virtual tokens have no id: "
             f"prompt tuning is not supported"

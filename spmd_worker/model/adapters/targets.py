@@ -29,7 +29,8 @@ _LINEARS: Final = (
     *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),
     *(f"linear_attn.{each}" for each in ("z_latent", "z_proj", "a_latent", "a_proj", "out_proj")),
     *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
-    *("self_attn.indexer.wq_b", "self_attn.indexer.wk"),
+    *("self_attn.indexer.wq_b", "self_attn.indexer.wk", "self_attn.kv_proj", "self_attn.indexer.q_b_proj"),
+    *(f"self_attn.{at}compressor.{each}_proj" for at in ("", "indexer.") for each in ("kv", "gate")),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
@@ -37,6 +38,7 @@ _LINEARS: Final = (
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"
+_OF_GROUPS: Final = "self_attn.o_a_proj"
 _EXPERTS: Final = "experts"
 _POOLER: Final = "pooler."
 
@@ -79,7 +81,7 @@ class AdapterTargets:
             if isinstance(each, AdaptableLayer) and _EXPERTS not in name.split(".")
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
-        endings = [fused.get(ours, self._table.parts.get(ours, ours)) for ours in _LINEARS]
+        endings = [ending for ours in _LINEARS for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
@@ -99,6 +101,11 @@ class AdapterTargets:
             if piece.parameter_name.startswith(_POOLER)
         }
 
+    def _endings(self, ours: str) -> list[str]:
+        """The checkpoint's names in a layer of a module: several if layers of ours have one number there."""
+        name = self._table.parts.get(ours, ours)
+        return [name.replace("#", str(half)) for half in range(self._table.layers_in_one)]
+
     def find(self, module: str) -> tuple[str, str]:
         """The checkpoint's name of a module that PEFT calls `module`, and the reason if it takes no adapter."""
         (name,) = self._names.parts(f"{module}.weight", ())
@@ -107,10 +114,15 @@ class AdapterTargets:
             return name, ""
         if _EXPERTS in name.split("."):
             return name, "experts are not adapted: target attention, dense layers and shared experts"
-        if name in self._shapes and self._inside(name) == _LATENT_PROJECTION:
+        if name in self._shapes and self._inside(name) in self._endings(_LATENT_PROJECTION):
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "
                 "latents: target the other projections, or merge the adapter with model.lora_merge"
+            )
+        if name in self._shapes and self._inside(name) in self._endings(_OF_GROUPS):
+            return name, (
+                "adapters of o_a_proj are not supported, because each group of heads has a projection of its own: "
+                "target the other projections, or merge the adapter with model.lora_merge"
             )
         if name in self._shapes:
             return name, "adapters of embeddings, token heads and routers are not supported"

@@ -19,6 +19,7 @@ from spmd_worker.model.layers.distances import StepDistances, distance_scores
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
+from spmd_worker.model.layers.run_indexer import RunIndexer, StepRuns
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
@@ -100,6 +101,10 @@ class Attention(nn.Module):
             gates = (OutputPart("g_proj", total, start, stop),)
             self.g_proj = ColumnParallelLinear(context, hidden_size, gates, has_bias=False)
         self.sinks = Sinks(context, layer.num_heads, heads) if layer.has_sinks else None
+        self.indexer: RunIndexer | None = None
+        if layer.indexer is not None:
+            assert (self.window, layer.score_cap, layer.has_sinks, value_size) == (0, 0.0, False, size), layer
+            self.indexer = RunIndexer(context, layer, hidden_size, self.num_kv_heads)
         assert not self._reads_other or layer.qk_norm in ("none", "head"), layer.qk_norm
         has_values_norm = layer.norms_values and not self._reads_other
         self.v_norm = new_norm(context, size, _bare(layer.norm)) if has_values_norm else None
@@ -130,10 +135,11 @@ class Attention(nn.Module):
         is_fused: bool = True,
         distance_bias: Tensor | None = None,
         distances: StepDistances | None = None,
+        runs: StepRuns | None = None,
     ) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
         another layer's, then reads. `distance_bias` is as in `AttentionBackend.attend`, if the layer has such biases;
-        `distances` are those of the step, if it multiplies by them.
+        `distances` are those of the step, if it multiplies by them; `runs` those that end in it, if it chooses keys.
         """
         del states
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
@@ -144,6 +150,9 @@ class Attention(nn.Module):
             attended = self._backend.attend_projected(
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )
+        index_cache: Tensor | None = None
+        if self.indexer is not None:
+            layer_cache, index_cache = self.indexer.parts_of(layer_cache)
         if attended is None:
             if self._reads_other:
                 query = self._query(projected, angles)
@@ -160,7 +169,13 @@ class Attention(nn.Module):
             if distances is not None:
                 assert wanted is None, "sequences are complete"
                 more["distance_scores"] = self._distance_scores(query, key, distances, adapters)
-            attended = self._backend.attend(query, *of_layer, **more)
+            if self.indexer is not None and index_cache is not None:
+                assert wanted is None, "a layer that chooses keys leaves no token out"
+                assert runs is not None, "the decoder finds the runs of a step"
+                caches = (layer_cache, index_cache)
+                attended = self.indexer.attend((x, angles, runs), query, caches, metadata, self.scale)
+            else:
+                attended = self._backend.attend(query, *of_layer, **more)
             attended = attended[..., : self._value_size].flatten(1)
         if wanted is not None:
             x, adapters = x[wanted.rows], wanted.adapters

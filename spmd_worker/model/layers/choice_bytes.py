@@ -1,12 +1,12 @@
 """Memory in which tokens choose their keys and attend to them (`chosen_keys.py`, `compressed_attention.py`), by
 arithmetic. Needs no torch.
 
-N: tokens of one call; S: keys of one sequence; K: keys that are chosen; D: numbers of a key.
+N: tokens of one call; S: keys of one sequence; K: keys that a token sees; D: numbers that are read of a key.
 """
 
 from typing import Final
 
-from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig, LayerConfig
+from spmd_worker.model_config.layer_config import IndexerConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 
 TILE: Final = 512
@@ -15,7 +15,7 @@ BLOCK: Final = 64
 """Tokens of a block of chosen keys."""
 GROUPS: Final = 64
 """Groups of tokens that are compressed together."""
-MAX_ROWS: Final = 64
+_MAX_ROWS: Final = 64
 _MAX_ELEMENTS: Final = 1 << 24
 """Rows whose scores, and elements of chosen keys, that are there at one time. No row's bits depend on either."""
 _FLOAT, _INDEX = 4, 8
@@ -23,15 +23,14 @@ _SCORE: Final = 3 * _FLOAT + 1 + _INDEX
 """Bytes of a score: itself, masked, and sorted, whether it is hidden, and its position."""
 
 
-def rows_at_once(latent: LatentConfig) -> int:
-    """N at most."""
-    assert latent.indexer is not None, latent
-    return rows_of(latent.indexer.num_chosen * latent.key_size)
+def rows_at_once(indexer: IndexerConfig, token_size: int) -> int:
+    """N at most; `token_size` is D."""
+    return rows_of(indexer.num_chosen * token_size)
 
 
 def rows_of(num_elements: int) -> int:
     """N at most, of tokens whose keys have so many elements."""
-    return max(1, min(MAX_ROWS, _MAX_ELEMENTS // num_elements))
+    return max(1, min(_MAX_ROWS, _MAX_ELEMENTS // num_elements))
 
 
 def most_entries(layer: LayerConfig, num_tokens: int) -> int:
@@ -42,13 +41,14 @@ def most_entries(layer: LayerConfig, num_tokens: int) -> int:
     return num_entries if compressed.indexer is None else min(num_entries, compressed.indexer.num_chosen)
 
 
-def choice_bytes(model_config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes that a step takes for the choice of tokens that see as many keys as a row may have, and for attention to
-    it, in the layer that takes most; 0 if all tokens see all keys. What each token of the step takes is not in it.
+def choice_bytes(model_config: ModelConfig, dtype_bytes: int, num_ranks: int = 1) -> int:
+    """Bytes that a step takes, on one of so many ranks that share heads, for the choice of tokens that see as many keys
+    as a row may have, and for attention to it, in the layer that takes most; 0 if all tokens see all keys. What each
+    token of the step takes is not in it.
     """
-    kinds = dict.fromkeys(layer.latent for layer in model_config.layers)
+    kinds = dict.fromkeys((layer.chooser, _token_size(layer, num_ranks)) for layer in model_config.layers)
     num_keys = model_config.max_model_len
-    found = [_of_kind(latent, num_keys, dtype_bytes) for latent in kinds if latent is not None]
+    found = [_of_kind(indexer, size, num_keys, dtype_bytes) for indexer, size in kinds if indexer is not None]
     others = dict.fromkeys(layer for layer in model_config.layers if layer.compressed is not None)
     return max([0, *found, *(_of_entries(layer, num_keys, dtype_bytes) for layer in others)])
 
@@ -63,7 +63,7 @@ def _of_entries(layer: LayerConfig, num_tokens: int, dtype_bytes: int) -> int:
     of_groups = GROUPS * compressed.rate * (compressed.row_size(size) * dtype_bytes + 4 * _FLOAT * size)
     scores, num_entries = 0, num_tokens // compressed.rate if compressed.rate else 0
     if compressed.indexer is not None and num_entries > compressed.indexer.num_chosen:
-        scores = _score_bytes(MAX_ROWS, num_entries, compressed.indexer)
+        scores = _score_bytes(_MAX_ROWS, num_entries, compressed.indexer)
     return max(copies, of_groups, scores)
 
 
@@ -76,12 +76,17 @@ def _score_bytes(num_rows: int, num_keys: int, indexer: IndexerConfig) -> int:
     return max(scores, tiles)
 
 
-def _of_kind(latent: LatentConfig, num_keys: int, dtype_bytes: int) -> int:
-    indexer = latent.indexer
-    if indexer is None or indexer.num_chosen >= num_keys:
+def _token_size(layer: LayerConfig, num_ranks: int) -> int:
+    if layer.latent is not None:
+        return layer.latent.key_size
+    return 2 * max(layer.num_kv_heads // num_ranks, 1) * layer.head_size
+
+
+def _of_kind(indexer: IndexerConfig, token_size: int, num_keys: int, dtype_bytes: int) -> int:
+    if indexer.most_seen >= num_keys:
         return 0
-    num_rows = rows_at_once(latent)
+    num_rows = rows_at_once(indexer, token_size)
     # Keys [N, K, D] as they are read, bytes of FP8 perhaps, and in blocks; positions, blocks and offsets.
-    num_chosen = -(-indexer.num_chosen // BLOCK) * BLOCK
-    copies = num_chosen * (latent.key_size * (2 * dtype_bytes + 1) + 5 * _INDEX)
-    return max(_score_bytes(num_rows, num_keys, indexer), num_rows * copies)
+    num_seen = -(-indexer.most_seen // BLOCK) * BLOCK
+    copies = num_seen * (token_size * (2 * dtype_bytes + 1) + 5 * _INDEX)
+    return max(_score_bytes(num_rows, -(-num_keys // indexer.run_length), indexer), num_rows * copies)

@@ -1,12 +1,15 @@
 """Attention of each token to those keys of a cache that an indexer chooses for it.
 
 A token that sees no more keys than are chosen attends to all of them, in the cache. For any other its chosen keys are
-copied, in ascending order, into blocks of a call of the same attention kernels: attention to latents reads no
-positions. So a token's bits depend on its query, its keys and their scores alone. Scores are computed a tile of keys at
-a time, at absolute positions and always of one size, by the product whose rows do not know each other.
+copied, in ascending order, into blocks of a call of the same attention kernels, which read no positions. So a token's
+bits depend on its query, its keys and their scores alone. Scores are computed a tile of keys at a time, at absolute
+positions and always of one size, by the product whose rows do not know each other.
 
-T: tokens; S: keys of one sequence; K: keys that are chosen; Hi, Di: heads and head size of the indexer; H, D: heads and
-size of attention's queries and keys; N: tokens of one call.
+If keys are chosen by runs of tokens, the key of a run is at its last token, and tokens behind the last complete run are
+seen too.
+
+T: tokens; S: keys of one sequence; K: keys that a token sees at most; Hi, Di: heads and head size of the indexer; H, D:
+heads and size of attention's queries and keys, Hkv: key-value heads; N: tokens of one call.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +19,12 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model.layers.choice_bytes import BLOCK, TILE, rows_at_once
-from spmd_worker.model_config.layer_config import LatentConfig
+from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +49,54 @@ class _Rows:
     position: int
 
 
-class ChosenKeys:
-    """Attention of one layer over its two caches: latents, in the backend's layout, and an indexer's keys."""
+@dataclass(frozen=True, slots=True)
+class KeptKeys:
+    """Keys of a layer's cache on this rank, `num_kv_heads` of `key_size`, with values of the same size, or keys alone
+    whose first `latent_size` numbers are the values.
+    """
 
-    def __init__(self, backend: AttentionBackend, kernels: Kernels, latent: LatentConfig) -> None:
+    num_kv_heads: int
+    key_size: int
+    latent_size: int = 0
+
+    @property
+    def token_size(self) -> int:
+        """Numbers of a token."""
+        return self.num_kv_heads * self.key_size * (1 if self.latent_size else 2)
+
+
+def latent_keys(latent: LatentConfig) -> KeptKeys:
+    """Those of latent attention."""
+    return KeptKeys(1, latent.key_size, latent.rank)
+
+
+class ChosenKeys:
+    """Attention of one layer over its two caches: keys, in the backend's layout, and an indexer's keys."""
+
+    def __init__(self, backend: AttentionBackend, kernels: Kernels, indexer: IndexerConfig, kept: KeptKeys) -> None:
         """`kernels` multiply plain float32."""
-        assert latent.indexer is not None, latent
-        self._backend, self._kernels, self._latent, self._indexer = backend, kernels, latent, latent.indexer
+        self._backend, self._kernels, self._indexer, self._kept = backend, kernels, indexer, kept
 
     def parts_of(self, layer_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a cache [blocks, block elements]: latents [blocks, *block_shape], and [blocks, block size, Di]."""
-        key_size, size = self._latent.key_size, self._indexer.head_size
-        block_size = layer_cache.shape[1] // (key_size + size)
-        latents, keys = layer_cache.split_with_sizes([block_size * key_size, block_size * size], dim=1)
-        shape = self._backend.block_shape(1, block_size, key_size, has_values=False)
-        return latents.view(len(latents), *shape), keys.view(len(keys), block_size, size)
+        """Views of a cache [blocks, block elements]: keys [blocks, *block_shape], and [blocks, block size, Di], those
+        of the layer's own indexer, if it has one.
+        """
+        kept, size, slot = self._kept, self._indexer.cached_size, self._indexer.slot
+        block_size = layer_cache.shape[1] // (kept.token_size + size)
+        keys, of_indexers = layer_cache.split_with_sizes([block_size * kept.token_size, block_size * size], dim=1)
+        has_values = not kept.latent_size
+        shape = self._backend.block_shape(kept.num_kv_heads, block_size, kept.key_size, has_values=has_values)
+        of_slots = of_indexers.view(len(of_indexers), block_size, self._indexer.num_slots, -1)
+        return keys.view(len(keys), *shape), of_slots[:, :, slot]
 
     def leaves_out(self, metadata: AttentionMetadata) -> bool:
         """Whether any token of a step sees fewer keys than there are."""
         assert metadata.fixed is None, "steps that choose keys are not recorded"
-        return max(metadata.context_lengths, default=0) > self._indexer.num_chosen
+        return max(metadata.context_lengths, default=0) > self._indexer.most_seen
 
     def choose(self, choosing: IndexQueries, index_cache: Tensor, metadata: AttentionMetadata) -> list[Tensor]:
-        """Positions of the chosen keys, int32 [N, K] ascending, of those tokens that do not see all, N at a time; the
-        step's keys are in the cache.
+        """Positions of the keys seen, int32 [N, K] ascending, of those tokens that do not see all, N at a time; the
+        step's keys are in the cache. Of runs, the last positions of a token that are behind its own do not count.
         """
         return [
             self._chosen(
@@ -81,36 +109,47 @@ class ChosenKeys:
         ]
 
     def attend(
-        self, query: Tensor, latents: Tensor, metadata: AttentionMetadata, scale: float, chosen: list[Tensor]
+        self, query: Tensor, keys: Tensor, metadata: AttentionMetadata, scale: float, chosen: list[Tensor]
     ) -> Tensor:
         """Queries [T, H, D], `chosen` by `choose` for the same step, which is in the cache -> [T, H, value]."""
-        value_size = self._latent.rank
+        value_size = self._kept.latent_size
         if not self.leaves_out(metadata):
-            return self._backend.attend(query, latents, metadata, scale, 0, value_size=value_size)
+            return self._backend.attend(query, keys, metadata, scale, 0, value_size=value_size)
         assert metadata.is_causal, "keys are chosen in causal attention"
         dense, others = self._divided(metadata)
-        output = query.new_empty((*query.shape[:2], value_size))
+        output = query.new_empty((*query.shape[:2], value_size or self._kept.key_size))
         if dense:
             places = torch.cat([torch.arange(each.start, each.stop, device=query.device) for each in dense])
             step = _step_of(dense, places, metadata)
-            output[places] = self._backend.attend(query[places], latents, step, scale, 0, value_size=value_size)
-        scratch = self._backend.of_sequences(self._latent.key_size, BLOCK)
-        block_size = latents[0].numel() // self._latent.key_size
+            output[places] = self._backend.attend(query[places], keys, step, scale, 0, value_size=value_size)
+        scratch = self._backend.of_sequences(self._kept.key_size, BLOCK)
+        block_size = keys[0].numel() // self._kept.token_size
         for rows, positions in zip(others, chosen, strict=True):
             taken, table = slice(rows.start, rows.stop), metadata.block_tables[rows.sequence]
-            blocks, offsets = _places(table, positions.flatten().long(), block_size)
-            keys = self._backend.read_keys(latents, blocks, offsets, query.dtype).unsqueeze(1)
-            output[taken] = _attend_apart(scratch, query[taken], keys, scale, value_size)
+            copied = self._read(keys, *_places(table, positions.flatten().long(), block_size), query.dtype)
+            output[taken] = _attend_apart(scratch, query[taken], copied, self._counts(rows), scale, value_size)
         return output
+
+    def _read(self, keys: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Keys and values [N * K, Hkv, D], no values of latents."""
+        if self._kept.latent_size:
+            return self._backend.read_keys(keys, blocks, offsets, dtype).unsqueeze(1), None
+        return self._backend.read_tokens(keys, self._kept.num_kv_heads, blocks, offsets, dtype)
+
+    def _counts(self, rows: _Rows) -> tuple[int, ...]:
+        """Keys that each token sees."""
+        indexer, first = self._indexer, rows.position + 1
+        ends = range(first, first + rows.stop - rows.start)
+        return tuple([indexer.num_chosen + end % indexer.run_length for end in ends])
 
     def _divided(self, metadata: AttentionMetadata) -> tuple[list[_Rows], list[_Rows]]:
         """Tokens that see all keys, by sequence, and tokens that choose, by sequence and then in parts."""
         dense, others = [], []
-        most = rows_at_once(self._latent)
+        most = rows_at_once(self._indexer, self._kept.token_size)
         for sequence, num_keys in enumerate(metadata.context_lengths):
             start, stop = metadata.query_starts[sequence : sequence + 2]
             position = num_keys - (stop - start)
-            first = start + min(max(self._indexer.num_chosen - position, 0), stop - start)
+            first = start + min(max(self._indexer.most_seen - position, 0), stop - start)
             if first > start:
                 dense.append(_Rows(sequence, start, first, position))
             for part in range(first, stop, most):
@@ -118,15 +157,23 @@ class ChosenKeys:
         return dense, others
 
     def _chosen(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
-        """Positions of the chosen keys, int32 [N, K] ascending, of consecutive tokens from `position` on."""
-        ends = torch.arange(position + 1, position + 1 + len(choosing.weights), device=table.device)
+        """Positions of the keys seen, int32 [N, K] ascending, of consecutive tokens from `position` on."""
+        length, device = self._indexer.run_length, table.device
+        ends = torch.arange(position + 1, position + 1 + len(choosing.weights), device=device).unsqueeze(1)
 
-        def read(positions: Tensor) -> Tensor:
-            places = _places(table, positions, index_cache.shape[1])
+        def read(runs: Tensor) -> Tensor:
+            places = _places(table, runs * length + length - 1, index_cache.shape[1])
             return from_cache(index_cache[places], choosing.queries.dtype)
 
-        most = position + len(ends)
-        return best_keys(self._kernels, choosing, read, ends, most, self._indexer.num_chosen).int()
+        num_runs = (position + len(ends)) // length
+        runs = best_keys(self._kernels, choosing, read, ends // length, num_runs, self._indexer.num_runs)
+        if length == 1:
+            return runs.int()
+        inside = torch.arange(length, device=device)
+        chosen = (runs.unsqueeze(2) * length + inside).flatten(1)
+        # Positions behind a token's own are not read: any that have a block will do.
+        behind = torch.minimum(ends // length * length + inside[:-1], ends - 1)
+        return torch.cat((chosen, behind), dim=1).int()
 
 
 def best_keys(
@@ -137,14 +184,13 @@ def best_keys(
     num_keys: int,
     num_chosen: int,
 ) -> Tensor:
-    """Positions, int64 [N, K] ascending, of the keys of the highest scores among the first `num_seen`, int64 [N], ties
-    by position. `read` gives keys [n, Di] at positions [n], `num_keys` is the largest of `num_seen`, none of which is
-    below K.
+    """Numbers, int64 [N, `num_chosen`] ascending, of the keys of the highest scores among the first `num_seen`, int64
+    [N, 1], ties by number. `read` gives keys [n, Di] of numbers [n]; `num_keys` is the largest of `num_seen`, none of
+    which is below `num_chosen`.
     """
-    device = choosing.queries.device
     scores = torch.cat(list(_scores(kernels, choosing, read, num_keys)), dim=1)
-    hidden = torch.arange(scores.shape[1], device=device) >= num_seen.unsqueeze(1)
-    # Stable: of equal scores the lower position is first.
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= num_seen
+    # Stable: of equal scores the lower number is first.
     order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     return order[:, :num_chosen].sort(dim=1).values
 
@@ -156,9 +202,9 @@ def _scores(
     num_rows, num_heads, size = choosing.queries.shape
     queries = choosing.queries.float().reshape(-1, size)
     for first in range(0, num_keys, TILE):
-        positions = torch.arange(first, min(first + TILE, num_keys), device=queries.device)
+        numbers = torch.arange(first, min(first + TILE, num_keys), device=queries.device)
         tile = queries.new_zeros((TILE, size))
-        tile[: len(positions)] = read(positions)
+        tile[: len(numbers)] = read(numbers)
         products = kernels.linear(queries, kernels.pack(tile), None)
         products = products.view(num_rows, num_heads, TILE).relu_()
         total = products[:, 0] * choosing.weights[:, :1]
@@ -188,30 +234,38 @@ def _step_of(parts: list[_Rows], places: Tensor, metadata: AttentionMetadata) ->
     )
 
 
-def _attend_apart(backend: AttentionBackend, query: Tensor, keys: Tensor, scale: float, value_size: int) -> Tensor:
-    """Attention of queries [N, H, D], each to K keys of its own, [N * K, 1, D] -> [N, H, value]."""
-    num_rows, device = len(query), query.device
+def _attend_apart(
+    backend: AttentionBackend,
+    query: Tensor,
+    kept: tuple[Tensor, Tensor | None],
+    counts: tuple[int, ...],
+    scale: float,
+    value_size: int,
+) -> Tensor:
+    """Attention of queries [N, H, D], each to the first of K keys of its own, `counts` of them, of keys and values
+    [N * K, Hkv, D] -> [N, H, value].
+    """
+    (keys, values), num_rows, device = kept, len(query), query.device
     num_keys = len(keys) // num_rows
     num_blocks = -(-num_keys // BLOCK)
-    shape = backend.block_shape(1, BLOCK, keys.shape[2], has_values=False)
+    shape = backend.block_shape(*(keys.shape[1], BLOCK, keys.shape[2]), has_values=values is not None)
     cache = keys.new_zeros((num_rows * num_blocks, *shape))
     tables = torch.arange(num_rows * num_blocks, device=device).view(num_rows, num_blocks)
     offsets = torch.arange(num_keys, device=device)
-    lengths = (num_keys,) * num_rows
     written = AttentionMetadata(
         query_starts=tuple(range(0, num_rows * num_keys + 1, num_keys)),
-        context_lengths=lengths,
+        context_lengths=(num_keys,) * num_rows,
         block_tables=tables,
         token_blocks=tables[:, offsets // BLOCK].flatten(),
         token_offsets=(offsets % BLOCK).repeat(num_rows),
     )
-    backend.write(keys, None, cache, written)
-    last = torch.full((num_rows,), num_keys - 1, device=device)
+    backend.write(keys, values, cache, written)
+    last = to_device(torch.tensor(counts), device) - 1
     step = AttentionMetadata(
         query_starts=tuple(range(num_rows + 1)),
-        context_lengths=lengths,
+        context_lengths=counts,
         block_tables=tables,
-        token_blocks=tables[:, -1],
+        token_blocks=tables[torch.arange(num_rows, device=device), last // BLOCK],
         token_offsets=last % BLOCK,
     )
     return backend.attend(query, cache, step, scale, 0, value_size=value_size)

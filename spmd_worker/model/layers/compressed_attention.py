@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Sinks
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
-from spmd_worker.model.layers.choice_bytes import BLOCK, MAX_ROWS, rows_of
+from spmd_worker.model.layers.choice_bytes import BLOCK, rows_of
 from spmd_worker.model.layers.chosen_keys import IndexQueries, best_keys
 from spmd_worker.model.layers.compressed_entries import (
     Compressor,
@@ -146,10 +146,11 @@ class EntryIndexer(nn.Module):
                 sequences = torch.full_like(entries, sequence)
                 return keys[entry_places(tables, sequences, entries, rate, block_size)]
 
-            for part in range(first, stop, MAX_ROWS):
-                rows = slice(part, min(part + MAX_ROWS, stop))
+            step = rows_of(1)
+            for part in range(first, stop, step):
+                rows = slice(part, min(part + step, stop))
                 ends = torch.arange(position + part - start, position + rows.stop - start, device=keys.device) + 1
-                num_seen, most = ends // rate, (position + rows.stop - start) // rate
+                num_seen, most = (ends // rate).unsqueeze(1), (position + rows.stop - start) // rate
                 yield (
                     rows,
                     best_keys(self._kernels.plain, choosing.of_rows(rows), read, num_seen, most, num_chosen),

@@ -115,6 +115,8 @@ class Compressor(torch.nn.Module):
         are caches [blocks, block size, R] and [blocks, places, D].
         """
         rows[metadata.token_blocks, metadata.token_offsets] = self.row_proj(x, adapters)
+        # Places that stay without an entry are those of an earlier owner of the block.
+        entries[metadata.token_blocks[metadata.token_offsets == 0]] = 0
         if groups is None:
             return
         for first in range(0, len(groups.numbers), GROUPS):

@@ -54,6 +54,11 @@ class LayerContext:
         head = None if self.quantised is None else self.quantised.head
         return self if head is None else replace(self, kernels=head, quantised=None)
 
+    @property
+    def unquantised(self) -> "LayerContext":
+        """That of layers whose weights stay in the model's dtype."""
+        return replace(self, kernels=self.kernels.plain, quantised=None)
+
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; the loader must fill every element."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

@@ -43,7 +43,7 @@ class DeltaConv(CheckpointLayer):
 
 class DeltaGates(CheckpointLayer):
     """Numbers by which the state of each value head decays, float32: `a_log` [Hv] and `dt_bias` [Hv], or, if each
-    channel decays by itself, [1, 1, Hv, 1] and [Hv dk], as files have them.
+    channel decays by itself, [1, 1, Hv, 1], or [Hv], and [Hv dk], as files have them.
     """
 
     is_float32 = True
@@ -51,7 +51,7 @@ class DeltaGates(CheckpointLayer):
     def __init__(self, context: LayerContext, delta: DeltaConfig, heads: tuple[int, int]) -> None:
         super().__init__()
         self._num_heads, self._heads, self._num_steps = delta.num_value_heads, heads, _num_steps(delta)
-        self._around = ((1, 1), (1,)) if delta.is_per_channel else ((), ())
+        self._around = ((1, 1), (1,)) if delta.is_per_channel and not delta.are_flat else ((), ())
         context, count = replace(context, dtype=torch.float32), heads[1] - heads[0]
         self.a_log = context.parameter(*self._rate_shape(count))
         self.dt_bias = context.parameter(count * self._num_steps)

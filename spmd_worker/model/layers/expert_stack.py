@@ -22,7 +22,8 @@ _PARAMETERS: Final = tuple(
 
 class StackedExperts:
     """Stacks the parameters of `experts`, which have a `gate_up_proj` and a `down_proj` and are the `own` ones,
-    ascending, of `num_experts`. Not a module: its tensors are those of the experts.
+    ascending, of `num_experts`. Results of `identity` experts, which have no parameters, are this rank's too. Not a
+    module: its tensors are those of the experts.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class StackedExperts:
         stored: StoredFormat | None = None,
         *,
         is_gated: bool = True,
+        identity: Sequence[int] = (),
     ) -> None:
         self._experts, self._activation, self._limit, self._bound = tuple(experts), activation, limit, bound
         self._stored, self._is_gated = stored, is_gated
-        is_own = [int(index in set(own)) for index in range(num_experts)]
+        held = {*own, *identity}
+        is_own = [int(index in held) for index in range(num_experts)]
         self._ids = torch.tensor(own, dtype=torch.int32).to(device)
         self.is_own: Tensor | None = None if all(is_own) else torch.tensor(is_own, dtype=torch.int32).to(device)
         """int32 [E]; None if this rank has all experts."""

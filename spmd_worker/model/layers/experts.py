@@ -63,13 +63,13 @@ class Router(PackedLayer):
         is_plain = context.quantised is None and experts.score != "sqrt_softplus"
         self._expert_kernels = context.kernels.expert_kernels() if is_plain else None
         context, has_list = replace(context, dtype=torch.float32), experts.num_listed_tokens > 0
-        self.weight = context.parameter(experts.num_experts + experts.has_shared_gate, hidden_size)
-        self.bias = context.parameter(experts.num_experts) if experts.has_router_bias else None
-        self.choice_bias = context.parameter(experts.num_experts) if experts.has_choice_bias else None
+        self.weight = context.parameter(experts.num_choices + experts.has_shared_gate, hidden_size)
+        self.bias = context.parameter(experts.num_choices) if experts.has_router_bias else None
+        self.choice_bias = context.parameter(experts.num_choices) if experts.has_choice_bias else None
         self.listed = context.parameter(experts.num_listed_tokens, experts.num_chosen) if has_list else None
         self.scale = self.per_expert_scale = None
         if experts.are_beside_dense:
-            self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_experts)
+            self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_choices)
 
     def forward(
         self, x: Tensor, routes: list[Tensor] | None = None, token_ids: Tensor | None = None
@@ -92,7 +92,7 @@ class Router(PackedLayer):
         kernels = self._expert_kernels
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
-        logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_experts
+        logits, num_experts = self._kernels.linear(x.float(), self.weight, None), self._experts.num_choices
         shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
         logits = logits if self.bias is None else logits + self.bias
@@ -124,7 +124,7 @@ class Router(PackedLayer):
             )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        num_experts, size = self._experts.num_experts, self._hidden_size
+        num_experts, size = self._experts.num_choices, self._hidden_size
         yield replicated(f"{prefix}.weight", (num_experts, size), f"{prefix}.weight")
         if self.bias is not None:
             yield replicated(f"{prefix}.bias", (num_experts,), f"{prefix}.bias")
@@ -354,11 +354,14 @@ class SparseFeedForward(nn.Module):
         if experts.latent_size:
             self.fc1_latent_proj = replicated_linear(context, "fc1_latent_proj", hidden_size, expert_size)
             self.fc2_latent_proj = replicated_linear(context, "fc2_latent_proj", expert_size, hidden_size)
-        self._num_tokens = [0] * experts.num_experts
+        # Identity experts are of the rank whose part of the sum has them, of every rank where results are complete.
+        self._adds_identity = self._is_exact or self._sums_each or self._group.rank == 0
+        identity = list(range(experts.num_experts, experts.num_choices)) if self._adds_identity else []
+        self._num_tokens = [0] * experts.num_choices
         self._kernels, self._dtype, self._activation = context.kernels, context.dtype, layer.activation
         self._joined: JoinedExperts | None = None
         self._has_joined = False
-        self._totals = torch.zeros(experts.num_experts, dtype=torch.int64, device=context.device)
+        self._totals = torch.zeros(experts.num_choices, dtype=torch.int64, device=context.device)
         self._stacked: StackedExperts | None = None
         modules, stored = [*self.experts.values()], context.stored.get(context.layer, {}).get(EXPERTS)
         if stored is not None:
@@ -366,9 +369,11 @@ class SparseFeedForward(nn.Module):
             assert panels is not None or self._expert_kernels is not None, "no kernels take such weights"
             _hold_as_stored(modules, stored, panels)
         if self._expert_kernels is not None:
-            size, bounds, is_gated = experts.num_experts, (experts.limit, experts.bound), experts.is_gated
+            size, bounds, is_gated = experts.num_choices, (experts.limit, experts.bound), experts.is_gated
             self._stacked = StackedExperts(
-                modules, own, size, layer.activation, *bounds, context.device, stored, is_gated=is_gated
+                *(modules, own, size, layer.activation, *bounds, context.device, stored),
+                is_gated=is_gated,
+                identity=identity,
             )
             self._stacked.allocate(context.device)
         self.shared_expert: FeedForward | None = None
@@ -422,6 +427,8 @@ class SparseFeedForward(nn.Module):
         if self._is_exact:
             # A result is zero on all ranks but one, so the sum is exact.
             results = self._group.all_reduce(results, is_exact=True)
+        if self._config.num_identity and self._adds_identity:
+            results = self._with_identity(results, inputs, ids)
         if joined is not None:
             output = joined.weighted_sum(results, weights)
         elif kernels is None:
@@ -436,10 +443,20 @@ class SparseFeedForward(nn.Module):
             output = output + (shared if shared_gate is None else (shared.float() * shared_gate).to(x.dtype))
         return self._parts_group.once(output) if self._is_exact or self._sums_each else output
 
+    def _with_identity(self, results: Tensor, inputs: Tensor, ids: Tensor) -> Tensor:
+        """Outputs [T * k, hidden], those of identity experts replaced by their inputs [T, hidden]."""
+        num_chosen, is_identity = ids.shape[1], ids.flatten() >= self._config.num_experts
+        if results.device.type == "cpu":
+            places = is_identity.nonzero().squeeze(1)
+            return results.index_copy_(0, places, inputs.index_select(0, places // num_chosen).to(results.dtype))
+        # Without a number of tokens that the host would have to know.
+        return torch.where(is_identity.unsqueeze(1), inputs.repeat_interleave(num_chosen, 0), results)
+
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each expert so far, on any rank, without padding. Waits for the device."""
-        return [sum(each) for each in zip(self._num_tokens, self._totals.tolist(), strict=True)]
+        """Tokens of each expert with weights so far, on any rank, without padding. Waits for the device."""
+        totals = self._totals.tolist()[: self._config.num_experts]
+        return [sum(each) for each in zip(self._num_tokens, totals, strict=False)]
 
     def forget_num_tokens(self) -> None:
         """Count from zero."""
@@ -464,7 +481,7 @@ class SparseFeedForward(nn.Module):
             return None
         down, config = next(iter(experts.values())).down_proj, self._config
         sizes = ExpertSizes(
-            num_experts=config.num_experts,
+            num_experts=config.num_choices,
             hidden_size=down.output_size,
             intermediate_size=down.input_range[1] - down.input_range[0],
             activation=self._activation,
@@ -484,7 +501,7 @@ class SparseFeedForward(nn.Module):
         # Stable: the tokens of an expert stay in the order of the batch.
         sorted_ids, order = flat.sort(stable=True)
         # The only read-back of a layer. `bincount` would need another, to find the maximum.
-        indices = torch.arange(self._config.num_experts, device=flat.device)
+        indices = torch.arange(self._config.num_choices, device=flat.device)
         ends: list[int] = torch.searchsorted(sorted_ids, indices, right=True).tolist()
         dtype = torch.float32 if self._sums_each else x.dtype
         results = x.new_zeros((len(flat), x.shape[1]), dtype=dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.head_growth import HeadGrowth
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import FullNorm
 from spmd_worker.model.layers.rotary import Angles
@@ -27,7 +28,7 @@ from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 
 _NORM = NormConfig("layer", eps=1e-6, has_bias=True)
-"""The norm of an indexer's keys."""
+"""The norm of an indexer's keys, and of its input."""
 
 
 class HeadWeights(PackedLayer):
@@ -55,7 +56,12 @@ class Indexer(nn.Module):
         assert latent.indexer is not None, latent
         indexer = latent.indexer
         self._indexer, self._kernels, self._chosen = indexer, context.kernels, chosen
-        self.wq_b = replicated_linear(context, "wq_b", latent.query_rank, indexer.num_heads * indexer.head_size)
+        num_inputs = hidden_size if indexer.norms_input else latent.query_rank
+        self.wq_b = replicated_linear(context, "wq_b", num_inputs, indexer.num_heads * indexer.head_size)
+        self.q_input_norm = FullNorm(context, hidden_size, _NORM) if indexer.norms_input else None
+        self.softmax_scaling: HeadGrowth | None = None
+        if latent.grows_by_head:
+            self.softmax_scaling = HeadGrowth(context, indexer.num_heads, (0, indexer.num_heads))
         self.wk = replicated_linear(context, "wk", hidden_size, indexer.head_size)
         self.k_norm = FullNorm(context, indexer.head_size, _NORM)
         self.weights_proj = HeadWeights(context, indexer.num_heads, hidden_size)
@@ -78,19 +84,23 @@ class Indexer(nn.Module):
 
     def choose(
         self,
-        tokens: tuple[Tensor, Tensor, Angles | None],
+        tokens: tuple[Tensor, Tensor, Angles | None, Tensor | None],
         index_cache: Tensor,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None,
         rows: Tensor | None = None,
     ) -> list[Tensor]:
         """The choice (`ChosenKeys.choose`) of this step's `tokens`: hidden states [T, hidden], normed latents of
-        queries and angles; of some `rows`, int64, to which `metadata` belongs, or of all.
+        queries, angles and logarithms of lengths, float32 [T, 1], where queries grow; of some `rows`, int64, to which
+        `metadata` belongs, or of all.
         """
         if not self._chosen.leaves_out(metadata):
             return []
-        x, query_latents, angles = tokens
-        queries = self.wq_b(query_latents, adapters).view(len(x), self._indexer.num_heads, -1)
+        x, query_latents, angles, log_lengths = tokens
+        inputs = query_latents if self.q_input_norm is None else self.q_input_norm(x)
+        queries = self.wq_b(inputs, adapters).view(len(x), self._indexer.num_heads, -1)
+        if self.softmax_scaling is not None:
+            queries = queries * self.softmax_scaling(log_lengths)
         choosing = IndexQueries(self._rotated(queries, angles), self.weights_proj(x))
         return self._chosen.choose(choosing if rows is None else choosing.of_rows(rows), index_cache, metadata)
 

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
-from spmd_worker.model.layers.chosen_keys import ChosenKeys
+from spmd_worker.model.layers.chosen_keys import ChosenKeys, latent_keys
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.head_growth import HeadGrowth
 from spmd_worker.model.layers.indexer import Indexer
-from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
-from spmd_worker.model_config.layer_config import LATENT_NORM_EPS, LatentConfig, LayerConfig
+from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -122,25 +124,38 @@ class LatentAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], 1, latent.key_size
         self._latent, self._scale, self._rope = latent, layer.scale, layer.rope
         self._kernels, self._backend = context.kernels, context.attention
-        parts = [OutputPart("kv_a_proj_with_mqa", latent.key_size, 0, latent.key_size)]
+        parts = []
+        if layer.kv_layer is None:
+            parts.append(OutputPart("kv_a_proj_with_mqa", latent.key_size, 0, latent.key_size))
         name, num_inputs = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", hidden_size)
         total, start, stop = (each * latent.query_size for each in (layer.num_heads, *heads))
         query = OutputPart(name, total, start, stop)
         self.q_a_layernorm: RMSNorm | None = None
         if latent.query_rank:
             parts.insert(0, OutputPart("q_a_proj", latent.query_rank, 0, latent.query_rank))
-            self.q_a_layernorm = RMSNorm(context, latent.query_rank, LATENT_NORM_EPS)
-        self.latent_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), layer.has_qkv_bias)
+            self.q_a_layernorm = RMSNorm(context, latent.query_rank, latent.norm_eps)
+        self.latent_proj: ColumnParallelLinear | None = None
+        if parts:
+            self.latent_proj = ColumnParallelLinear(context, hidden_size, tuple(parts), layer.has_qkv_bias)
         self.query_proj = ColumnParallelLinear(context, num_inputs, (query,), has_bias=False)
-        self.kv_a_layernorm = RMSNorm(context, latent.rank, LATENT_NORM_EPS)
+        # A layer that reads the latents of another makes none.
+        self.kv_a_layernorm = RMSNorm(context, latent.rank, latent.norm_eps) if layer.kv_layer is None else None
+        self.softmax_scaling = HeadGrowth(context, layer.num_heads, heads) if latent.grows_by_head else None
         self.kv_b_proj = LatentProjection(context, latent, layer.num_heads, heads)
         inputs = (heads[0] * latent.value_size, heads[1] * latent.value_size)
         num_values = layer.num_heads * latent.value_size
+        self.g_proj: ColumnParallelLinear | None = None
+        self._heads = slice(*heads)
+        if layer.output_gate:
+            assert (layer.output_gate, layer.gate_activation) == ("head", "sigmoid"), layer
+            # A rank's gates alone may be too few for the GEMMs that all of them take.
+            self.g_proj = replicated_linear(context, "g_proj", hidden_size, layer.num_heads)
         self.o_proj = RowParallelLinear(context, inputs, num_values, hidden_size, layer.has_output_bias)
         self._chosen: ChosenKeys | None = None
         self.indexer: Indexer | None = None
         if latent.indexer is not None:
-            self._chosen = ChosenKeys(context.attention, context.kernels.plain, latent)
+            kept = latent_keys(latent)
+            self._chosen = ChosenKeys(context.attention, context.kernels.plain, latent.indexer, kept)
             if not latent.indexer.is_shared:
                 self.indexer = Indexer(context, latent, hidden_size, self._chosen)
 
@@ -163,46 +178,59 @@ class LatentAttention(nn.Module):
         """
         del states, is_fused
         angles, latent = None if self._rope is None else ropes[self._rope], self._latent
-        projected = self.latent_proj(x, adapters)
-        query_latents, latents, key_part = projected.split_with_sizes(
-            [latent.query_rank, latent.rank, latent.rope_size], dim=1
-        )
-        key_part = key_part.unsqueeze(1)
-        if angles is not None:
-            key_part = angles.rotate(self._kernels, key_part)
-        key = torch.cat((self.kv_a_layernorm(latents).unsqueeze(1), key_part), dim=-1)
+        projected = x[:, :0] if self.latent_proj is None else self.latent_proj(x, adapters)
+        query_latents, latents = projected.tensor_split([latent.query_rank], dim=1)
         latent_cache, index_cache = layer_cache, None
-        if self.indexer is not None and self._chosen is not None:
+        if self._chosen is not None and latent.index_size:
             latent_cache, index_cache = self._chosen.parts_of(layer_cache)
+        if self.indexer is not None and index_cache is not None:
             self.indexer.write(x, angles, index_cache, metadata, adapters)
-        self._backend.write(key, None, latent_cache, metadata)
+        if self.kv_a_layernorm is not None:
+            self._backend.write(self._keys(self.kv_a_layernorm, latents, angles), None, latent_cache, metadata)
         if wanted is not None and not len(wanted.rows):
             return x[:0]
         hidden, of_all = x, adapters
         if self.q_a_layernorm is not None:
             x = self.q_a_layernorm(query_latents)
-        query, rows = self._query(self.query_proj(x, adapters), angles), None
+        log_lengths = ropes[0].log_lengths if ropes else None
+        query, rows = self._query(self.query_proj(x, adapters), angles, log_lengths), None
         if wanted is not None:
             query, metadata, adapters, rows = query[wanted.rows], wanted.metadata, wanted.adapters, wanted.rows
         if self.indexer is not None and index_cache is not None:
             choice = [] if choice is None else choice
-            choice[:] = self.indexer.choose((hidden, x, angles), index_cache, metadata, of_all, rows)
+            choice[:] = self.indexer.choose((hidden, x, angles, log_lengths), index_cache, metadata, of_all, rows)
         if self._chosen is not None:
             assert choice is not None, "the decoder passes on what layers choose for others"
             attended = self._chosen.attend(query, latent_cache, metadata, self._scale, choice)
         else:
             attended = self._backend.attend(query, latent_cache, metadata, self._scale, 0, value_size=latent.rank)
-        output: Tensor = self.o_proj(self.kv_b_proj.to_values(attended).flatten(1), adapters)
+        values = self.kv_b_proj.to_values(attended)
+        if self.g_proj is not None:
+            gates = self.g_proj(hidden if rows is None else hidden[rows], adapters)[:, self._heads]
+            values = values * sigmoid(gates.float()).to(values.dtype).unsqueeze(-1)
+        output: Tensor = self.o_proj(values.flatten(1), adapters)
         return output
 
-    def _query(self, projected: Tensor, angles: Angles | None) -> Tensor:
+    def _keys(self, norm: RMSNorm, latents: Tensor, angles: Angles | None) -> Tensor:
+        """[T, C + R] as projected -> [T, 1, C + R], the first part normed and multiplied, the other rotated."""
+        values, key_part = latents.tensor_split([self._latent.rank], dim=1)
+        key_part = key_part.unsqueeze(1)
+        if angles is not None:
+            key_part = angles.rotate(self._kernels, key_part)
+        normed = norm(values) if self._latent.multiplier == 1.0 else norm(values) * self._latent.multiplier
+        return torch.cat((normed.unsqueeze(1), key_part), dim=-1)
+
+    def _query(self, projected: Tensor, angles: Angles | None, log_lengths: Tensor | None) -> Tensor:
         """[T, H * (N + R)] -> [T, H, C + R], absorbed."""
         sizes = [self._latent.nope_size, self._latent.rope_size]
         plain, rotated = projected.view(len(projected), self.num_heads, -1).split_with_sizes(sizes, dim=-1)
         if angles is not None:
             rotated = angles.rotate(self._kernels, rotated)
-            if angles.query_factors is not None:
-                plain, rotated = plain * angles.query_factors, rotated * angles.query_factors
+        factors = None if angles is None else angles.query_factors
+        if self.softmax_scaling is not None:
+            factors = self.softmax_scaling(log_lengths)
+        if factors is not None:
+            plain, rotated = plain * factors, rotated * factors
         query = projected.new_empty((len(projected), self.num_heads, self.head_size))
         self.kv_b_proj.to_latents(plain, query[..., : self._latent.rank])
         query[..., self._latent.rank :] = rotated

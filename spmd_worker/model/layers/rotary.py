@@ -20,11 +20,15 @@ T: tokens of the step; D: head size; R: rotated elements of a head.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.rope import RopeParameters
 from spmd_worker.ops.kernels.api import Kernels
 
@@ -34,7 +38,8 @@ class Angles:
     """Cosines and sines [T, R / 2] of a step's tokens, for the first R elements of a head: element i is paired with i +
     R / 2, or neighbours are paired if `is_interleaved`. R may be 0. `is_plain`: all of a head, in halves, and nothing
     else; else rotated queries are multiplied by `query_factors` [T, 1, 1], if there are any. With float32 angles the
-    rotation is computed in float32 and rounded once.
+    rotation is computed in float32 and rounded once. `log_lengths` are logarithms of positions + 1, float32 [T, 1], if
+    layers read them.
     """
 
     cos: Tensor
@@ -42,6 +47,7 @@ class Angles:
     is_interleaved: bool
     is_plain: bool
     query_factors: Tensor | None = None
+    log_lengths: Tensor | None = None
 
     def to(self, device: torch.device) -> "Angles":
         """The same on a device."""
@@ -78,10 +84,28 @@ class Angles:
         return replace(self, sin=-self.sin)
 
 
-class RotaryEmbedding:
-    """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
+class RopeFactors(CheckpointLayer):
+    """Logarithms of the factors of a rope's frequencies, float32 [R / 2], a buffer in transformers. Replicated."""
 
-    def __init__(self, rope: RopeParameters, max_positions: int, device: torch.device) -> None:
+    is_float32 = True
+
+    def __init__(self, context: LayerContext, rope: RopeParameters) -> None:
+        super().__init__()
+        self.alpha = replace(context, dtype=torch.float32).parameter(rope.rotary_size // 2)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        yield replicated(f"{prefix}.alpha", self.shape_of("alpha"), f"{prefix}.alpha", is_buffer=True)
+
+
+class RotaryEmbedding:
+    """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens. `factors` are those of the
+    frequencies, if they are learned.
+    """
+
+    def __init__(
+        self, rope: RopeParameters, max_positions: int, device: torch.device, factors: RopeFactors | None = None
+    ) -> None:
+        self._factors = factors
         self._rope, self._rotary_size, self._max_positions = rope, rope.rotary_size, max_positions
         self._is_full = self._rotary_size == rope.size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._rotary_size).to(device)
@@ -109,7 +133,10 @@ class RotaryEmbedding:
             assert self._axes is not None, "a model whose tokens have three positions has sections"
             # Contiguous: cosines of strided tensors may have other bits.
             turned_by = rope_positions.t().float().index_select(1, self._axes)
-        radians = turned_by * self._frequencies_at(positions, regimes)
+        frequencies = self._frequencies_at(positions, regimes)
+        if self._factors is not None:
+            frequencies = frequencies * self._factors.alpha.exp()
+        radians = turned_by * frequencies
         amplitude = self._amplitude if self._amplitudes is None else self._amplitudes[regimes].unsqueeze(1)
         cos, sin = radians.cos() * amplitude, radians.sin() * amplitude
         sin = -sin if self._rope.is_backward else sin
@@ -117,7 +144,11 @@ class RotaryEmbedding:
             cos, sin = cos.to(dtype), sin.to(dtype)
         if self._rope.rounding == "angles":
             cos, sin = cos.float(), sin.float()
-        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), self._query_factors(positions, dtype))
+        factors, log_lengths = self._query_factors(positions, dtype), None
+        if self._rope.gives_lengths:
+            # Through float64, as query factors.
+            log_lengths = (positions + 1).double().log().float().unsqueeze(1)
+        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), factors, log_lengths)
 
     def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """[T, 1, 1], rounded as angles are. Through float64: the last bit of a logarithm may depend on the element's

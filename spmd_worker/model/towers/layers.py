@@ -108,6 +108,29 @@ class TowerGates(TowerLinear):
         return self._kernels.empty_packed(self.weight, is_gated=self._is_plain)
 
 
+class JoinedGates(TowerGates):
+    """`TowerGates` of one tensor of the checkpoint, `name`, whose first half are the rows of up."""
+
+    def __init__(
+        self, context: LayerContext, name: str, input_size: int, size: int, activation: str, has_bias: bool
+    ) -> None:
+        super().__init__(context, (name, name), input_size, size, activation, has_bias)
+        self._name = name
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        size, padded = self._size, self._size + self._padding
+        for leaf, inputs in (("weight", self._input_shape), ("bias", ())):
+            if getattr(self, leaf) is None:
+                continue
+            for source, start in ((size, 0), (0, padded)):
+                rest = full_rectangle(inputs)
+                destination = ((start, start + size), *rest)
+                rectangle = ((source, source + size), *rest)
+                yield WeightSlice(
+                    f"{self._name}.{leaf}", (2 * size, *inputs), rectangle, f"{prefix}.{leaf}", destination
+                )
+
+
 class TransposedLinear(PackedLayer):
     """[N, inputs] -> [N, outputs] with a matrix that the checkpoint has as [inputs, outputs], by its full name."""
 

@@ -13,10 +13,12 @@ from spmd_worker.model.towers.glm import GlmTower
 from spmd_worker.model.towers.granite import GraniteDoclingTower
 from spmd_worker.model.towers.kimi import KimiTower
 from spmd_worker.model.towers.llama4 import Llama4Tower
+from spmd_worker.model.towers.minicpm import MiniCpmTower
 from spmd_worker.model.towers.naflex import NaflexTower
 from spmd_worker.model.towers.pixtral import LightonTower, Mistral3Tower, PixtralTower
 from spmd_worker.model.towers.qwen import PaddleocrTower, Qwen2_5Tower, Qwen2Tower, Qwen3Tower
 from spmd_worker.model.towers.squares import (
+    CohereTower,
     DeepseekTower,
     Gemma3Tower,
     InternvlTower,
@@ -31,6 +33,7 @@ from spmd_worker.ranks.communicator import single_group
 
 _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] = {
     "qwen3_vl": Qwen3Tower,
+    "qwen3_omni": Qwen3Tower,
     "qwen2_vl": Qwen2Tower,
     "qwen2_5_vl": Qwen2_5Tower,
     "exaone4_5": Qwen2_5Tower,
@@ -46,6 +49,8 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "deepseek_vl": DeepseekTower,
     "llava_next": OnevisionTower,
     "llava_onevision": OnevisionTower,
+    "aya_vision": CohereTower,
+    "cohere2_vision": CohereTower,
     "internvl": InternvlTower,
     "mistral3": Mistral3Tower,
     "lighton_ocr": LightonTower,
@@ -53,6 +58,7 @@ _CLASSES: Final[dict[str, Callable[[LayerContext, VisionConfig, int], Tower]]] =
     "smolvlm": SmolvlmTower,
     "granite_docling": GraniteDoclingTower,
     "lfm2_vl": NaflexTower,
+    "minicpmv4_6": MiniCpmTower,
     "qwen2_audio": WhisperTower,
     "audioflamingo3": WhisperTower,
     "glmasr": WhisperTower,

@@ -3,6 +3,8 @@
 N: patches; E: width of the tower; H: hidden size of the text.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ class PixtralTower(Tower):
         self.patches = PatchEmbedding(context, config)
         self.first_norm = TowerNorm(context, config.names.first_norm, config.hidden_size, "rms", config.eps)
         self.trunk = Trunk(context, config)
-        self.projector = TwoLinears(context, config, config.hidden_size, hidden_size, f"{self._top}.linear_")
+        names = config.names.projector[2:]
+        sizes = (config.hidden_size, hidden_size)
+        self.projector = TwoLinears(context, config, *sizes, f"{self._top}.linear_", names)
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projector(self._states(image)))
@@ -43,6 +47,8 @@ class PixtralTower(Tower):
         index = torch.arange(len(x))
         rows, columns = index // image.grid[1], index % image.grid[1]
         angles = axial_angles(rows, columns, config.head_size, config.rope_theta, x.dtype, is_by_turns=True)
+        if config.pairs_neighbours:
+            angles = replace(angles, is_interleaved=True, is_plain=False)
         states: Tensor = self.trunk(x, ImageSequences([len(x)], self._device), angles.to(self._device))
         return states
 
@@ -55,9 +61,9 @@ class Mistral3Tower(PixtralTower):
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
         super().__init__(context, vision, hidden_size)
         size, self._merge_size = self._config.hidden_size, vision.merge_size
-        self.norm = TowerNorm(context, f"{self._top}.norm", size, "rms", self._config.projector_eps)
-        name = f"{self._top}.patch_merger.merging_layer"
-        self.merger = TowerLinear(context, ((name, size),), (size * vision.merge_size**2,), has_bias=False)
+        names = self._config.names.projector or (f"{self._top}.norm", f"{self._top}.patch_merger.merging_layer")
+        self.norm = TowerNorm(context, names[0], size, "rms", self._config.projector_eps)
+        self.merger = TowerLinear(context, ((names[1], size),), (size * vision.merge_size**2,), has_bias=False)
 
     def forward(self, image: ImagePixels) -> TowerRows:
         x, size = self.norm(self._states(image)), self._merge_size

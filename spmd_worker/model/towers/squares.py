@@ -1,5 +1,5 @@
 """Towers that read squares of one size: SigLIP and CLIP with the projectors of Gemma 3, LLaVA, LLaVA-NeXT,
-LLaVA-OneVision, SmolVLM and Idefics3; InternVL.
+LLaVA-OneVision, SmolVLM and Idefics3, Aya Vision and Command A Vision; InternVL.
 
 Squares of an image are sequences of one call, which do not see each other. C: squares; N: patches of a square; E: width
 of the tower; H: hidden size of the text.
@@ -14,7 +14,7 @@ from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.media.sizes import best_pinpoint
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.towers.attention import ImageSequences
-from spmd_worker.model.towers.layers import TowerLinear, TowerNorm, TowerTable, TransposedLinear
+from spmd_worker.model.towers.layers import JoinedGates, TowerLinear, TowerNorm, TowerTable, TransposedLinear
 from spmd_worker.model.towers.pixels import PixelTable, patches_of
 from spmd_worker.model.towers.tower import Tower, TowerRows
 from spmd_worker.model.towers.trunk import PatchEmbedding, Trunk, interpolated
@@ -24,7 +24,9 @@ _PROJECTOR = "multi_modal_projector"
 
 
 class TwoLinears(nn.Module):
-    """[rows, inputs] -> [rows, H], with an activation between two linear layers, whose names are `name` and 1 or 2."""
+    """[rows, inputs] -> [rows, H], with an activation between two linear layers, whose names are `names`, or without
+    any `name` and 1 or 2.
+    """
 
     def __init__(
         self,
@@ -33,13 +35,15 @@ class TwoLinears(nn.Module):
         input_size: int,
         hidden_size: int,
         name: str = f"{_PROJECTOR}.linear_",
+        names: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        names = names or (f"{name}1", f"{name}2")
         self._kernels, self._activation = context.kernels, config.projector_activation
         sizes, has_bias = (input_size, config.projector_size, hidden_size), config.projector_has_bias
         self.first, self.second = (
-            TowerLinear(context, ((f"{name}{number}", outputs),), (inputs,), has_bias=has_bias)
-            for number, inputs, outputs in ((1, *sizes[:2]), (2, *sizes[1:]))
+            TowerLinear(context, ((each, outputs),), (inputs,), has_bias=has_bias)
+            for each, inputs, outputs in zip(names, sizes, sizes[1:], strict=False)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +145,8 @@ class DeepseekTower(LlavaTower):
 
 class OnevisionTower(LlavaTower):
     """The image as one square, then its squares put together again, without what was padded, and a newline's row behind
-    each line. LLaVA-NeXT's has no most squares.
+    each line. LLaVA-NeXT's has no most squares. Frames of videos have half the lines and columns, and the newline's row
+    is behind the last one.
     """
 
     def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
@@ -150,6 +155,10 @@ class OnevisionTower(LlavaTower):
 
     def forward(self, image: ImagePixels) -> TowerRows:
         rows, newline = super().forward(image).rows.view(len(image.crops), self._side**2, -1), self.newline()
+        if image.frame:
+            side = -(-self._side // 2)
+            pooled = _scaled(rows[0].view(self._side, self._side, -1), side, side).flatten(0, 1)
+            return TowerRows(torch.cat((pooled, newline)) if image.frame > 1 else pooled)
         if len(rows) == 1:
             return TowerRows(torch.cat((rows[0], newline)))
         height, width = best_pinpoint(*image.size, self._config.pinpoints)
@@ -162,27 +171,32 @@ class OnevisionTower(LlavaTower):
 
     def _resampled(self, picture: Tensor) -> Tensor:
         """[lines, columns, H], of no more tokens than `max_crops` squares, about."""
-        lines, columns, size = picture.shape
+        lines, columns, _ = picture.shape
         if not self._config.max_crops:
             return picture
         ratio = math.sqrt(lines * columns / (self._config.max_crops * self._side**2))
         if ratio <= _MOST_GROWTH:
             return picture
-        new_lines, new_columns = int(lines // ratio), int(columns // ratio)
-        row_taps, column_taps = _taps(lines, new_lines), _taps(columns, new_columns)
-        taps = [
-            (
-                (row.unsqueeze(1) * columns + column).flatten().to(picture.device),
-                (row_weight.unsqueeze(1) * column_weight).flatten().to(picture.device),
-            )
-            for row, row_weight in row_taps
-            for column, column_weight in column_taps
-        ]
-        found = interpolated(picture.flatten(0, 1), taps)
-        return found.to(picture.dtype).view(new_lines, new_columns, size)
+        return _scaled(picture, int(lines // ratio), int(columns // ratio))
 
 
 _MOST_GROWTH = 1.1
+
+
+def _scaled(picture: Tensor, new_lines: int, new_columns: int) -> Tensor:
+    """[lines, columns, H] -> [new lines, new columns, H], bilinear."""
+    lines, columns, size = picture.shape
+    row_taps, column_taps = _taps(lines, new_lines), _taps(columns, new_columns)
+    taps = [
+        (
+            (row.unsqueeze(1) * columns + column).flatten().to(picture.device),
+            (row_weight.unsqueeze(1) * column_weight).flatten().to(picture.device),
+        )
+        for row, row_weight in row_taps
+        for column, column_weight in column_taps
+    ]
+    found = interpolated(picture.flatten(0, 1), taps)
+    return found.to(picture.dtype).view(new_lines, new_columns, size)
 
 
 def _taps(size: int, new_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -214,6 +228,23 @@ class SmolvlmTower(SquareTower):
 
     def forward(self, image: ImagePixels) -> TowerRows:
         return TowerRows(self.projection(self._merged(self._squares(image))))
+
+
+class CohereTower(SquareTower):
+    """Squares of patches, gates of one linear layer, and a second one; a norm before them if it `norms_tokens`."""
+
+    def __init__(self, context: LayerContext, vision: VisionConfig, hidden_size: int) -> None:
+        super().__init__(context, vision)
+        config, width = self._config, self._config.hidden_size * vision.merge_size**2
+        norm, first, second = config.names.projector
+        self.norm = TowerNorm(context, norm, width, "layer", config.projector_eps) if config.norms_tokens else None
+        inner, activation = config.projector_size, config.projector_activation
+        self.gates = JoinedGates(context, first, width, inner, activation, has_bias=True)
+        self.second = TowerLinear(context, ((second, hidden_size),), (inner,), has_bias=True)
+
+    def forward(self, image: ImagePixels) -> TowerRows:
+        tokens = self._merged(self._squares(image))
+        return TowerRows(self.second(self.gates(tokens if self.norm is None else self.norm(tokens))))
 
 
 class InternvlTower(SquareTower):

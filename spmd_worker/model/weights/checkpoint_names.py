@@ -19,6 +19,7 @@ from spmd_worker.model_config.encoder_part import EncoderPart
 from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.stream_config import GatedStreamsConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
@@ -31,6 +32,9 @@ without gates have a stack of their own.
 """
 _EXPERT_MATRICES: Final = tuple(f"mlp.experts.{{}}.{part}" for parts in _IN_MEMORY.values() for part in parts)
 _LAYER_INPUTS: Final = tuple(f"model.layer_inputs.{each}" for each in ("table", "projection", "norm"))
+_LAST_MEAN: Final = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
+"""Modules of the last mean of several streams."""
+_NGRAM_TABLE: Final = "ple.ple_embedding.ngram_embedding.weight"
 _SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 
 
@@ -55,12 +59,14 @@ class CheckpointNames:
             "model.embed_token_types": names.token_types,
             "model.embedding_norm": names.embedding_norm,
             "model.norm": names.norm,
+            "model.rope_factors": names.rope_factors,
             "model.project_in": names.project_in,
             "model.project_out": names.project_out,
             "model.relative_bias": names.relative_bias,
             "model.distances": names.distances[0],
             "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
+            **(_of_last_mean(names.norm) if isinstance(model_config.layers[0].streams, GatedStreamsConfig) else {}),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
@@ -78,7 +84,8 @@ class CheckpointNames:
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
         self._numbers = model_config.layer_numbers
-        self._indices = {number: index for index, number in enumerate(self._numbers)}
+        # Of layers with one number the first.
+        self._indices = {number: index for index, number in reversed([*enumerate(self._numbers)])}
         # Files of a backbone alone omit the name of the module that holds it; heads are outside of that module.
         backbone_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
         self._optional_prefix = names.optional_prefix or backbone_prefix
@@ -104,6 +111,9 @@ class CheckpointNames:
 
     def _layer_prefix(self, index: int) -> str:
         return f"{self._names.layers}.{self._numbers[index]}."
+
+    def _in_layer(self, index: int, name: str) -> str:
+        return self._layer_prefix(index) + self._names.in_layer(index, name)
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
         """Index of the layer of a tensor, and its name in the layer; None for a tensor of no layer of the model."""
@@ -136,7 +146,7 @@ class CheckpointNames:
         """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
-        if found is None and module == "model.hc_head":
+        if found is None and module == "model.stream_head":
             yield replace(piece, checkpoint_name=f"{self._names.stream_head}{leaf}")
             return
         if found is None:
@@ -152,18 +162,19 @@ class CheckpointNames:
         if expert is not None:
             yield self._expert_piece(piece, index, int(expert[1]), expert[2], leaf)
             return
-        prefix, full_name = self._layer_prefix(index), self._parts.get(f"{part}.{leaf}")
+        full_name = self._parts.get(f"{part}.{leaf}")
         if full_name is not None:
             is_parameter = f"{part}.{leaf}" in self._names.as_parameters
-            named = replace(piece, checkpoint_name=prefix + full_name, is_buffer=piece.is_buffer and not is_parameter)
+            name = self._in_layer(index, full_name)
+            named = replace(piece, checkpoint_name=name, is_buffer=piece.is_buffer and not is_parameter)
             yield _as_row(named) if f"{part}.{leaf}" in self._names.as_rows else named
             return
         if "{}" in self._parts.get(part, ""):
-            yield from _row_by_row(piece, f"{prefix}{self._parts[part]}.{leaf}")
+            yield from _row_by_row(piece, f"{self._layer_prefix(index)}{self._parts[part]}.{leaf}")
             return
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
-        name = f"{prefix}{fused or self._parts.get(part, part)}.{leaf}"
+        name = self._in_layer(index, f"{fused or self._parts.get(part, part)}.{leaf}")
         is_transposed = self._names.are_transposed and len(piece.checkpoint_shape) == 2
         for each in inside:
             shape, source = each.checkpoint_shape, each.source
@@ -207,6 +218,8 @@ class CheckpointNames:
         found = self._layer_of(name)
         if found is not None and found[1] in self._names.joined_rows:
             return self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)
+        if found is not None and found[1] == _NGRAM_TABLE:
+            return self._ngram_parts(found[0], TensorView(given_name, has_slices=False), shape)
         experts = None if found is None else self._model_config.layers[found[0]].experts
         if found is None or experts is None:
             return {name: None}
@@ -284,7 +297,9 @@ class CheckpointNames:
         if not parts or module != patterns[0].partition(".{}")[0]:
             return {}
         prefix = self._layer_prefix(index)
-        if len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(parts):
+        # transformers' stacks may have room for experts without weights.
+        counts = (experts.num_experts, experts.num_choices)
+        if len(shape) != 3 or shape[0] not in counts or shape[1] % len(parts):
             raise CheckpointError(
                 f"{prefix}{inside}: has the shape {list(shape)}, but this layer of the model has "
                 f"{experts.num_experts} experts: a stack is [experts, outputs, inputs]"
@@ -323,6 +338,20 @@ class CheckpointNames:
         return {
             prefix + part: replace(given, rows=(start, stop))
             for part, start, stop in zip(parts, [0, *stops], stops, strict=False)
+        }
+
+    def _ngram_parts(self, index: int, given: TensorView, shape: Sequence[int]) -> dict[str, TensorView | None]:
+        """Tensors of a table of n-grams, which is one in memory."""
+        ngrams, name = self._model_config.layers[index].ngrams, self._layer_prefix(index) + _NGRAM_TABLE
+        if ngrams is None:
+            return {name: None}
+        if tuple(shape) != (ngrams.num_rows, ngrams.row_size):
+            expected = [ngrams.num_rows, ngrams.row_size]
+            raise CheckpointError(f"{name}: has the shape {list(shape)}, but this layer's table is {expected}")
+        stops = list(accumulate(ngrams.rows_of_parts))
+        return {
+            f"{name.removesuffix('weight')}shard_{part}.weight": replace(given, rows=rows)
+            for part, rows in enumerate(zip([0, *stops], stops, strict=False))
         }
 
     def _num_rows(self, index: int, parts: Sequence[str]) -> list[int]:
@@ -395,7 +424,8 @@ class CheckpointNames:
         has_no_head = self._is_tied or not self._has_head
         biases = (f"{self._names.head}.bias", self._names.head_bias)
         is_head = name == self._head or (not self._has_head and name in biases)
-        return is_ignored or (has_no_head and is_head) or self._is_of_later_layer(name) or self._is_of_keys(name)
+        is_beside = self._is_of_later_layer(name) or self._is_of_keys(name) or self._is_of_identity(name)
+        return is_ignored or (has_no_head and is_head) or is_beside
 
     def _is_of_keys(self, name: str) -> bool:
         """Whether it is of keys and values in a layer that reads those of another: files may have them still."""
@@ -403,6 +433,15 @@ class CheckpointNames:
         if found is None or self._model_config.layers[found[0]].kv_layer is None:
             return False
         return found[1].startswith(("self_attn.k_", "self_attn.v_"))
+
+    def _is_of_identity(self, name: str) -> bool:
+        """Whether a tensor is of an expert without weights: transformers writes some."""
+        found = self._layer_of(name)
+        experts = None if found is None else self._model_config.layers[found[0]].experts
+        number = None if found is None else _EXPERT.match(found[1])
+        if experts is None or number is None:
+            return False
+        return experts.num_experts <= int(number[1]) < experts.num_choices
 
     def tensors(self, stage_slices: Callable[[Stage], Sequence[WeightSlice]]) -> dict[str, ModelTensor]:
         """All tensors of the checkpoint by name, of every stage, from the slices of a rank of any stage."""
@@ -430,6 +469,10 @@ class CheckpointNames:
         layer, config = self._layer.match(name), self._model_config
         num_layers = config.num_layers + len(config.image_layers)
         return self._names.ignores_later_layers and layer is not None and int(layer[1]) >= num_layers
+
+
+def _of_last_mean(theirs: str) -> dict[str, str]:
+    return {f"model.norm.{each}": f"{theirs}.{each}" for each in _LAST_MEAN}
 
 
 def _names_of_encoder(part: EncoderPart) -> CheckpointNames:

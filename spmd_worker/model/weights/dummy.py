@@ -24,7 +24,7 @@ from spmd_worker.model.weights.tensor_checks import WHOLE_NUMBERS
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
 _NORM = re.compile(
-    r"(norm(_\d|_f|_embedding)?|post_norm\d|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$|\.layer_scalar$|\.(router|per_expert)\.?_?scale$",
+    r"(norm(_\d|_f|_embedding)?|post_norm\d|(^|\.)ln_\w+)(\.(norms\.)?\d+)?\.weight$|\.layer_scalar$|\.(router|per_expert)\.?_?scale$",
     re.IGNORECASE,
 )
 # Short rows share a block, so gaps below its size cost nothing; larger gaps are skipped.

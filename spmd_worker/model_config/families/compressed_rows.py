@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.families.family import Attention, Family, FeedForward, Names, Norms, Rope
-from spmd_worker.model_config.layer_config import CompressedConfig, IndexerConfig, LayerConfig, StreamsConfig
+from spmd_worker.model_config.layer_config import CompressedConfig, IndexerConfig, LayerConfig
 from spmd_worker.model_config.rope import RopeParameters, given_rope, rope_of
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 
 _SLIDING: Final = "sliding_attention"
 _SPARSE: Final = "compressed_sparse_attention"
@@ -104,8 +103,8 @@ def _layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[Laye
         output_rank=reader.count("o_lora_rank"),
     )
     kinds = {kind: _of_kind(reader, attention, kind, ropes[1]) for kind in _KINDS}
-    streams = StreamsConfig(
-        count=checked_integer(reader.get("hc_mult", 4), reader.where("hc_mult"), 1, 64),
+    streams = BalancedStreamsConfig(
+        num_streams=checked_integer(reader.get("hc_mult", 4), reader.where("hc_mult"), 1, 64),
         num_iterations=checked_integer(reader.get("hc_sinkhorn_iters", 20), reader.where("hc_sinkhorn_iters"), 1, 1000),
         eps=reader.number("hc_eps", 1e-6),
         norm_eps=layers[0].norm.eps,
@@ -184,17 +183,6 @@ def _first(reader: ConfigReader, key: str, given: list[str], num_layers: int) ->
     return given[:num_layers]
 
 
-def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The config, if its weights are plain."""
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        raise ModelConfigError(
-            f"{path}: quantization_config={shown(quantization)} is not supported for DeepSeek V4, whose FP8 and FP4 "
-            f"tensors are not read: give a checkpoint in bfloat16, such as transformers saves with dequantize=True"
-        )
-    return config
-
-
 _ATTENTION: Final = {
     "q_a_proj": "wq_a",
     "q_b_proj": "wq_b",
@@ -256,7 +244,11 @@ _NAMES: Final = Names(
     parts={
         **{f"self_attn.{ours}": f"attn.{theirs}" for ours, theirs in _ATTENTION.items()},
         "mlp.gate": "ffn.gate",
-        **{f"{part}_hc.{leaf}": f"hc_{part}_{leaf}" for part in ("attn", "ffn") for leaf in ("fn", "base", "scale")},
+        **{
+            f"{ours}_hyper_connection.{leaf}": f"hc_{part}_{leaf}"
+            for ours, part in (("attn", "attn"), ("mlp", "ffn"))
+            for leaf in ("fn", "base", "scale")
+        },
         "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
         "mlp.gate.listed": "ffn.gate.tid2eid",
         **{
@@ -304,6 +296,5 @@ COMPRESSED_ROWS: Final[dict[str, Family]] = {
         layer="streams_layer",
         layers=_layers,
         ropes=_ropes,
-        newer=_newer,
     )
 }

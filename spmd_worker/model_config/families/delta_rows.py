@@ -25,15 +25,12 @@ from spmd_worker.model_config.rope import RopeParameters, read_rope
 _KINDS: Final = ("linear_attention", "full_attention")
 
 
-def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
-    """Kind of each layer: listed, or every `full_attention_interval`th is a full one."""
-    listed = reader.get("layer_types")
-    if listed is None:
-        every = reader.count("full_attention_interval", 4)
-        return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
-        raise reader.error("layer_types", f"must list {num_layers} of {', '.join(_KINDS)}")
-    return listed
+def layer_types(reader: ConfigReader, num_layers: int, *others: str) -> list[str]:
+    """Kind of each layer: listed, `others` too, or every `full_attention_interval`th is a full one."""
+    if reader.get("layer_types") is not None:
+        return reader.kinds("layer_types", num_layers, (*_KINDS, *others))
+    every = reader.count("full_attention_interval", 4)
+    return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
 
 
 def _delta(reader: ConfigReader, defaults: Mapping[str, int], **others: Any) -> DeltaConfig:
@@ -51,15 +48,20 @@ def _delta(reader: ConfigReader, defaults: Mapping[str, int], **others: Any) -> 
     )
 
 
-def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+def qwen_delta(reader: ConfigReader, norm_eps: float) -> DeltaConfig:
+    """The nets of Qwen's hybrids."""
     sizes = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
-    delta = _delta(reader, sizes, norm_eps=layers[0].norm.eps)
+    return _delta(reader, sizes, norm_eps=norm_eps)
+
+
+def _qwen_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    delta = qwen_delta(reader, layers[0].norm.eps)
     # Files may name gates, which transformers does not read: these are its own.
     reader.choice("output_gate_type", ("silu", "swish"), "silu")
     reader.choice("attn_output_gate", (True,), True)
     return tuple(
         layer if kind == "full_attention" else replace(layer, mixer="delta", delta=delta, rope=None, output_gate="")
-        for kind, layer in zip(_layer_types(reader, len(layers)), layers, strict=True)
+        for kind, layer in zip(layer_types(reader, len(layers)), layers, strict=True)
     )
 
 
@@ -85,7 +87,7 @@ def _olmo_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple
 
 
 def _olmo_layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
-    kinds = _layer_types(reader, num_layers)
+    kinds = layer_types(reader, num_layers)
     has_full = reader.get("layer_types") is not None or _KINDS[1] in kinds
     return kinds if has_full else [*kinds[:-1], _KINDS[1]]
 
@@ -159,17 +161,25 @@ _QWEN3_5_MOE: Final = replace(
 )
 
 
-def _beside_images(row: Family, models: str) -> Family:
+def beside_images(row: Family, models: str) -> Family:
+    """The row of the model that takes images, with the text part of `row`."""
     names = replace(next_to(row.names, "visual"), ignored_prefixes=row.names.ignored_prefixes, aliases={})
     rope = Rope(may_be_partial=True, sections=(11, 11, 10), interleaves_sections=True)
     return replace(row, models=models, names=names, rope=rope, text=TextPart(), vision="qwen3_5")
 
 
+_QWEN3_5_BESIDE: Final = beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B")
 DELTA_ROWS: Final[dict[str, Family]] = {
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _beside_images(_QWEN3_5, "Qwen3.5, Qwen3.6, dense: 0.8B, 2B, 4B, 9B, 27B"),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_BESIDE,
+    "MiniCPMV4_6ForConditionalGeneration": replace(
+        _QWEN3_5_BESIDE,
+        models="MiniCPM-V 4.6",
+        names=replace(_QWEN3_5_BESIDE.names, ignored_prefixes=("model.vision_tower.", "model.merger.", "mtp.")),
+        vision="minicpmv4_6",
+    ),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _beside_images(
+    "Qwen3_5MoeForConditionalGeneration": beside_images(
         _QWEN3_5_MOE, "Qwen3.5, Qwen3.6 with experts: 35B-A3B, 122B-A10B, 397B-A17B"
     ),
     "Qwen3NextForCausalLM": replace(

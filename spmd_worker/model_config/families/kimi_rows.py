@@ -55,11 +55,9 @@ def _layer_types(reader: ConfigReader, num_layers: int) -> list[str]:
     """Kind of each layer: listed, or numbered from 1 in the section; without both every fourth after the first is a
     full one.
     """
-    listed, section = reader.get("layer_types"), _section(reader)
-    if listed is not None:
-        if not isinstance(listed, list) or len(listed) != num_layers or any(each not in _KINDS for each in listed):
-            raise reader.error("layer_types", f"must list {num_layers} of {', '.join(_KINDS)}")
-        return listed
+    section = _section(reader)
+    if reader.get("layer_types") is not None:
+        return reader.kinds("layer_types", num_layers, _KINDS)
     linear, full = (_numbers(section, key) for key in ("kda_layers", "full_attn_layers"))
     if linear is None and full is None:
         return [_KINDS[layer > 0 and layer % 4 == 0] for layer in range(num_layers)]

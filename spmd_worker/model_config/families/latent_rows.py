@@ -28,7 +28,7 @@ _PARTIAL: Final = "partial_rotary_factor"
 _CHOICES: Final = ("full", "shared")
 
 
-def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
+def latent_ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """The rope of the rotated part of a head, `head_size` numbers, whose neighbours are pairs. A partial factor is of
     the complete head: the part that it leaves is this one.
     """
@@ -42,7 +42,7 @@ def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[Ro
 
 def _rounded_once(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """The same, computed in float32."""
-    return tuple([replace(rope, rounding="result") for rope in _ropes(reader, max_positions, head_size)])
+    return tuple([replace(rope, rounding="result") for rope in latent_ropes(reader, max_positions, head_size)])
 
 
 def read_latent(reader: ConfigReader) -> LatentConfig:
@@ -59,7 +59,7 @@ def read_latent(reader: ConfigReader) -> LatentConfig:
 
 def _with_latents(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     latent = read_latent(reader)
-    scale = _scale(reader, latent)
+    scale = score_scale(reader, latent)
     return tuple(
         [
             replace(layer, mixer="latent", latent=latent, head_size=latent.key_size, num_kv_heads=1, scale=scale)
@@ -93,17 +93,18 @@ def _with_indexers(
 def _glm_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     """Layers that choose, and behind each those that take its choice."""
     indexed = _with_indexers(reader, layers, is_interleaved=True)
-    return tuple(map(_with_choice, indexed, _takes_choice(reader, len(layers))))
+    return tuple(map(_with_choice, indexed, takes_choice(reader, len(layers))))
 
 
 def _with_choice(layer: LayerConfig, is_shared: bool) -> LayerConfig:
     latent = layer.latent
     assert latent is not None, layer
     assert latent.indexer is not None, layer
-    return replace(layer, latent=replace(latent, indexer=replace(latent.indexer, is_shared=is_shared)))
+    indexer = replace(latent.indexer, is_shared=is_shared, num_slots=int(not is_shared))
+    return replace(layer, latent=replace(latent, indexer=indexer))
 
 
-def _takes_choice(reader: ConfigReader, num_layers: int) -> list[bool]:
+def takes_choice(reader: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer takes the choice of the one before: listed, as letters, or by a period and an offset."""
     for key, kinds in (("indexer_types", _CHOICES), ("index_topk_pattern", ("F", "S"))):
         listed = reader.get(key)
@@ -126,9 +127,9 @@ def _takes_choice(reader: ConfigReader, num_layers: int) -> list[bool]:
     return found
 
 
-def _scale(reader: ConfigReader, latent: LatentConfig) -> float:
+def score_scale(reader: ConfigReader, latent: LatentConfig) -> float:
     """The scale of scores: YaRN's growth (https://arxiv.org/abs/2309.00071) is here, not in the angles."""
-    (rope,) = _ropes(reader, reader.count("max_position_embeddings", 2048), latent.rope_size)
+    (rope,) = latent_ropes(reader, reader.count("max_position_embeddings", 2048), latent.rope_size)
     scale = float(latent.query_size**-0.5)
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return scale
@@ -166,7 +167,7 @@ MISTRAL4_NAMES: Final = replace(
     ),
 )
 _COUNTS: Final = ("n_routed_experts", "num_local_experts", "num_experts")
-_SPARSE: Final[dict[str, Any]] = {
+SPARSE: Final[dict[str, Any]] = {
     "count_keys": _COUNTS,
     "first_key": "first_k_dense_replace",
     "scaling_key": "routed_scaling_factor",
@@ -174,8 +175,8 @@ _SPARSE: Final[dict[str, Any]] = {
     "counts_shared": True,
 }
 # https://arxiv.org/abs/2412.19437
-_V3_EXPERTS: Final = ExpertsFamily(**_SPARSE, score="sigmoid", has_choice_bias=True, has_groups=True)
-_V2_EXPERTS: Final = ExpertsFamily(**_SPARSE, shared_bias="mlp_bias")
+_V3_EXPERTS: Final = ExpertsFamily(**SPARSE, score="sigmoid", has_choice_bias=True, has_groups=True)
+_V2_EXPERTS: Final = ExpertsFamily(**SPARSE, shared_bias="mlp_bias")
 _V3_CHOICE: Final[dict[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 _NEIGHBOURS: Final[dict[str, Any]] = {"rope_interleave": True}
 _HEADS: Final[dict[str, Any]] = {
@@ -206,7 +207,7 @@ def _latent_family(**parts: Any) -> Family:
         rope=Rope(),
         file_keys={"head_dim": "qk_rope_head_dim"},
         layers=_with_latents,
-        **{"feed_forward": FeedForward(bias=False), "ropes": _ropes, **parts},
+        **{"feed_forward": FeedForward(bias=False), "ropes": latent_ropes, **parts},
     )
 
 
@@ -378,7 +379,7 @@ LATENT_ROWS: Final[dict[str, Family]] = {
     "Mistral4ForCausalLM": _latent_family(
         models="Mistral Small 4, the text",
         names=MISTRAL4_NAMES,
-        experts=ExpertsFamily(**_SPARSE, has_groups=True),
+        experts=ExpertsFamily(**SPARSE, has_groups=True),
         required=_NEIGHBOURS,
         defaults={
             **_HEADS,

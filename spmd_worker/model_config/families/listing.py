@@ -51,7 +51,8 @@ def _input(family: Family) -> str:
     if family.encoder_part is not None:
         return "audio to text" if family.encoder_part.mel_bins_key else "text to text"
     if family.audio:
-        return "text, images and audio"
+        videos = ", videos" * (family.vision in VIDEO_ROWS)
+        return f"text, images{videos} and audio"
     if family.vision in VIDEO_ROWS:
         return "text, images and videos"
     media = "audio" if family.vision in AUDIO_ROWS else "images"

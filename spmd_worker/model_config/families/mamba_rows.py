@@ -125,10 +125,7 @@ def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
 
 def _listed(reader: ConfigReader, key: str, num_layers: int, words: Mapping[str, str]) -> Sequence[str]:
     """Kind of each layer, by the words of a list. Raises ModelConfigError."""
-    listed = reader.get(key)
-    if not isinstance(listed, list) or len(listed) != num_layers or any(each not in [*words] for each in listed):
-        raise reader.error(key, f"must list {num_layers} of {', '.join(words)}")
-    return [words[each] for each in listed]
+    return [words[each] for each in reader.kinds(key, num_layers, tuple(words))]
 
 
 def _mixed(layers: Layers, kinds: Sequence[str], mamba: MambaConfig, rope: int | None) -> Layers:

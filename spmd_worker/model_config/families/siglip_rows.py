@@ -1,13 +1,15 @@
 """Rows of `vision_rows.py`: models with SigLIP's tower and a projector of their own: PaddleOCR-VL, DeepSeek-VL,
-Granite-Docling, LFM2-VL.
+Granite-Docling, LFM2-VL, Aya Vision, Command A Vision.
 """
 
 from dataclasses import replace
 from typing import Final
 
-from spmd_worker.model_config.families.square_rows import SIGLIP, VIT_SIZES, vit, vit_names
+from spmd_worker.base.config.plain_values import shown
+from spmd_worker.model_config.families.square_rows import SIGLIP, VIT_SIZES, num_left_out, vit, vit_names
 from spmd_worker.model_config.families.vision_files import (
     WAY_OUT,
+    UnknownTowerError,
     VisionFiles,
     activation_of,
     heads_of,
@@ -15,7 +17,7 @@ from spmd_worker.model_config.families.vision_files import (
     layers_of,
     rope_theta_of,
 )
-from spmd_worker.model_config.vision_config import VisionConfig
+from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
 
 _TOWER: Final = "visual.vision_model."
 _PAIRS_OF_TWO_AXES: Final = 4
@@ -127,3 +129,57 @@ def lfm2_vl(files: VisionFiles) -> VisionConfig:
     )
     token, merge_size = image_token_of(files, 396), whole.count("downsample_factor", 2)
     return VisionConfig("lfm2_vl", image_token_id=token, merge_size=merge_size, tower=tower, scales_levels=True)
+
+
+_OF_COMMAND_A: Final = {"hidden_size": 1152, "image_size": 512, "num_hidden_layers": 27}
+"""Its tower in a file without `vision_config`."""
+
+
+def cohere2_vision(files: VisionFiles) -> VisionConfig:
+    """Command A Vision: squares of patches behind the last norm, gates."""
+    inside, top = f"{_NAFLEX_TOWER}vision_model.", "model.multi_modal_projector."
+    names = replace(
+        vit_names(inside, is_clip=False, has_last_norm=True),
+        beginnings=(_NAFLEX_TOWER, top),
+        aliases=((inside, inside), (_NAFLEX_TOWER, inside)),
+        projector=("", f"{top}linear_1", f"{top}linear_2"),
+    )
+    absent = _OF_COMMAND_A if files.whole.get("vision_config") is None else {}
+    tower = _gated(files, vit(files, {**SIGLIP, **absent}, names), 36864)
+    return _of_cohere(files, "cohere2_vision", tower, files.whole.count("image_token_id", 255036))
+
+
+def aya_vision(files: VisionFiles) -> VisionConfig:
+    """Aya Vision: squares of patches of one layer's outputs, normed, and gates."""
+    top, whole = "multi_modal_projector.", files.whole
+    names = replace(
+        vit_names("vision_tower.vision_model.", is_clip=False, has_last_norm=False),
+        projector=tuple([f"{top}{each}" for each in ("layernorm", "linear_1", "linear_2")]),
+    )
+    # SigLIP has no class token that could be left out.
+    whole.choice("vision_feature_select_strategy", ("full",), "full")
+    num_layers = files.vision.count("num_hidden_layers", VIT_SIZES["num_hidden_layers"])
+    tower = vit(files, SIGLIP, names, num_left_out(files, -1, num_layers))
+    eps = whole.number("adapter_layer_norm_eps", 1e-6)
+    tower = replace(_gated(files, tower, files.hidden_size), norms_tokens=True, projector_eps=eps)
+    return _of_cohere(files, "aya_vision", tower, image_token_of(files, 255036))
+
+
+def _gated(files: VisionFiles, tower: TowerConfig, default_size: int) -> TowerConfig:
+    kind = files.vision.get("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        raise UnknownTowerError(f"{files.vision.where('model_type')}={shown(kind)} is a tower that does not run")
+    key = "alignment_intermediate_size"
+    size = files.whole.count(key, default_size)
+    if size % 2:
+        raise files.whole.error(key, f"must be even: half of it are gates{WAY_OUT}")
+    return replace(tower, projector_size=size // 2, projector_activation="silu")
+
+
+def _of_cohere(files: VisionFiles, kind: str, tower: TowerConfig, token: int) -> VisionConfig:
+    scale, side = files.whole.count("downsample_factor", 2), tower.crop_size // tower.patch_size
+    if side % scale:
+        raise files.whole.error("downsample_factor", f"must divide a square of {side} x {side} patches{WAY_OUT}")
+    return VisionConfig(
+        kind, image_token_id=token, merge_size=scale, tower=tower, scales_levels=kind == "cohere2_vision"
+    )

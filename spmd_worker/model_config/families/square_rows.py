@@ -121,7 +121,7 @@ def gemma3(files: VisionFiles) -> VisionConfig:
     )
 
 
-def _num_left_out(files: VisionFiles, default: int, num_layers: int) -> int:
+def num_left_out(files: VisionFiles, default: int, num_layers: int) -> int:
     """Layers behind the one whose outputs are projected."""
     layer = files.whole.get("vision_feature_layer", default)
     if isinstance(layer, list):
@@ -150,7 +150,7 @@ def _llava_tower(files: VisionFiles, default_layer: int, strategy: str, absent: 
     defaults |= absent if files.whole.get("vision_config") is None else {}
     num_layers = files.vision.count("num_hidden_layers", defaults["num_hidden_layers"])
     names = vit_names(_VIT, is_clip=is_clip, has_last_norm=False)
-    tower = vit(files, defaults, names, _num_left_out(files, default_layer, num_layers))
+    tower = vit(files, defaults, names, num_left_out(files, default_layer, num_layers))
     has_bias = files.whole.flag("multimodal_projector_bias", True)
     drops = _drops_first(files, strategy)
     return replace(tower, drops_first_row=drops, projector_has_bias=has_bias, **two_linears(files))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from spmd_worker.model_config.families.alibi_rows import ALIBI_ROWS
+from spmd_worker.model_config.families.bailing_rows import BAILING_ROWS
 from spmd_worker.model_config.families.compressed_rows import COMPRESSED_ROWS
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
@@ -34,10 +35,13 @@ from spmd_worker.model_config.families.kimi_rows import KIMI_ROWS
 from spmd_worker.model_config.families.latent_rows import LATENT_ROWS
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.llama4_rows import LLAMA4_ROWS
+from spmd_worker.model_config.families.longcat_rows import LONGCAT_ROWS
 from spmd_worker.model_config.families.mamba1_rows import MAMBA1_ROWS
 from spmd_worker.model_config.families.mamba_rows import MAMBA_ROWS
+from spmd_worker.model_config.families.mistral_large_rows import MISTRAL_LARGE_ROWS
 from spmd_worker.model_config.families.older_rows import OLDER_ROWS
 from spmd_worker.model_config.families.omni_rows import OMNI_ROWS
+from spmd_worker.model_config.families.qwen4_rows import QWEN4_ROWS
 from spmd_worker.model_config.families.rms_rows import GEMMA, GEMMA2, GEMMA2_SIZES, RMS_ROWS
 from spmd_worker.model_config.families.sliding_sparse_rows import SLIDING_SPARSE_ROWS
 from spmd_worker.model_config.families.sparse_rows import SPARSE_ROWS
@@ -246,11 +250,15 @@ FAMILIES: Final[dict[str, Family]] = {
     **OMNI_ROWS,
     **LATENT_ROWS,
     **COMPRESSED_ROWS,
+    **MISTRAL_LARGE_ROWS,
+    **LONGCAT_ROWS,
     **SPARSE_ROWS,
     **SLIDING_SPARSE_ROWS,
     **CONV_ROWS,
     **DELTA_ROWS,
+    **QWEN4_ROWS,
     **KIMI_ROWS,
+    **BAILING_ROWS,
     **MAMBA_ROWS,
     **MAMBA1_ROWS,
     **LLAMA4_ROWS,
@@ -272,10 +280,6 @@ _PREFIX: Final = (
     "tokens of its prompts see those behind them too, and none of its prompts is without an image; for text alone give "
     "the checkpoint of a Gemma"
 )
-_LOGIT_SCALE: Final = (
-    "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
-    "its language model"
-)
 _TASKS: Final = (
     "its adapters of tasks are parts of its weights, which its authors' code selects; give transformers' form of it, "
     "such as jina-embeddings-v3-hf, and adapters in PEFT's format"
@@ -285,11 +289,8 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
     _INDEXER: ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
-    _STREAMS: (
-        *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-        *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-    ),
-    _TWO_LATENTS: ("LongcatFlashForCausalLM", "YoutuForCausalLM"),
+    _STREAMS: ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",
@@ -307,7 +308,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         *("PerceptionLMForConditionalGeneration", "QianfanOCRForConditionalGeneration"),
         "Lfm3VlForConditionalGeneration",
         *("Florence2ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),
-        *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
+        "MiniCPMV4_7ForConditionalGeneration",
         *("NemotronH_Omni_Reasoning_V3", "FuyuForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"),
     ),
     _SPEECH: (
@@ -317,7 +318,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
         "Nemotron3_5TranscribeForConditionalGeneration",
     ),
     _PREFIX: ("PaliGemmaForConditionalGeneration",),
-    _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _TASKS: ("XLMRobertaLoRA",),
     _HAS_ENCODER: (
         *("BlenderbotSmallForConditionalGeneration", "ProphetNetForConditionalGeneration"),

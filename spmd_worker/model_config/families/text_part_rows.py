@@ -50,12 +50,21 @@ _LLAMA_SIZES: Final[dict[str, Any]] = {
 }
 _EXAONE: Final = ("Exaone4ForCausalLM", {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384})
 _QWEN_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 151936, "intermediate_size": 22016}
+_COHERE_SIZES: Final = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+}
 _TEXTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA_SIZES),
     "mistral": ("MistralForCausalLM", {**_LLAMA_SIZES, "intermediate_size": 14336}),
     "qwen2": ("Qwen2ForCausalLM", _QWEN_SIZES),
     "qwen3": ("Qwen3ForCausalLM", _QWEN_SIZES),
     "exaone4": _EXAONE,
+    "cohere": ("CohereForCausalLM", _COHERE_SIZES),
+    "cohere2": ("Cohere2ForCausalLM", _COHERE_SIZES),
     "granite_docling_text": (
         "GraniteForCausalLM",
         {
@@ -237,7 +246,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         ties_by_default=True,
         vision="internvl",
     ),
-    "Idefics3ForConditionalGeneration": _text_of("Idefics3", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
+    "Idefics3ForConditionalGeneration": _text_of("Idefics3", _SMOLVLM_NAMES, "llama", vision="idefics3"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2", _SMOLVLM_NAMES, "llama", vision="smolvlm"),
     "LlavaNextVideoForConditionalGeneration": _text_of(
         "LLaVA-NeXT-Video, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", tie_of_text="also"
@@ -334,6 +343,21 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         replace(_SMOLVLM_NAMES, ignored_prefixes=("model.vision_model.", "model.density_router.", "mtp.")),
         "granite_docling_text",
         vision="granite_docling",
+        **_TIED,
+    ),
+    "AyaVisionForConditionalGeneration": _text_of(
+        "Aya Vision, 8B and 32B",
+        inside_language_model(Names()),
+        "cohere2",
+        "cohere",
+        vision="aya_vision",
+        **_TIED,
+    ),
+    "Cohere2VisionForConditionalGeneration": _text_of(
+        "Command A Vision",
+        next_to(Names(), "vision_tower", "multi_modal_projector"),
+        "cohere2",
+        vision="cohere2_vision",
         **_TIED,
     ),
     "MllamaForConditionalGeneration": Family(

@@ -15,7 +15,15 @@ from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.families.audio_rows import AUDIO_PART, AUDIO_ROWS, AUDIO_WAY_OUT
 from spmd_worker.model_config.families.gemma4_vision import gemma4, gemma4_unified
 from spmd_worker.model_config.families.kimi_vision import kimi_k25
-from spmd_worker.model_config.families.siglip_rows import deepseek_vl, granite_docling, lfm2_vl, paddleocr_vl
+from spmd_worker.model_config.families.minicpm_vision import minicpmv4_6
+from spmd_worker.model_config.families.siglip_rows import (
+    aya_vision,
+    cohere2_vision,
+    deepseek_vl,
+    granite_docling,
+    lfm2_vl,
+    paddleocr_vl,
+)
 from spmd_worker.model_config.families.square_rows import (
     gemma3,
     internvl,
@@ -122,7 +130,7 @@ def _qwen3_vl(
 
 def _qwen3_omni(files: VisionFiles) -> VisionConfig:
     names = {"beginning": _OMNI_BEGINNING, "projector": ("ln_q", "mlp.0", "mlp.2"), "added": "merger_list"}
-    return _qwen3_vl(files, names=names)
+    return replace(_qwen3_vl(files, names=names), kind="qwen3_omni")
 
 
 def _qwen3_5(files: VisionFiles) -> VisionConfig:
@@ -342,6 +350,43 @@ def _mistral3(files: VisionFiles) -> VisionConfig:
     return VisionConfig("mistral3", image_token_id=image_token_of(files, 10), merge_size=merge_size, tower=tower)
 
 
+def _mistral_large4(files: VisionFiles) -> VisionConfig:
+    """Mistral 3's tower in its authors' names and order of a head's numbers. A file without `vision_config` has sizes
+    of its own.
+    """
+    if files.whole.get("vision_config") is None:
+        files = replace(files, vision=replace(files.vision, config=_LARGE_TOWER))
+    found = _mistral3(files)
+    assert found.tower is not None, found
+    return replace(found, tower=replace(found.tower, names=_LARGE_NAMES, pairs_neighbours=True))
+
+
+_LARGE_TOWER: Final = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 1540,
+    "hidden_act": "silu",
+}
+_LARGE_NAMES: Final = TowerNames(
+    beginnings=("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
+    layers="vision_encoder.transformer.layers",
+    qkv=("attention.wq", "attention.wk", "attention.wv"),
+    output="attention.wo",
+    norms=("attention_norm", "ffn_norm"),
+    mlp=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    patches="vision_encoder.patch_conv",
+    first_norm="vision_encoder.ln_pre",
+    projector=(
+        *("pre_mm_projector_norm", "patch_merger.merging_layer"),
+        *("vision_language_adapter.w_in", "vision_language_adapter.w_out"),
+    ),
+)
+"""Names that transformers has in memory, of queries and keys in another order."""
+
+
 VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
@@ -364,16 +409,26 @@ VISION_ROWS: Final[dict[str, Callable[[VisionFiles], VisionConfig]]] = {
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "internvl": internvl,
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "mistral3": _mistral3,
+    "mistral_large4": _mistral_large4,
     "lighton_ocr": _lighton_ocr,
     "smolvlm": smolvlm,
+    "idefics3": smolvlm,
     "granite_docling": granite_docling,
     "lfm2_vl": lfm2_vl,
+    "minicpmv4_6": minicpmv4_6,
     **AUDIO_ROWS,
 }
 """How config.json is read, by `Family.vision`."""
-VIDEO_ROWS: Final = {**dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl"), 151656), "qwen3_5": 248057}
-"""Rows whose models take videos: the id that their class has for tokens of frames."""
+VIDEO_ROWS: Final[dict[str, int | None]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni"), 151656),
+    "qwen3_5": 248057,
+    "llava_onevision": 151647,
+    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl", "smolvlm")),
+}
+"""Rows whose models take videos: the id that their class has for tokens of frames, None for those of images."""
 
 _DEPTH: Final = {"num_hidden_layers": "depth"}
 _QWEN2_VL_KEYS: Final = {"hidden_size": "embed_dim", "out_hidden_size": "hidden_size", "intermediate_size": ""}
@@ -400,6 +455,7 @@ _WITHOUT_DEFAULT: Final = (
     "glm_ocr",
     "paddleocr_vl",
     "llama4",
+    "aya_vision",
 )
 """Rows of classes that have no tower by default, or one that fits no text."""
 
@@ -421,7 +477,11 @@ def read_vision(
         found = VISION_ROWS[row](files)
         if row not in VIDEO_ROWS:
             return found
-        return replace(found, video_token_id=whole.count("video_token_id", VIDEO_ROWS[row]))
+        default = VIDEO_ROWS[row]
+        # Older files call it an index.
+        key = "video_token_id" if whole.get("video_token_index") is None else "video_token_index"
+        token_id = found.image_token_id if default is None else whole.count(key, default)
+        return replace(found, video_token_id=token_id)
     except UnknownTowerError as error:
         logger.warning("%s: the model runs with text alone", error, extra=SAME_ON_EVERY_RANK)
         return None

@@ -72,6 +72,11 @@ class AttentionBackend(Protocol):
         int64 [N].
         """
 
+    def read_tokens(
+        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, Hkv, D], of `dtype`, of a cache with values, in `blocks` at `offsets`, int64 [N]."""
+
     def attend(
         self,
         query: Tensor,

@@ -135,6 +135,18 @@ class CpuBackend(AttentionBackend):
         cells = layer_cache.view(len(layer_cache), -1, self._block_size, pair)
         return from_cache(cells[blocks, :, offsets].flatten(1), dtype)
 
+    def read_tokens(
+        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        # Keys [D / pair, block size, pair], then values [block size / pair, D, pair], of each head.
+        pair, size = (2 if self._dtype == torch.bfloat16 else 1), self._block_size
+        heads = layer_cache.view(len(layer_cache), num_kv_heads, 2, -1)
+        head_size = heads.shape[3] // size
+        keys = heads[:, :, 0].view(-1, num_kv_heads, head_size // pair, size, pair)[blocks, :, :, offsets].flatten(2)
+        of_pairs = heads[:, :, 1].view(-1, num_kv_heads, size // pair, head_size, pair)
+        values = of_pairs[blocks, :, offsets // pair, :, offsets % pair]
+        return from_cache(keys, dtype), from_cache(values, dtype)
+
     def attend(
         self,
         query: Tensor,

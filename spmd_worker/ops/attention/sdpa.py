@@ -53,6 +53,13 @@ class SdpaBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, offsets, 0], dtype)
 
+    def read_tokens(
+        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        assert layer_cache.shape[3] == num_kv_heads, (layer_cache.shape, num_kv_heads)
+        keys, values = (from_cache(layer_cache[blocks, part, offsets], dtype) for part in (0, 1))
+        return keys, values
+
     def attend(
         self,
         query: Tensor,

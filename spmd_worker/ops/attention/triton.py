@@ -172,6 +172,13 @@ class TritonBackend(AttentionBackend):
     def read_keys(self, layer_cache: Tensor, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return from_cache(layer_cache[blocks, 0, 0, offsets], dtype)
 
+    def read_tokens(
+        self, layer_cache: Tensor, num_kv_heads: int, blocks: Tensor, offsets: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        assert layer_cache.shape[2] == num_kv_heads, (layer_cache.shape, num_kv_heads)
+        keys, values = from_cache(layer_cache[blocks, :, :, offsets], dtype).unbind(1)
+        return keys, values
+
     def attend(
         self,
         query: Tensor,

@@ -75,7 +75,8 @@ class RecurrentKernels(Protocol):
         a and b [T, Hv] are projected gates, float32 a_log and dt_bias [Hv] -> [T, Hv, dv].
 
         In float32: q and k of length 1, q / sqrt(dk); beta = beta_scale * sigmoid(b), rounded as `b` before it is
-        scaled; g = -exp(a_log) * softplus(a + dt_bias); S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q.
+        scaled; g = -exp(a_log) * softplus(a + dt_bias), or, with a `decay_bound`, that times sigmoid(exp(a_log) * (a +
+        dt_bias)); S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q.
         With `is_per_channel` a is [T, Hv dk], dt_bias [Hv dk], and g one number a channel of a key.
         `states` float32 [slots, Hv, dk, dv].
         """

@@ -75,6 +75,9 @@ def by_head(x: Tensor, count: int) -> Tensor:
 def delta_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, config: DeltaConfig) -> Tensor:
     """Factors of a state, float32 [T, Hv, dk or 1, 1]."""
     rate = torch.exp(a_log).unsqueeze(-1)
+    if config.decay_bound:
+        bounded = config.decay_bound * sigmoid(rate * by_head(a.float() + dt_bias, config.num_value_heads))
+        return torch.exp(bounded).unsqueeze(-1)
     steps = by_head(softplus(a.float() + dt_bias), config.num_value_heads)
     return torch.exp(-rate * steps).unsqueeze(-1)
 

@@ -152,8 +152,10 @@ class TritonDevice(DeviceBackend):
         if self.resolved.model_config.encoder_part is not None:
             return "of encoder-decoder models"
         layers = self.resolved.model_config.layers
-        if any(layer.latent is not None and layer.latent.indexer is not None for layer in layers):
+        if any(layer.chooser is not None for layer in layers):
             return "of models whose tokens see keys that an indexer chooses"
+        if any(layer.ngrams is not None for layer in layers):
+            return "of models with embedded n-grams"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
@@ -262,7 +264,7 @@ class TritonDevice(DeviceBackend):
         experts = [layer.experts for layer in self.resolved.model_config.layers if layer.experts is not None]
         most = self.resolved.config.scheduler.max_num_batched_tokens
         means = (triton_experts.MAX_FEW_ROWS, triton_experts.MAX_SOME_ROWS)
-        counts = {mean * each.num_experts // each.num_chosen + 1 for mean in means for each in experts}
+        counts = {mean * each.num_choices // each.num_chosen + 1 for mean in means for each in experts}
         counts.add(triton_experts.ROUTER_FEW_TOKENS + 1)
         return tuple(sorted((count for count in counts if count <= most), reverse=True))
 

@@ -15,10 +15,11 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.model.layers.choice_bytes import choice_bytes
 from spmd_worker.model_config.byte_rows import byte_rows_bytes
 from spmd_worker.model_config.int8_format import int8_bytes
-from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig, LayerShare
+from spmd_worker.model_config.layer_config import ExpertShare, IndexerConfig, LayerConfig, LayerShare
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 from spmd_worker.model_config.tower_elements import encoder_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights, stored_linears
@@ -88,6 +89,7 @@ def weights_bytes(
         # One table of all layers, if they share it, on every stage.
         tables += 0 if layer.relative_bias is None else layer.relative_bias.elements(share.num_heads)
         tables += 0 if layer.distances is None else layer.distances.elements(hidden)
+    float32_bytes += model_config.num_rope_parameters * DTYPE_BYTES["float32"]
     # Every rank of a group has the complete projection, on the stage of its table.
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
@@ -318,25 +320,28 @@ def activation_bytes(
     # Projected, looked up, normed and added; a layer's own are copied.
     per_token += 5 * model_config.layer_inputs_size
     others = 0
+    if model_config.layers[0].streams is not None:
+        # Streams, normed, their gates, and products; norms, gates and mixed streams are float32 until they are rounded,
+        # in up to four copies. Keys of n-grams, or gated values, and inputs and outputs of their convolution.
+        has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
+        is_mixed = isinstance(model_config.layers[0].streams, BalancedStreamsConfig)
+        per_token += (4 + 2 * has_ngrams) * model_config.stream_size
+        others = (3 + is_mixed) * DTYPE_BYTES["float32"] * model_config.stream_size
     if quantization is not None:
-        others = max(model_config.hidden_size, num_columns)
+        others += max(model_config.hidden_size, num_columns)
         if layout.tensor_parallel_size > 1 and quantization == "int8":
             others += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
     elif layout.tensor_parallel_size > 1 and adds_by_tree:
-        others = DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
-    streams = model_config.layers[0].streams
-    if streams is not None:
-        # As they were and are, in the dtype; normed, multiplied and mixed in float32.
-        per_token += 3 * streams.count * model_config.hidden_size
-        others += 4 * DTYPE_BYTES["float32"] * streams.count * model_config.hidden_size
-    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others) + choice_bytes(model_config, DTYPE_BYTES[dtype])
+        others += DTYPE_BYTES["float32"] * (layout.tensor_parallel_size + 3) * model_config.hidden_size
+    of_step = num_tokens * (per_token * DTYPE_BYTES[dtype] + others)
+    of_step += choice_bytes(model_config, DTYPE_BYTES[dtype], layout.tensor_parallel_size)
     if any(layer.alibi for layer, _ in kinds):
         # A number of each head for each distance, for all layers and steps.
         num_distances = 2 * model_config.max_position_embeddings + 1
         of_step += max(share.num_heads for _, share in kinds) * num_distances * DTYPE_BYTES["float32"]
     if most_drafts:
         states = [state_layer(layer, model_config.hidden_size, share, most_drafts) for layer, share in kinds]
-        width = max([state.saved[1] for state in states if state is not None], default=0)
+        width = max([max(each.saved[1], each.second_saved[1]) for each in states if each is not None], default=0)
         of_step += 3 * width * (num_tokens + num_rows * most_drafts) * DTYPE_BYTES[dtype]
     if model_config.is_encoder:
         return of_step
@@ -379,10 +384,12 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         elements += _compressed_elements(layer, share)
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
-        indexer = layer.latent.indexer
-        if indexer is not None and indexer.num_chosen < model_config.max_model_len:
-            # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
-            elements += 2 * indexer.num_chosen + share.num_heads * (layer.head_size + layer.latent.rank)
+    indexer = layer.chooser
+    if indexer is not None and indexer.most_seen < model_config.max_model_len:
+        # The choice, int32; queries and outputs of tokens that see all keys, beside others that choose.
+        value_size = layer.head_size if layer.latent is None else layer.latent.rank
+        elements += 2 * indexer.most_seen + share.num_heads * (layer.head_size + value_size)
+        elements += model_config.hidden_size * indexer.norms_input
     return elements + (_attention_elements(model_config, layer, share) if layer.has_attention else 0)
 
 
@@ -394,8 +401,12 @@ def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
     latent = layer.latent
     of_head = 6 * latent.query_size + layer.head_size + latent.rank + 2 * latent.value_size
     elements = share.num_heads * of_head + 2 * latent.query_rank + 4 * latent.key_size
-    indexer = latent.own_indexer
-    return elements if indexer is None else elements + 4 * (indexer.num_heads + 1) * indexer.head_size
+    return elements + _indexer_elements(latent.own_indexer)
+
+
+def _indexer_elements(indexer: IndexerConfig | None) -> int:
+    """Elements per token of an indexer's queries and key, and of copies of both."""
+    return 0 if indexer is None else 4 * (indexer.num_heads + 1) * indexer.head_size
 
 
 def _compressed_elements(layer: LayerConfig, share: LayerShare) -> int:
@@ -427,6 +438,7 @@ def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: La
     if layer.output_gate:
         # Gates of numbers are projected too; they are float32, and rounded.
         elements += (2 if layer.output_gate == "head" else 8) * share.num_heads * size
+    elements += _indexer_elements(layer.indexer)
     if layer.distances is not None:
         columns = layer.distances.num_columns(model_config.max_position_embeddings)
         elements += layer.distances.num_products * share.num_heads * columns
@@ -444,10 +456,11 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     """Elements per token of the largest sparse layer, if all tokens are routed to one expert."""
     size = 1 if layout.experts is not None else layout.tensor_parallel_size
     counts = [
-        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * experts.are_beside_dense) * model_config.hidden_size
+        (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * (experts.are_beside_dense or experts.skips_layer))
+        * model_config.hidden_size
         + (12 if experts.limit > 0 or experts.bound else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
-        + 12 * experts.num_experts
+        + 12 * experts.num_choices
         for layer in dict.fromkeys(model_config.layers)
         if (experts := layer.experts) is not None
     ]
@@ -501,7 +514,13 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
     else:
         return None
     saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
-    return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    ngrams = layer.ngrams
+    if ngrams is None or layer.streams is None:
+        return StateLayer(shape, (num_taps - 1, num_channels), saved)
+    # Every rank has all channels of this one.
+    second = ngrams.num_channels(layer.streams.num_streams * hidden_size)
+    of_ngrams = (ngrams.num_inputs_kept, second), (most_drafts, second) if most_drafts else (0, 0)
+    return StateLayer(shape, (num_taps - 1, num_channels), saved, *of_ngrams)
 
 
 def block_layer(layer: LayerConfig, share: LayerShare, block_size: int) -> BlockLayer | None:
@@ -511,11 +530,11 @@ def block_layer(layer: LayerConfig, share: LayerShare, block_size: int) -> Block
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
-        indexer = layer.latent.own_indexer
-        return BlockLayer(1, layer.latent.key_size, 0, 0 if indexer is None else indexer.head_size)
+        return BlockLayer(1, layer.latent.key_size, 0, layer.latent.index_size)
     if layer.compressed is not None:
         return BlockLayer(1, layer.head_size, 0, layer.compressed.beside_key(layer.head_size, block_size))
-    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size)
+    index_size = 0 if layer.indexer is None else layer.indexer.cached_size
+    return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 
 
 def block_copy_tokens(

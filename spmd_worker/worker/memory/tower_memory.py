@@ -9,10 +9,12 @@ from typing import Final
 
 from spmd_worker.media.sizes import resampled_grid
 from spmd_worker.model_config.tower_elements import chunk_activations, frame_activations
-from spmd_worker.model_config.vision_config import TowerConfig, VisionConfig
+from spmd_worker.model_config.vision_config import WINDOWS_AT_ONCE, TowerConfig, VisionConfig
 
 _MOST_ROWS: Final = 16384
 """Rows whose feed-forward is computed at once."""
+_BLOCK_SIZE: Final = 64
+"""Patches of a block of a tower's attention."""
 
 
 def tower_activations(vision: VisionConfig, num_tokens: int, hidden_size: int) -> tuple[int, int]:
@@ -36,6 +38,8 @@ def tower_activations(vision: VisionConfig, num_tokens: int, hidden_size: int) -
     rotated = 4 * size if config.rope_theta else 0
     projected = num_rows * (size + 4 * hidden_size + 2 * config.projector_size) if config.pinpoints else 0
     held = max(num_rows * per_row + gates, projected, num_rows * max(config.num_patch_numbers, frames))
+    if config.num_unmerged:
+        held += min(num_rows // 4, WINDOWS_AT_ONCE) * _BLOCK_SIZE * 2 * padded
     if vision.audio is not None and vision.audio.num_channels:
         held += chunk_activations(vision.audio)
     pooled = 2 * size if vision.audio is not None else 0

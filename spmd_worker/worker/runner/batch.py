@@ -49,7 +49,8 @@ class Batch:
     """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]. `rows` has one entry per sample;
     it is empty if all samples need only the argmax. `token_types` is None if all are of the first type. `adapter_slots`
     int32 [T]: slots of the tokens' adapters, -1 without one; None if no row has one. `rope_positions` int64 [3, T]:
-    time, line and column of the tokens; None if no row has images, or the model has one position a token. `drafts`, in
+    time, line and column of the tokens, or [6, T] as of `rope_positions_of`; None if no row has images, or the model
+    has one position a token. `drafts`, in
     a step that has some: those of each sequence that samples. A sequence with k drafts has k + 1 samples.
     """
 

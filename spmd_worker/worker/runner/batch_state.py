@@ -98,10 +98,10 @@ class _Layout:
 
 class _Sent(NamedTuple):
     """Numbers of one step on the device. int64: `token_ids`, `positions` [T], `token_blocks` [G * T], `token_offsets`
-    [T], `rope_positions` [3 * T], if rows have three positions, and `places`, new entries' indices into the tables;
-    int32: `token_slots` [G * T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the model has
-    states, and `last_visible` [T] if tokens see later ones. With several groups each one's T tokens are padded to
-    aligned starts.
+    [T], `rope_positions` [3 * T] or [6 * T], if rows have three positions, and `places`, new entries' indices into the
+    tables; int32: `token_slots` [G * T], `lengths` [S], `blocks`, the entries, `firsts` [S], first positions, if the
+    model has states, and `last_visible` [T] if tokens see later ones. With several groups each one's T tokens are
+    padded to aligned starts.
     """
 
     token_ids: Tensor
@@ -191,7 +191,7 @@ class BatchState:
             sample_rows=layout.sample_rows,
             rows=self._rows.of(scheduled),
             adapter_slots=layout.adapter_slots,
-            rope_positions=None if layout.deltas is None else sent.rope_positions.view(3, -1),
+            rope_positions=None if layout.deltas is None else sent.rope_positions.view(-1, len(sent.positions)),
             drafts=layout.drafts,
         )
 
@@ -235,8 +235,7 @@ class BatchState:
         last_ids = np.array([sequence.output_token_ids[-1] for sequence in sequences] if has_ids else [], np.int64)
         positions = layout.ends - 1
         token_blocks, offsets, token_slots = self._of_tokens(layout.slot_indices, positions)
-        # A row that decodes is behind its images.
-        three = _NONE if layout.deltas is None else np.tile(positions + layout.deltas, 3)
+        three = _NONE if layout.deltas is None else self._next_positions(sequences, positions, layout.deltas)
         longs, ints = self._send(
             (last_ids, positions, token_blocks, offsets, three, places),
             (token_slots, layout.ends, blocks, positions if self._has_states else _NONE, _NONE),
@@ -292,6 +291,17 @@ class BatchState:
             drafts=drafts_of(scheduled),
         )
         return layout, _Sent(*longs, *ints)
+
+    def _next_positions(
+        self, sequences: list[MirroredSequence], positions: Integers, deltas: Integers
+    ) -> NDArray[np.int64]:
+        """`Batch.rope_positions` of rows that decode, flat: they are behind their images, but runs may begin in one."""
+        if self._vision is None or self._vision.run_length == 1:
+            return np.tile(positions + deltas, 3)
+        media = media_of_step(self._vision, sequences)
+        found = rope_positions_of(self._vision, media, positions, np.ones_like(positions))
+        assert found is not None, "a row of the step has images"
+        return found.ravel()
 
     def _num_blocks(self, sequence: MirroredSequence) -> int:
         return len(sequence.block_ids) // self._num_groups

@@ -36,11 +36,23 @@ def rope_positions_of(
     vision: VisionConfig | None, media: Sequence[Media] | None, firsts: Numbers, counts: Numbers
 ) -> Integers | None:
     """int64 [3, T]: time, line and column of the tokens [first, first + count) of each row; three equal numbers for
-    rows without images. None if the model's tokens have one position, or no row has images.
+    rows without images; [6, T], with those of the first token of each token's run behind them, in a model that chooses
+    keys by runs. None if the model's tokens have one position, or no row has images.
     """
     if media is None or vision is None or not vision.has_three_positions:
         return None
-    return np.concatenate([rope_positions(*row) for row in zip(media, firsts, counts, strict=True)], axis=1)
+    rows = zip(media, firsts, counts, strict=True)
+    if vision.run_length == 1:
+        return np.concatenate([rope_positions(*row) for row in rows], axis=1)
+    return np.concatenate([_with_runs(*row, vision.run_length) for row in rows], axis=1)
+
+
+def _with_runs(media: Media, first: int, count: int, length: int) -> Integers:
+    """int64 [6, count]: positions of the tokens from `first` on, and of the first tokens of their runs."""
+    start = first // length * length
+    positions = rope_positions(media, start, first + count - start)
+    of_runs = np.arange(first, first + count) // length * length - start
+    return np.concatenate((positions[:, first - start :], positions[:, of_runs]))
 
 
 def last_visible_of(

@@ -49,7 +49,7 @@ def launch_routes(
 ) -> LaunchedRoutes:
     """`routes` are the experts of each sparse layer, int64 [T, k]."""
     sparse = [layer.experts for layer in model_config.layers if layer.experts is not None]
-    num_bytes = bytes_per_expert(max([each.num_experts for each in sparse], default=1))
+    num_bytes = bytes_per_expert(max([each.num_choices for each in sparse], default=1))
     num_chosen = sparse[0].num_chosen if sparse else 1
     tokens, chosen = [], []
     for each, start in zip(scheduled, query_starts):

@@ -86,7 +86,7 @@ def test_invalid_rows_are_rejected_while_reading():
 
 
 def test_held_rows_are_bounded_by_count_and_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_window, "MAX_ROWS", 300)
+    monkeypatch.setattr(row_window, "_MAX_ROWS", 300)
     monkeypatch.setattr(row_window, "_MAX_BYTES", 5000)
     for length, most_read in ((1, 300), (100, 50)):
         num_read = 0

@@ -5,8 +5,10 @@ import os
 import random
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -78,7 +80,9 @@ def folder(left: Path, tmp_path: Path) -> Path:
 
 
 def tell(name: str, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """A tool's exit code and all that it printed."""
+    """A tool's exit code and all that it printed, to a stream as its own is."""
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(errors="backslashreplace")
     code = import_module(f"spmd_worker.frontends.tools.{name}").main([str(each) for each in arguments])
     captured = capsys.readouterr()
     return code, captured.out + captured.err

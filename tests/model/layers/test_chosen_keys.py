@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kv_cache.cache_spec import BlockLayer
 from spmd_worker.model.layers import choice_bytes, chosen_keys
-from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
+from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries, latent_keys
 from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
 from spmd_worker.ops.attention.backend import AttentionBackend, block_shape_of
 from spmd_worker.ops.attention.cache_dtype import FP8, from_cache, to_cache
@@ -19,7 +19,8 @@ from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
 
 NUM_CHOSEN, NUM_HEADS, INDEX_HEADS, INDEX_SIZE = 9, 3, 4, 16
-LATENT = LatentConfig(32, 16, 16, 16, 32, IndexerConfig(INDEX_HEADS, INDEX_SIZE, NUM_CHOSEN, is_interleaved=False))
+INDEXER = IndexerConfig(INDEX_HEADS, INDEX_SIZE, NUM_CHOSEN, is_interleaved=False)
+LATENT = LatentConfig(32, 16, 16, 16, 32, INDEXER)
 ROWS = ((40, 11), (70, 1), (9, 9), (12, 12), (5, 2))
 """Keys, and tokens of the step, which are the last ones."""
 SCALE = 0.2
@@ -76,7 +77,7 @@ class Step:
 
     def attend(self, kernels: ReferenceKernels, indices: list[int]) -> Tensor:
         """Write all keys of rows, and attend from their tokens of the step."""
-        chosen = ChosenKeys(self.backend, kernels, LATENT)
+        chosen = ChosenKeys(self.backend, kernels, INDEXER, latent_keys(LATENT))
         caches = chosen.parts_of(self.cache)
         written = self.metadata(indices, [ROWS[index][0] for index in indices])
         self.backend.write(torch.cat([self.keys[each] for each in indices]).unsqueeze(1), None, caches[0], written)
@@ -121,10 +122,10 @@ def test_chosen_keys_are_of_highest_scores(*, is_native: bool, has_ties: bool, m
 def test_tokens_have_equal_bits_alone_and_together(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """In blocks of other sizes, and in parts of other sizes."""
+    """Blocks of other sizes, and parts of other sizes."""
     kernels, whole = cpu_kernels(dtype)[0], []
     for block_size, most in ((4, 64), (16, 3)):
-        monkeypatch.setattr(choice_bytes, "MAX_ROWS", most)
+        monkeypatch.setattr(choice_bytes, "_MAX_ROWS", most)
         step = Step(native_backend(dtype, block_size, cache_dtype), block_size, dtype, cache_dtype)
         whole.append(step.attend(kernels, list(range(len(ROWS)))))
         alone = [step.attend(kernels, [index]) for index in range(len(ROWS))]
@@ -144,7 +145,10 @@ def test_scores_that_are_not_finite_stay_with_their_token(weight: float):
     others = torch.arange(len(found)) != 2
     assert torch.equal(found[others], before[others])
     assert not found.isnan().any()
-    chosen, metadata = ChosenKeys(backend, kernels, LATENT), step.metadata(rows, [count for _, count in ROWS])
+    chosen, metadata = (
+        ChosenKeys(backend, kernels, INDEXER, latent_keys(LATENT)),
+        step.metadata(rows, [count for _, count in ROWS]),
+    )
     positions = chosen.choose(IndexQueries(step.index_queries, step.weights), chosen.parts_of(step.cache)[1], metadata)[
         0
     ][2].tolist()
@@ -160,7 +164,7 @@ def test_keys_are_read_as_written(dtype: torch.dtype, cache_dtype: torch.dtype |
     for backend in (native_backend(dtype, 8, cache_dtype), SdpaBackend(cache_dtype)):
         step = Step(backend, 8, dtype, cache_dtype)
         latents, written = (
-            ChosenKeys(backend, ReferenceKernels(), LATENT).parts_of(step.cache)[0],
+            ChosenKeys(backend, ReferenceKernels(), INDEXER, latent_keys(LATENT)).parts_of(step.cache)[0],
             step.metadata([0], [40]),
         )
         backend.write(step.keys[0].unsqueeze(1), None, latents, written)

@@ -1,6 +1,7 @@
 """Rotary angles against transformers' own functions, and dynamic scaling as a function of the row alone."""
 
 import importlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +13,14 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
+from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.rotary import RopeFactors, RotaryEmbedding, attention_factor, inverse_frequencies
 from spmd_worker.model_config.model_config import RopeParameters, model_config_of
+from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.cpu.native import cpu_kernels
 from spmd_worker.ops.kernels.reference import ReferenceKernels
+from spmd_worker.ranks.communicator import single_group
 
 CPU = torch.device("cpu")
 CPU_KERNELS = cpu_kernels(torch.bfloat16)[0]
@@ -190,6 +194,19 @@ def test_long_rows_of_phimoe_have_long_factors():
     assert not torch.equal(frequencies[0], frequencies[1])
     assert torch.equal(angles.cos, torch.stack([(7 * frequencies[0]).cos() * 1.25, (7 * frequencies[1]).cos() * 1.5]))
     assert torch.equal(angles.sin, torch.stack([(7 * frequencies[0]).sin() * 1.25, (7 * frequencies[1]).sin() * 1.5]))
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "longrope"])
+def test_learned_factors_multiply_frequencies_of_any_rope(rope_type: str):
+    scales = {"short_factors": (1.0,) * 8, "long_factors": (4.0,) * 8} if rope_type == "longrope" else {}
+    rope = RopeParameters(16, rope_type=rope_type, factor=4.0, attention_factor=1.0, has_learned_factors=True, **scales)
+    factors = RopeFactors(LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, CPU), rope)
+    factors.alpha.fill_(math.log(2.0))
+    positions, regimes = torch.tensor([3, 500]), torch.tensor([0, 1])
+    plain, learned = (
+        RotaryEmbedding(rope, 100, CPU, each).angles(positions, regimes, torch.float32) for each in (None, factors)
+    )
+    torch.testing.assert_close(learned.cos, 2 * plain.cos**2 - 1, rtol=0, atol=1e-4)
 
 
 def test_backward_angles_undo_forward_ones():

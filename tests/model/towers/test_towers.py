@@ -1,6 +1,7 @@
 """Towers of every kind against transformers: rows of images, kernels, weights by name, and what makes rows wrong."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.media.prepared import ImagePixels
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.registry import build_model
-from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, naflex, pixtral, qwen, squares
+from spmd_worker.model.towers import gemma4, glm, granite, kimi, llama4, minicpm, naflex, pixtral, qwen, squares
 from spmd_worker.model.towers.attention import ImageAttention
 from spmd_worker.model.towers.gemma4 import ClippedLinear, Gemma4Tower, StandardTable
-from spmd_worker.model.towers.layers import TowerLinear, TowerTable
+from spmd_worker.model.towers.layers import JoinedGates, TowerLinear, TowerTable
+from spmd_worker.model.towers.squares import SquareTower
 from spmd_worker.model_config.model_config import ModelConfig, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -48,7 +51,7 @@ from spmd_worker.ranks.topology import RankLayout, Stage
 from spmd_worker.worker.memory.estimate import activation_bytes, weights_bytes
 
 TOLERANCE = 2e-5
-ALIKE = ("llava_next_mistral", "glm46v", "glm4v_moe", "lfm2_vl_plain")
+ALIKE = ("llava_next_mistral", "qwen4", "glm46v", "glm4v_moe", "lfm2_vl_plain")
 """Cases that differ from others in numbers and texts alone."""
 EVERY = [
     pytest.param(each, marks=pytest.mark.stress) if each in ALIKE else each for each in sorted({*CASES} - {*REAL_HEADS})
@@ -146,12 +149,16 @@ CONTROLS: dict[str, list[dict[str, Any]]] = {
     "llava_onevision": [{"max_crops": 9}, {"num_heads": 1}],
     "internvl": [{"projector_eps": 0.1}, {"activation": "quick_gelu"}],
     "internvl_of_6b": [{"eps": 1e-6}],
+    "aya_vision": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 1e-6}, {"projector_activation": "gelu"}],
+    "cohere2_vision": [{"eps": 1e-6}, {"num_heads": 1}, {"projector_activation": "gelu"}],
     "llama4": [{"rope_theta": 100.0}, {"num_heads": 1}, {"has_bfloat16_pixels": False}, {"activation": "quick_gelu"}],
     "mistral3": [{"projector_eps": 1e-6}, {"rope_theta": 100.0}],
+    "mistral_large4": [{"pairs_neighbours": False}, {"projector_eps": 1e-6}],
     "lighton_ocr": [{"projector_eps": 1e-6}, {"projector_activation": "silu"}, {"rope_theta": 100.0}],
     "pixtral": [{"activation": "silu"}],
     "smolvlm": [{"num_heads": 1}],
     "idefics3": [{"eps": 1e-6}],
+    "minicpmv4_6": [{"eps": 1e-6}, {"num_heads": 1}, {"num_unmerged": 3}, {"projector_eps": 0.03}],
     "lfm2_vl": [{"eps": 1e-6}, {"activation": "silu"}, {"projector_eps": 0.03}, {"projector_activation": "silu"}],
     "granite_docling": [{"added_layers": (0, 1)}, {"projector_eps": 0.03}, {"num_heads": 1}],
 }
@@ -194,6 +201,8 @@ right_numbers = gemma4._numbers_of
 right_positions, right_pooled = Gemma4Tower._positions_of, Gemma4Tower._pooled
 right_resampled, right_taps = glm.resampled, qwen._taps
 right_sines = granite.square_positions
+right_nearest = minicpm.nearest_places
+right_halves, right_merged = JoinedGates.weight_slices, SquareTower._merged
 
 
 def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
@@ -205,6 +214,13 @@ def cut_at_end(picture: Tensor, size: tuple[int, int]) -> Tensor:
 def exchanged_angles(rows: Tensor, columns: Tensor, *rest: Any, **kinds: Any) -> Any:
     """Angles of lines and columns exchanged."""
     return right_angles(columns, rows, *rest, **kinds)
+
+
+def exchanged_halves(gates: JoinedGates, prefix: str) -> Iterator[WeightSlice]:
+    """Rows of gate and up in each other's place."""
+    slices = list(right_halves(gates, prefix))
+    for each, other in zip(slices, (slices[index ^ 1] for index in range(len(slices))), strict=True):
+        yield replace(each, source=other.source)
 
 
 MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
@@ -252,6 +268,15 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
         *("granite_docling", granite, "square_positions"),
         lambda side, size: right_sines(side, size).roll(size // 2, 1),
     ),
+    "halves of the gates exchanged": ("aya_vision", JoinedGates, "weight_slices", exchanged_halves),
+    "nearest places of the next line and column": (
+        *("minicpmv4_6", minicpm, "nearest_places"),
+        lambda length, side: right_nearest(length, side).roll(1, 0),
+    ),
+    "patches of a token exchanged": (
+        *("cohere2_vision", SquareTower, "_merged"),
+        lambda tower, x: right_merged(tower, x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2)),
+    ),
     "not clipped": ("gemma4_clipped", ClippedLinear, "forward", TowerLinear.forward),
 }
 
@@ -260,7 +285,7 @@ MISTAKES: dict[str, tuple[str, Any, str, Any]] = {
 def test_comparison_detects_other_places(mistake: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: rows are found at, or told, other places of the image, or computed without a step."""
     name, *patched = MISTAKES[mistake]
-    if patched[1] == "square_positions":
+    if patched[1] in ("square_positions", "weight_slices"):
         # Made with the tower.
         monkeypatch.setattr(*patched)
     model, images = new_model(name), [image_of(name, number) for number in range(2)]
@@ -311,13 +336,14 @@ def test_rows_do_not_depend_on_threads(name: str, dtype: torch.dtype):
     assert all(map(torch.equal, alone, together))
 
 
-def test_fine_route_has_rows_of_transformers():
-    """Four times as many, by layers of its own."""
-    name = "granite_docling"
+@pytest.mark.parametrize(("name", "num_rows"), [("granite_docling", (16, 48)), ("minicpmv4_6", (8, 16))])
+def test_fine_route_has_rows_of_transformers(name: str, num_rows: tuple[int, int]):
+    """Four times as many, by layers of its own or without a merger."""
     model = new_model(name, config_of(name, merge_size=2))
-    for image in (image_of(name, number) for number in range(2)):
+    for number in range(2):
+        image = image_of(name, number)
         ours, theirs = our_rows(model, image), their_rows(name, image, is_fine=True)
-        assert len(ours[0]) == 16 * len(image.crops)
+        assert len(ours[0]) == num_rows[number]
         assert difference(ours, theirs) < TOLERANCE
 
 
@@ -351,11 +377,15 @@ def test_weights_go_by_the_names_of_files_and_memory(name: str):
     names = {ours: each for each, tensor in files.items() for ours in model.weights.names.parts(each, tensor.shape)}
     with model.as_checkpoint() as view:
         assert all(torch.equal(tensor, files[names[each]]) for each, tensor in view.named_parameters())
-    if name == "kimi_k25":
+    reordered = {
+        "kimi_k25": "model.vision_tower.layers.0.attn.q_proj.weight",
+        "mistral_large4": "model.vision_tower.transformer.layers.0.attention.q_proj.weight",
+    }
+    if name in reordered:
         # Whose queries and keys transformers puts in another order.
         with pytest.raises(CheckpointError, match=r"layers\.0.*: the model has no such weight: use the names of its"):
-            model.load_weights([("model.vision_tower.layers.0.attn.q_proj.weight", torch.ones(32, 32))])
-        model.load_weights([(each, tensor) for each, tensor in files.items() if "vision_tower" not in each])
+            model.load_weights([(reordered[name], torch.ones(32, 32))])
+        model.load_weights([(each, tensor) for each, tensor in files.items() if "vision_" not in each])
         return
     image, memory = image_of(name, 0), vision_reference(name).state_dict()
     before = our_rows(model, image)
@@ -375,12 +405,12 @@ def model_of_files(config: ModelConfig, folder: Path, files: dict[str, Tensor]) 
     return model
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision", "lfm2_vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava_next", "llava_onevision", "lfm2_vl", "cohere2_vision"])
 def test_hub_names_of_a_vision_model_load(name: str, tmp_path: Path):
     """Files from before transformers 5 have one more module, and what the tower leaves out."""
     files = load_file(vision_folder(name) / "model.safetensors")
     older = {each.replace("vision_tower.", "vision_tower.vision_model."): tensor for each, tensor in files.items()}
-    top = "model." * (name == "lfm2_vl")
+    top = "model." * (name in ("lfm2_vl", "cohere2_vision"))
     older[f"{top}vision_tower.vision_model.embeddings.position_ids"] = torch.arange(36)[None]
     model, image = model_of_files(config_of(name), tmp_path, older), image_of(name, 0)
     assert all(map(torch.equal, our_rows(model, image), our_rows(new_model(name), image)))
@@ -461,7 +491,7 @@ def test_vision_config_says_what_images_need(name: str):
     assert vision.num_added == len(rows) - 1
     assert vision.has_three_positions == name.startswith(OF_TOKEN_GRIDS)
     assert vision.sees_whole_image == (name in ("gemma3", "gemma4_unified"))
-    if name.startswith((*OF_TOKEN_GRIDS, "mistral3", "pixtral", "lighton", "gemma", "kimi", "lfm2", "exaone")):
+    if name.startswith((*OF_TOKEN_GRIDS, "mistral", "pixtral", "lighton", "gemma", "kimi", "lfm2", "exaone")):
         assert len(rows[0]) == math.prod([side // vision.merge_size for side in image.grid])
 
 

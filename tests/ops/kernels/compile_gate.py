@@ -909,9 +909,9 @@ def recurrent_variants(element: str = "bf16") -> Iterator[Variant]:
 
 
 def conv_variants(element: str) -> Iterator[Variant]:
-    """Convolutions of LFM2, LFM3 and a gated delta net."""
+    """Convolutions of LFM2, LFM3, a gated delta net, and Qwen4's n-grams."""
     kernel = short_conv_kernels.short_conv
-    for num_taps, has_silu in ((3, False), (7, False), (4, True)):
+    for num_taps, has_silu in ((3, False), (7, False), (4, True), (10, True)):
         types = dict.fromkeys(("x", "weight", "bias", "tails", "out"), f"*{element}") | _SEGMENTS
         types |= {"C": "i32", "stride_x": "i32"}
         constants = short_conv.conv_constants(num_taps, has_bias=True, has_silu=has_silu)
@@ -922,7 +922,7 @@ def conv_variants(element: str) -> Iterator[Variant]:
 def delta_variants(element: str) -> Iterator[Variant]:
     """Gated delta nets of Qwen3.5 and OLMo-Hybrid."""
     floats = dict.fromkeys(("a_log", "dt_bias", "states"), "*fp32") | dict.fromkeys(
-        ("beta_scale", "query_scale"), "fp32"
+        ("beta_scale", "query_scale", "decay_bound"), "fp32"
     )
     counts = ("HK", "HV", "stride_mixed", "stride_a", "stride_b")
     types = dict.fromkeys(("mixed", "a", "b", "out"), f"*{element}") | floats | dict.fromkeys(counts, "i32")
@@ -933,6 +933,8 @@ def delta_variants(element: str) -> Iterator[Variant]:
         name = f"scan_delta {key_size} {value_size}{' channels' if is_per_channel else ''}"
         constants, scan = scan_delta.scan_constants(config), scan_delta_kernels.SCAN
         yield Variant(name, kernel, types, constants, scan, ("stride_mixed",))
+    bounded = {**constants, "IS_BOUNDED": True}
+    yield Variant("scan_delta 128 128 bounded", kernel, types, bounded, scan, ("stride_mixed",))
 
 
 def norms_of_states(element: str) -> Iterator[Variant]:

@@ -54,8 +54,10 @@ def numbers(*shape, dtype):
 
 
 OTHERS = (ONEDNN, *((WITHOUT_AMX,) if HAS_AMX else ()))
+# Beside the unit itself, to which `test_emulated_amx_has_the_bits_of_the_processor` compares it.
+OF_EMULATED = pytest.mark.stress if HAS_AMX else pytest.mark.matrix
 MATRIX = [
-    pytest.param(EMULATED, marks=[needs_avx512, pytest.mark.matrix]),
+    pytest.param(EMULATED, marks=[needs_avx512, OF_EMULATED]),
     *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS),
 ]
 

@@ -21,7 +21,10 @@ REFERENCE = ReferenceRecurrentKernels()
 SHARED = DeltaConfig(2, 4, 8, 12, 1e-6)
 WIDE = DeltaConfig(1, 2, 24, 80, 1e-6, beta_scale=2.0)
 CHANNELS = DeltaConfig(2, 2, 20, 16, 1e-6, is_per_channel=True)
-each_config = pytest.mark.parametrize("config", [SHARED, WIDE, CHANNELS], ids=["shared", "wide", "channels"])
+BOUNDED = replace(CHANNELS, decay_bound=-2.5)
+each_config = pytest.mark.parametrize(
+    "config", [SHARED, WIDE, CHANNELS, BOUNDED], ids=["shared", "wide", "channels", "bounded"]
+)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

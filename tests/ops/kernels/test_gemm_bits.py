@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from native_builds import DOTS, EMULATED, HAS_AMX, NATIVE, WITHOUT_AMX, library_for
-from native_libraries import each_library
+from native_libraries import each_library_and_emulator
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.int8 import Int8CpuKernels
@@ -99,7 +99,7 @@ def multiplied_by(instruction_set: str) -> str:
     return "dots" if library.instruction_set == DOTS else library.instruction_set.split()[0]
 
 
-@each_library
+@each_library_and_emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_gemms_have_the_bits_that_were_recorded(instruction_set: str, dtype: torch.dtype):
     name = multiplied_by(instruction_set), str(dtype).removeprefix("torch.")
@@ -109,7 +109,7 @@ def test_gemms_have_the_bits_that_were_recorded(instruction_set: str, dtype: tor
 
 
 @pytest.mark.gate("bfloat16-*", "*-native", "*-x86-64-v3")
-@each_library
+@each_library_and_emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_int8_gemms_have_recorded_bits_everywhere(instruction_set: str, dtype: torch.dtype):
     assert int8_digest(instruction_set, dtype) == INT8[str(dtype).removeprefix("torch.")]

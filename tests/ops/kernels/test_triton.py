@@ -30,13 +30,13 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Arguments of scripts, and how many cases these run at least. Each runs all of its cases on a GPU."""
 ALL_CASES = {
-    "triton_experts_cases.py": ((), 18),
+    "triton_experts_cases.py": ((), 19),
     "triton_stored_experts_cases.py": ((), 12),
     "triton_quantised_cases.py": ((), 22),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 16),
-    "triton_recurrent_cases.py": ((), 8),
+    "triton_recurrent_cases.py": ((), 10),
     "triton_latent_cases.py": ((), 5),
     "triton_cross_cases.py": ((), 3),
     "triton_tower_cases.py": ((), 3),

@@ -271,7 +271,7 @@ def routed(layer: SparseFeedForward, x: Tensor, config: ExpertsConfig) -> tuple[
     """Ids and weights of the kernel, and of torch."""
     gate = layer.gate
     ids, weights, _ = gate(x)
-    logits = F.linear(x.double(), gate.weight[: config.num_experts].double()).float()
+    logits = F.linear(x.double(), gate.weight[: config.num_choices].double()).float()
     expected = select_experts(logits if gate.bias is None else logits + gate.bias, gate.choice_bias, config)
     return ids, weights, *expected
 
@@ -282,7 +282,8 @@ def routers_choose_what_the_reference_chooses() -> None:
     plain = replace(CONFIG, num_experts=12, num_chosen=4, renormalises=False)
     least = replace(CONFIG, has_choice_bias=True, min_sum=0.7)
     forms = (replace(grouped, num_groups=1, num_chosen_groups=1), replace(grouped, groups_by_best=True))
-    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, *forms):
+    identities = replace(plain, num_identity=5, has_choice_bias=True)
+    for config in (CONFIG, CLAMPED, grouped, plain, least, MIXED, identities, *forms):
         for dtype in floats():
             layer, x = new_layer(config, dtype), tokens(37, dtype)
             ids, weights, expected, values = routed(layer, x, config)
@@ -292,6 +293,24 @@ def routers_choose_what_the_reference_chooses() -> None:
                 assert torch.equal(layer.gate(x[rows])[1], weights[rows])
             with mock.patch.object(experts, "router_tile", return_value=Tile(32, 16, 16, 4, 2)):
                 assert torch.equal(layer.gate(x)[1], weights), "tiles"
+
+
+def identity_experts_return_their_inputs_on_one_rank() -> None:
+    config = replace(CONFIG, num_identity=4, num_chosen=5, renormalises=False)
+    x = tokens(19, torch.float32)
+    layer = new_layer(config)
+    whole, apart = layer(x), layer(x, is_fused=False)
+    ids, weights, _ = layer.gate(x)
+    assert (ids >= 7).any()
+    identity = (weights * (ids >= 7)).sum(1, keepdim=True) * x
+    layer.experts["3"].down_proj.weight.data.fill_(torch.nan)
+    assert layer(x).isnan().any(1).equal((ids == 3).any(1)), "no other expert is computed in their place"
+    assert torch.allclose(whole, apart, atol=1e-5)
+    owners = (0, 1, 1, 0, 0, 1, 0)
+    parts = [new_layer(config, rank=rank, owners=owners)(x) for rank in (0, 1)]
+    assert torch.allclose(parts[0] + parts[1], whole, atol=1e-5)
+    assert not torch.allclose(whole - identity, whole, atol=1e-2)
+    assert len(layer.num_tokens) == 7
 
 
 def routers_choose_the_lower_of_equals_and_report_nan() -> None:
@@ -359,6 +378,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     a_token_alone_has_its_bits_in_a_batch,
     a_layer_is_the_reference_layer,
     routers_choose_what_the_reference_chooses,
+    identity_experts_return_their_inputs_on_one_rank,
     other_activations_are_applied_between_the_gemms,
     experts_without_gates_are_the_reference,
     bounded_gates_have_the_bits_of_the_dense_gemm,

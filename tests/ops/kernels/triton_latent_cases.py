@@ -18,8 +18,8 @@ from triton_attention_cases import tiles
 from triton_cases import BLOCK, assert_near, in_gate, run
 
 from spmd_worker.model.layers import chosen_keys
-from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries
-from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
+from spmd_worker.model.layers.chosen_keys import ChosenKeys, IndexQueries, KeptKeys
+from spmd_worker.model_config.layer_config import IndexerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend, TritonFixedAttention
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, head_products
@@ -135,9 +135,8 @@ def heads_are_multiplied_with_their_own_weights() -> None:
 def chosen_keys_are_those_of_the_highest_scores() -> None:
     """Tokens that see all keys and tokens that choose, in tiles of keys."""
     length, num_chosen, step = 21, 6, Latents([21], 2, 48, 32, torch.float32)
-    chosen = ChosenKeys(
-        step.backend, TritonKernels(), LatentConfig(32, 16, 16, 16, 32, IndexerConfig(2, 16, num_chosen, False))
-    )
+    indexer = IndexerConfig(2, 16, num_chosen, is_interleaved=False)
+    chosen = ChosenKeys(step.backend, TritonKernels(), indexer, KeptKeys(1, 48, 32))
     at, keys = torch.arange(length), torch.randn(len(step.cache), BLOCK, 16)
     places = (step.tables[0, at // BLOCK], at % BLOCK)
     metadata = AttentionMetadata((0, length), (length,), step.tables, *places)

@@ -72,6 +72,7 @@ def scans_are_the_references() -> None:
     kept[15:17] = False
     kinds = (
         (DeltaConfig(2, 4, 12, 40, 1e-6, beta_scale=2.0), torch.float32),
+        (DeltaConfig(1, 2, 16, 32, 1e-6, is_per_channel=True, decay_bound=-2.5), torch.float32),
         (DeltaConfig(1, 2, 16, 32, 1e-6, is_per_channel=True), torch.float32),
         (DeltaConfig(2, 2, 16, 16, 1e-6), torch.float16),
     )

@@ -100,7 +100,7 @@ def test_choice_of_keys_is_added_to_the_measured_step(
     new_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ):
     """The step has short rows, whose tokens see all keys."""
-    monkeypatch.setattr(start, "choice_bytes", lambda model_config, dtype_bytes: 7 * MIB)
+    monkeypatch.setattr(start, "choice_bytes", lambda model_config, dtype_bytes, num_ranks: 7 * MIB)
     measure_as(2 * MIB, monkeypatch)
     leave(0, monkeypatch)
     worker = new_worker()

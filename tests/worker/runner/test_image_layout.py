@@ -24,6 +24,8 @@ CPU, NAME = torch.device("cpu"), bytes(16)
 BLOCK_SIZE = 8
 THREE = VisionConfig("", IMAGE_ID, has_three_positions=True)
 SIGHT = VisionConfig("", IMAGE_ID, sees_whole_image=True)
+RUNS = replace(THREE, run_length=12)
+"""Runs begin inside the image of `MEDIA`."""
 
 
 def random_media(chance: random.Random) -> tuple[tuple[MediaItem, ...], int]:
@@ -80,7 +82,7 @@ def sequences_of(nums_of_tokens: list[int], medias: list[tuple[MediaItem, ...]])
 MEDIA = (MediaItem(NAME, ((2, 12),), 1, (3, 4)),)
 
 
-@pytest.mark.parametrize("vision", [THREE, SIGHT], ids=["positions", "sight"])
+@pytest.mark.parametrize("vision", [THREE, SIGHT, RUNS], ids=["positions", "sight", "runs"])
 def test_kept_batches_equal_rebuilt_with_images(vision: VisionConfig):
     """Prompts, chunks, rows that decode behind an image, in new and in continued layouts; text alone has neither."""
     state, rows = BatchState(BLOCK_SIZE, CPU, vision=vision), sequences_of([20, 9], [MEDIA, ()])
@@ -100,14 +102,15 @@ def test_kept_batches_equal_rebuilt_with_images(vision: VisionConfig):
         return found[0], found[1]
 
     first = compare(tuple(ScheduledSequence(each, each.num_tokens, 1) for each in rows))
-    assert [each is None for each in first] == [vision is SIGHT, vision is THREE]
+    assert [each is None for each in first] == [vision is SIGHT, vision is not SIGHT]
     for number in range(3):
         for each in rows:
             each.num_computed_tokens = each.num_tokens
             each.output_token_ids.append(5)
         three, sight = compare(tuple(each.decode_row for each in rows))
         assert sight is None, "what decodes sees nothing later"
-        assert vision is SIGHT or three.tolist() == [[20 + number - 8, 9 + number]] * 3
+        assert vision is SIGHT or three[:3].tolist() == [[20 + number - 8, 9 + number]] * 3
+        assert vision is not RUNS or three[3:].tolist() == [[2, 0], [4, 0], [4, 0]]
     assert compare((rows[1].decode_row,)) == (None, None)
     rows[0].num_computed_tokens = 6
     compare((ScheduledSequence(rows[0], 8, 0),))

@@ -31,6 +31,7 @@ from spmd_worker.worker.runner.model_runner import ModelRunner
 META = torch.device("meta")
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NO_VALUES = "meta tensor"
+NUM_DECODING = 16
 
 
 class ReadingKernels(ReferenceKernels):
@@ -111,13 +112,13 @@ def test_decode_step_sends_at_most_24_bytes_a_row(keeps_state: bool):
     """
     runner = new_runner(ReferenceKernels(), keeps_state=keeps_state)
     sent = []
-    for number, scheduled in zip(range(3), decoding(64, 40, BLOCK_SIZE, 0)):
+    for number, scheduled in zip(range(3), decoding(NUM_DECODING, 40, BLOCK_SIZE, 0)):
         with DeviceWaits() as waits:
             runner.forward(number, scheduled)
-            assert len(runner.sample().token_ids) == 64
+            assert len(runner.sample().token_ids) == NUM_DECODING
         assert (waits.read_backs, waits.uploads) == (["_to_copy"], [])
         sent.append(waits.num_bytes_up)
-    assert (max(sent[1:]) <= 24 * 64) == keeps_state, sent
+    assert (max(sent[1:]) <= 24 * NUM_DECODING) == keeps_state, sent
 
 
 def test_choosing_tokens_reads_back_and_is_found():

@@ -95,7 +95,7 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
             *(mixed.data_ptr(), mixed.stride(0), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)),
             *(a_log.data_ptr(), dt_bias.data_ptr(), states.data_ptr(), *addresses),
             *(config.num_key_heads, num_heads, key_size, config.value_size),
-            *(config.beta_scale, config.is_per_channel, output.data_ptr(), num_threads()),
+            *(config.beta_scale, config.decay_bound, config.is_per_channel, output.data_ptr(), num_threads()),
         )
         return output
 

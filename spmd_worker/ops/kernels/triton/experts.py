@@ -143,7 +143,7 @@ class TritonExperts:
                 *(float(experts.min_sum), 2 * float(experts.jitter)),
                 **choice_constants(experts, num_rows, num_pieces),
             )
-        return ids, weights, gates if num_rows > experts.num_experts else None
+        return ids, weights, gates if num_rows > experts.num_choices else None
 
     def outputs(
         self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
@@ -271,8 +271,8 @@ def router_constants(tile: Tile) -> dict[str, Any]:
 def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> dict[str, Any]:
     """Constexprs and launch options of `router_kernels.choose`."""
     return {
-        "E": experts.num_experts,
-        "EP": power_of_two(experts.num_experts),
+        "E": experts.num_choices,
+        "EP": power_of_two(experts.num_choices),
         "R": num_rows,
         "PIECES": num_pieces,
         "CHOSEN": experts.num_chosen,
@@ -284,7 +284,7 @@ def choice_constants(experts: ExpertsConfig, num_rows: int, num_pieces: int) -> 
         "GROUPS_PADDED": power_of_two(experts.num_groups),
         "CHOSEN_GROUPS": experts.num_chosen_groups,
         "BY_BEST": experts.groups_by_best,
-        "num_warps": 1 if experts.num_experts <= _ONE_WARP else 4,
+        "num_warps": 1 if experts.num_choices <= _ONE_WARP else 4,
         **router_kernels.LAUNCH,
     }
 

@@ -31,7 +31,7 @@ def scan_delta(
         scan_delta_kernels.scan_delta[grid](
             *(mixed, a, b, a_log, dt_bias, states, *segment_arguments(segments), out),
             *(config.num_key_heads, num_heads, mixed.stride(0), a.stride(0), b.stride(0)),
-            *(config.beta_scale, key_size**-0.5),
+            *(config.beta_scale, key_size**-0.5, config.decay_bound),
             **scan_constants(config, has_kept=segments.kept is not None),
             **scan_delta_kernels.SCAN,
         )
@@ -46,6 +46,7 @@ def scan_constants(config: DeltaConfig, *, has_kept: bool = False) -> dict[str, 
         "BK": power_of_two(config.key_size),
         "BV": scan_delta_kernels.BV,
         "IS_PER_CHANNEL": config.is_per_channel,
+        "IS_BOUNDED": config.decay_bound != 0.0,
         "HAS_KEPT": has_kept,
     }
 

@@ -84,10 +84,16 @@ def _read(
 
 
 @triton.jit
-def _prepared(query, key, value, step, gate, rate, bias, query_scale, beta_scale):
+def _prepared(
+    query, key, value, step, gate, rate, bias, query_scale, beta_scale, decay_bound, IS_BOUNDED: tl.constexpr
+):  # fmt: skip
     """A token's query and key with their lengths, value, decay and beta, float32."""
     beta = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32) * beta_scale
-    decay = tl.exp(-rate * softplus(step.to(tl.float32) + bias))
+    step = step.to(tl.float32) + bias
+    if IS_BOUNDED:
+        decay = tl.exp(decay_bound / (1.0 + tl.exp(-rate * step)))
+    else:
+        decay = tl.exp(-rate * softplus(step))
     return _unit(query, query_scale), _unit(key, 1.0), value.to(tl.float32), decay, beta
 
 
@@ -123,11 +129,13 @@ def scan_delta(
     stride_b,
     beta_scale,
     query_scale,
+    decay_bound,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
     HAS_KEPT: tl.constexpr,
 ):
     """mixed [T, 2 HK DK + HV DV], a [T, HV] or [T, HV DK], b [T, HV], in rows of their strides; states [slots, HV, DK,
@@ -156,7 +164,7 @@ def scan_delta(
             stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
         )  # fmt: skip
         now_query, now_key, now_value, decay, beta = _prepared(
-            query, key, value, step, gate, rate, bias, query_scale, beta_scale
+            query, key, value, step, gate, rate, bias, query_scale, beta_scale, decay_bound, IS_BOUNDED
         )
         query, key, value, step, gate = _read(
             mixed, a, b, row + 1, count > 1, key_head, head, channels, columns, is_channel, is_column, HK, stride_mixed,
@@ -167,7 +175,9 @@ def scan_delta(
                 mixed, a, b, row + token + 2, token + 2 < count, key_head, head, channels, columns, is_channel,
                 is_column, HK, stride_mixed, stride_a, stride_b, DK, DV, IS_PER_CHANNEL,
             )  # fmt: skip
-            following = _prepared(query, key, value, step, gate, rate, bias, query_scale, beta_scale)
+            following = _prepared(
+                query, key, value, step, gate, rate, bias, query_scale, beta_scale, decay_bound, IS_BOUNDED
+            )
             state, result = _advanced(state, now_query, now_key, now_value, decay, beta, IS_PER_CHANNEL)
             to = out + ((row + token) * HV + head) * DV + columns
             tl.store(to, result.to(out.dtype.element_ty), mask=is_column)

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
-from spmd_worker.model_config.layer_config import StreamsConfig
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 from spmd_worker.ops.kernels.gates import sigmoid
 
 
@@ -28,11 +28,11 @@ class StreamWeights(CheckpointLayer):
     is_float32 = True
 
     def __init__(
-        self, context: LayerContext, streams: StreamsConfig, hidden_size: int, num_outputs: int, num_scales: int
+        self, context: LayerContext, streams: BalancedStreamsConfig, hidden_size: int, num_outputs: int, num_scales: int
     ) -> None:
         super().__init__()
         self._streams, self._kernels = streams, context.kernels.plain
-        context, num_inputs = replace(context, dtype=torch.float32), streams.count * hidden_size
+        context, num_inputs = replace(context, dtype=torch.float32), streams.num_streams * hidden_size
         self.fn = context.parameter(num_outputs, num_inputs)
         self.base, self.scale = context.parameter(num_outputs), context.parameter(num_scales)
         self._ones = torch.ones(num_inputs, dtype=torch.float32, device=context.device)
@@ -50,30 +50,30 @@ class StreamWeights(CheckpointLayer):
 
     def first_weights(self, projected: Tensor) -> Tensor:
         """Weights by which streams are summed to one, float32 [T, N]."""
-        count = self._streams.count
+        count = self._streams.num_streams
         return sigmoid(projected[:, :count] * self.scale[0] + self.base[:count]) + self._streams.eps
 
     def summed(self, streams: Tensor, weights: Tensor) -> Tensor:
         """[T, N * H] and float32 [T, N] -> [T, H]."""
-        rows = streams.view(len(streams), self._streams.count, -1)
+        rows = streams.view(len(streams), self._streams.num_streams, -1)
         total = rows[:, 0].float() * weights[:, :1]
-        for index in range(1, self._streams.count):
+        for index in range(1, self._streams.num_streams):
             total += rows[:, index].float() * weights[:, index : index + 1]
         return total.to(streams.dtype)
 
 
-class HyperConnection(StreamWeights):
+class StreamMatrix(StreamWeights):
     """Streams around one part of a layer."""
 
-    def __init__(self, context: LayerContext, streams: StreamsConfig, hidden_size: int) -> None:
-        super().__init__(context, streams, hidden_size, (2 + streams.count) * streams.count, 3)
+    def __init__(self, context: LayerContext, streams: BalancedStreamsConfig, hidden_size: int) -> None:
+        super().__init__(context, streams, hidden_size, (2 + streams.num_streams) * streams.num_streams, 3)
 
-    def enter(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, N * H] -> the part's input [T, H], weights of its output [T, N], and the matrix [T, N, N], float32."""
-        count, projected = self._streams.count, self.projected(streams)
+    def enter(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[T, N * H] -> the part's input [T, H]; weights of its output [T, N], and the matrix [T, N, N], float32."""
+        count, projected = self._streams.num_streams, self.projected(streams)
         after = 2 * sigmoid(projected[:, count : 2 * count] * self.scale[1] + self.base[count : 2 * count])
         mixed = (projected[:, 2 * count :] * self.scale[2] + self.base[2 * count :]).view(-1, count, count)
-        return self.summed(streams, self.first_weights(projected)), after, self._balanced(mixed.softmax(-1))
+        return self.summed(streams, self.first_weights(projected)), (after, self._balanced(mixed.softmax(-1)))
 
     def _balanced(self, matrix: Tensor) -> Tensor:
         """The matrix with columns, and nearly rows, that sum to 1, by Sinkhorn and Knopp's method."""
@@ -85,9 +85,9 @@ class HyperConnection(StreamWeights):
             matrix = matrix / (_sum(matrix, 1) + eps)
         return matrix
 
-    def leave(self, streams: Tensor, output: Tensor, after: Tensor, matrix: Tensor) -> Tensor:
-        """The streams [T, N * H] behind a part with the output [T, H]."""
-        count, dtype = self._streams.count, streams.dtype
+    def leave(self, streams: Tensor, output: Tensor, after: Tensor, matrix: Tensor) -> None:
+        """Change the streams [T, N * H], in place, to those behind a part with the output [T, H]."""
+        count, dtype = self._streams.num_streams, streams.dtype
         rows, weights, matrix = streams.view(len(streams), count, -1).float(), after.to(dtype).float(), matrix.to(dtype)
         found = torch.empty_like(rows)
         for to in range(count):
@@ -95,14 +95,14 @@ class HyperConnection(StreamWeights):
             for index in range(1, count):
                 total += rows[:, index] * matrix[:, index, to].float().unsqueeze(1)
             found[:, to] = total.to(dtype).float() + (output.float() * weights[:, to : to + 1]).to(dtype).float()
-        return found.to(dtype).flatten(1)
+        streams.copy_(found.flatten(1))
 
 
 class StreamHead(StreamWeights):
     """The weighted sum of the streams behind the last layer."""
 
-    def __init__(self, context: LayerContext, streams: StreamsConfig, hidden_size: int) -> None:
-        super().__init__(context, streams, hidden_size, streams.count, 1)
+    def __init__(self, context: LayerContext, streams: BalancedStreamsConfig, hidden_size: int) -> None:
+        super().__init__(context, streams, hidden_size, streams.num_streams, 1)
 
     def forward(self, streams: Tensor) -> Tensor:
         """[T, N * H] -> [T, H]."""

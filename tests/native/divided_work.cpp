@@ -1,4 +1,5 @@
-// The groups of native/shared_blocks.h, and what attention makes of them, for tests that look at them.
+// How work is divided, for tests that look at it: the groups of native/shared_blocks.h and what attention makes of them,
+// and the items of native/thread_pool.h that grow shorter.
 
 #include "attention.cpp"
 
@@ -37,4 +38,12 @@ extern "C" int64_t planned_bundles(
       chunks[bundle] = int64_t(chunk);
     }
   return int64_t(plan.bundles.size());
+}
+
+// `starts` are those of the items, and where the last one ends. Returns the number of items.
+extern "C" int64_t shrinking_items(
+    int64_t num_units, int64_t num_threads, int64_t most, int64_t together, int64_t* starts) {
+  const ShrinkingItems items(num_units, num_threads, most, together);
+  for (int64_t item = 0; item < items.size(); ++item) starts[item] = items.start(item), starts[item + 1] = items.end(item);
+  return items.size();
 }
