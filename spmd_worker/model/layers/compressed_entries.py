@@ -70,6 +70,11 @@ def entry_places(
     return blocks, offsets // rate
 
 
+def clear(entries: Tensor, metadata: AttentionMetadata) -> None:
+    """Zeros in all places of the blocks that the step begins: some places of a block stay without an entry."""
+    entries[metadata.token_blocks[metadata.token_offsets == 0]] = 0
+
+
 class GateBias(CheckpointLayer):
     """Numbers that are added to the gates of a group's tokens, float32 [m, n]. Replicated."""
 
@@ -115,8 +120,7 @@ class Compressor(torch.nn.Module):
         are caches [blocks, block size, R] and [blocks, places, D].
         """
         rows[metadata.token_blocks, metadata.token_offsets] = self.row_proj(x, adapters)
-        # Places that stay without an entry are those of an earlier owner of the block.
-        entries[metadata.token_blocks[metadata.token_offsets == 0]] = 0
+        clear(entries, metadata)
         if groups is None:
             return
         for first in range(0, len(groups.numbers), GROUPS):
