@@ -23,6 +23,7 @@ from family_mutants import entries
 from hybrid_runs import HybridRun, run_rows
 from our_model import load_model
 from plain_models import new_model
+from planted_drafts import planted
 from reference_models import Oracle, random_prompt
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from spmd_worker.model_config.families.compressed_rows import COMPRESSED_ROWS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.topology import RankLayout
+from spmd_worker.replica.sequence.sequence import SequenceKey
 from spmd_worker.worker.memory.estimate import activation_bytes, cache_spec, weights_bytes
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -85,10 +87,11 @@ def test_blocks_and_chunks_of_any_size_give_equal_bits(name: str):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @each_case
 def test_rows_that_hardly_fit_give_equal_bits(name: str, mode: str):
-    """With as many blocks as the longest row needs, rows are preempted again and again."""
+    """With hardly more blocks than the longest row needs, rows are preempted again and again."""
     alone = [answers(name, [row], enable_prefix_caching=False)[0][0] for row in ROWS]
     for block_size, num_blocks in ((4, 23), (16, 7)):
         few = {"num_blocks": num_blocks, "block_size": block_size, "preemption_mode": mode, "swap_space": 0.02}
+        few |= {"max_model_len": 88}
         found, counters = answers(name, **few)
         assert found == alone
         assert counters.num_preemptions
@@ -97,12 +100,20 @@ def test_rows_that_hardly_fit_give_equal_bits(name: str, mode: str):
 @pytest.mark.stress
 @each_case
 def test_drafts_by_lookup_do_not_change_ids(name: str):
-    rows = [row * 2 for row in ROWS[:3]]
-    alone = [answers(name, [row])[0][0][0] for row in rows]
+    """Of which some are accepted, and groups of the others are computed again."""
+    alone = [answers(name, [row])[0][0] for row in ROWS]
+
+    def right(key: SequenceKey, num_outputs: int, most: int) -> list[int]:
+        return list(alone[int(key.request_id)][0][num_outputs : num_outputs + most])
+
     drafts = {"method": "ngram", "num_speculative_tokens": 5}
-    found, counters = answers(name, rows, speculative_config=drafts)
-    assert [ids for ids, _ in found] == alone
-    assert counters.num_drafted_tokens
+    for block_size, kind in ((4, "chance"), (16, "right"), (16, "wrong")):
+        with planted(right, kind):
+            given = {"block_size": block_size, "num_blocks": 400, "speculative_config": drafts}
+            found, counters = answers(name, **given)
+        assert found == alone
+        assert counters.num_drafted_tokens > 10
+        assert (counters.num_accepted_tokens == 0) == (kind == "wrong")
 
 
 @pytest.mark.stress
@@ -155,14 +166,18 @@ def test_cache_has_the_planned_bytes():
 
 # ---- each entry of the row -----------------------------------------------------------------------------------------
 
-UNSEEN = ("models", "layers", "layer", "ropes", "names.ignored_prefixes", "names.aliases", "names.layer_aliases")
-"""Entries without an effect on these logits, or without which nothing is read."""
+UNSEEN = (
+    *("models", "layers", "layer", "ropes", "names.ignored_prefixes", "names.aliases", "names.layer_aliases"),
+    "rope.may_be_partial",
+)
+"""Entries without an effect on these logits but on pages, or without which nothing is read."""
 
 
 def mutants() -> list[tuple[str, Family]]:
     """The row with one entry as Llama's row has it, and without one of its defaults."""
     row = COMPRESSED_ROWS[ARCHITECTURE]
-    return entries(row, Family(), *UNSEEN, "defaults", "names.parts") + without_each(row, "defaults", "names.parts")
+    found = entries(row, Family(), *UNSEEN, "defaults", "names.parts") + without_each(row, "defaults", "names.parts")
+    return [(what, mutant) for what, mutant in found if mutant.experts is not None]
 
 
 def readings() -> list[Any]:

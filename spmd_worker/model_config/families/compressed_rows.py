@@ -272,7 +272,7 @@ COMPRESSED_ROWS: Final[dict[str, Family]] = {
     "DeepseekV4ForCausalLM": Family(
         models="DeepSeek-V4-Flash, V4-Pro",
         names=_NAMES,
-        attention=Attention(qkv_bias=False, output_bias=False, num_kv_heads=1, has_sinks=True),
+        attention=Attention(qkv_bias=False, output_bias=False, num_kv_heads=1),
         rope=Rope(may_be_partial=True),
         norms=Norms(rounds_once=True),
         feed_forward=FeedForward(bias=False),
@@ -280,7 +280,6 @@ COMPRESSED_ROWS: Final[dict[str, Family]] = {
             count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
             score="sqrt_softplus",
             renormalises=True,
-            has_choice_bias=True,
             scaling_key="routed_scaling_factor",
             shared_key="n_shared_experts",
             counts_shared=True,
