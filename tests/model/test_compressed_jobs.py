@@ -141,8 +141,13 @@ def test_adapters_are_those_of_peft(tmp_path: Path):
         made(("o_a_proj",), tmp_path / "groups", ROWS)
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(("name", "num_tokens"), [("deepseek_v4", 64), ("deepseek_v4", 700), ("deepseek_v4_wide", 700)])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        ("deepseek_v4_wide", 700),
+        *[pytest.param("deepseek_v4", each, marks=pytest.mark.stress) for each in (64, 700)],
+    ],
+)
 def test_steps_stay_below_the_planned_bytes(name: str, num_tokens: int):
     """The last tokens of a long row."""
     folder, num_keys = compressed_folder(name), 8_192
@@ -155,7 +160,6 @@ def test_steps_stay_below_the_planned_bytes(name: str, num_tokens: int):
     assert 0.3 < most / planned < 1
 
 
-@pytest.mark.stress
 def test_cache_has_the_planned_bytes():
     with LLM(compressed_folder("deepseek_v4"), num_blocks=12, max_model_len=96, block_size=8) as llm:
         engine = llm.llm_engine.executor.driver_worker.worker.running.caches.engine

@@ -48,7 +48,15 @@ PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17,
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1)
 ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (22, 40)]
 ROWS += [ROWS[1][:36] + ROWS[0][:5]]
-each_case = pytest.mark.parametrize("name", ["deepseek_v4", pytest.param("deepseek_v4_wide", marks=pytest.mark.stress)])
+SLOW = pytest.mark.stress
+each_case = pytest.mark.parametrize("name", ["deepseek_v4", pytest.param("deepseek_v4_wide", marks=SLOW)])
+smaller_first = pytest.mark.parametrize("name", ["deepseek_v4_wide", pytest.param("deepseek_v4", marks=SLOW)])
+
+
+def some(cases: Any, *quick: str) -> Any:
+    """All cases, of which those that are not `quick` are stress tests."""
+    return pytest.mark.parametrize("case", [pytest.param(each, marks=() if each in quick else SLOW) for each in cases])
+
 
 oracle = Oracle(compressed_reference, PROMPTS)
 expected, worst_error = oracle.expected, oracle.worst_error
@@ -67,26 +75,25 @@ def test_logits_equal_transformers_from_both_kinds_of_files(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "chunks"),
     [
-        ("deepseek_v4", "float32"),
-        pytest.param("deepseek_v4", "bfloat16", marks=pytest.mark.stress),
-        pytest.param("deepseek_v4_wide", "float32", marks=pytest.mark.stress),
-        pytest.param("deepseek_v4_wide", "bfloat16", marks=pytest.mark.stress),
+        ("deepseek_v4", "float32", (7,)),
+        *[pytest.param(name, dtype, (1, 7, 13, 16), marks=SLOW) for name in CASES for dtype in ("float32", "bfloat16")],
     ],
 )
-def test_row_has_equal_bits_alone_batched_and_chunked(name: str, dtype: str):
+def test_row_has_equal_bits_alone_batched_and_chunked(name: str, dtype: str, chunks: tuple[int, ...]):
     model = load_model(compressed_folder(name), dtype=dtype)
     whole = prompt_logits(model, PROMPTS)
-    for chunk in (7, 16):
+    for chunk in chunks:
         assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
-    assert torch.equal(prompt_logits(model, [PROMPTS[-1][:30]], 1)[0], whole[-1][:30])
+    assert torch.equal(prompt_logits(model, [PROMPTS[2]])[0], whole[2])
 
 
 def test_chunks_differ_with_groups_of_the_step(monkeypatch: pytest.MonkeyPatch):
     """Negative control: groups whose first tokens are of an earlier step are forgotten."""
     model = load_model(compressed_folder("deepseek_v4"))
-    whole, completed = prompt_logits(model, PROMPTS), compressed_attention.completed_groups
+    rows, completed = PROMPTS[2:3], compressed_attention.completed_groups
+    whole = prompt_logits(model, rows)
 
     def of_the_step(metadata: AttentionMetadata, rate: int) -> Groups | None:
         found = completed(metadata, rate)
@@ -98,14 +105,12 @@ def test_chunks_differ_with_groups_of_the_step(monkeypatch: pytest.MonkeyPatch):
         return Groups(found.sequences[is_new], found.numbers[is_new])
 
     monkeypatch.setattr(compressed_attention, "completed_groups", of_the_step)
-    assert all(map(torch.equal, prompt_logits(model, PROMPTS), whole))
-    assert not all(map(torch.equal, prompt_logits(model, PROMPTS, 7), whole))
+    assert all(map(torch.equal, prompt_logits(model, rows), whole))
+    assert not all(map(torch.equal, prompt_logits(model, rows, 7), whole))
 
 
-@pytest.mark.parametrize(
-    ("name", "num_blocks"), [pytest.param("deepseek_v4", 17, marks=pytest.mark.stress), ("deepseek_v4_wide", 17)]
-)
-def test_greedy_rows_are_transformers_in_any_schedule(name: str, num_blocks: int):
+@smaller_first
+def test_greedy_rows_are_transformers_in_any_schedule(name: str):
     """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping, with small blocks
     and those of windows given back.
     """
@@ -118,7 +123,7 @@ def test_greedy_rows_are_transformers_in_any_schedule(name: str, num_blocks: int
         assert ids_and_logprobs(llm, ROWS, GREEDY) == cold
         assert ids_and_logprobs(llm, ROWS, GREEDY) == cold
         assert llm.llm_engine.counters.num_cached_prompt_tokens
-    few = {"num_blocks": num_blocks, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01}
+    few = {"num_blocks": 17, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01}
     with LLM(folder, **few, **given) as llm:
         assert ids_and_logprobs(llm, ROWS, GREEDY) == cold
         assert llm.llm_engine.counters.num_preemptions
@@ -131,7 +136,7 @@ def test_long_rows_are_equal_in_any_schedule(name: str):
     check_schedules(compressed_folder(name), lambda row, count: greedy_without_cache(reference, row, count))
 
 
-@each_case
+@smaller_first
 def test_shards_equal_transformers_and_stages_one_rank(name: str):
     folder = compressed_folder(name)
     whole = joined_logits(2, partial(new_model, folder), lambda model: prompt_logits(model, PROMPTS))
@@ -141,14 +146,18 @@ def test_shards_equal_transformers_and_stages_one_rank(name: str):
     assert all(map(torch.equal, staged, whole))
 
 
-def test_stored_numbers_of_the_hub_are_what_they_mean(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("deepseek_v4_wide", "bfloat16"),
+        *[pytest.param("deepseek_v4", each, marks=SLOW) for each in ("float32", "bfloat16")],
+    ],
+)
+def test_stored_numbers_of_the_hub_are_what_they_mean(name: str, dtype: str, tmp_path: Path):
     """FP8 in blocks and experts in FP4, dequantised and, of bfloat16 on CPUs, experts as they are stored."""
-    stored, plain = stored_folders("deepseek_v4", tmp_path)
-    wanted = prompt_logits(load_model(plain), PROMPTS)
-    assert all(map(torch.equal, prompt_logits(load_model(stored), PROMPTS), wanted))
-    rounded = prompt_logits(load_model(plain, dtype="bfloat16"), PROMPTS[-1:])
-    model = load_model(stored, dtype="bfloat16")
-    assert all(map(torch.equal, prompt_logits(model, PROMPTS[-1:]), rounded))
+    stored, plain = stored_folders(name, tmp_path)
+    wanted = prompt_logits(load_model(plain, dtype=dtype), PROMPTS[1:3])
+    assert all(map(torch.equal, prompt_logits(load_model(stored, dtype=dtype), PROMPTS[1:3]), wanted))
     edit(stored / "config.json", expert_dtype="fp8")
     with pytest.raises(CheckpointError, match=r"w1\.weight is int8, but must be float8_e4m3fn"):
         load_model(stored)
@@ -158,6 +167,7 @@ def test_weights_are_viewed_and_updated_by_name():
     check_tensors(hub_folder("deepseek_v4"), compressed_reference("deepseek_v4").state_dict())
 
 
+@pytest.mark.stress
 def test_saved_model_is_read_again(tmp_path: Path):
     with LLM(compressed_folder("deepseek_v4"), num_blocks=20, max_model_len=96) as llm:
         found = ids_and_logprobs(llm, ROWS[:1], GREEDY)
@@ -187,7 +197,7 @@ def test_table_of_experts_must_have_numbers_of_experts():
         model.load_weights([("layers.0.ffn.gate.tid2eid", table)])
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case
 def test_planned_memory_is_that_of_models(name: str):
     config = read_model_files(compressed_folder(name)).model_config
     for size in (1, 2):
@@ -245,10 +255,10 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_in_a_layer_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch):
+@some(MISTAKES, "the entry before", "streams mixed backwards")
+def test_mistake_in_a_layer_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch):
     model = load_model(compressed_folder("deepseek_v4"))
-    monkeypatch.setattr(*MISTAKES[mistake])
+    monkeypatch.setattr(*MISTAKES[case])
     found = prompt_logits(model, PROMPTS[-1:])[0]
     assert relative_error(found, expected("deepseek_v4")[-1]) > 1e-3
 
@@ -272,11 +282,11 @@ CHANGES: dict[str, Callable[[LayerConfig], LayerConfig]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_wrong_size_of_a_layer_is_noticed(change: str):
+@some(CHANGES, "shorter window")
+def test_wrong_size_of_a_layer_is_noticed(case: str):
     folder = compressed_folder("deepseek_v4")
     config = read_model_files(folder).model_config
-    model = load_model(folder, replace(config, layers=tuple(map(CHANGES[change], config.layers))))
+    model = load_model(folder, replace(config, layers=tuple(map(CHANGES[case], config.layers))))
     assert relative_error(prompt_logits(model, PROMPTS[-1:])[0], expected("deepseek_v4")[-1]) > 1e-3
 
 

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     # No layer with a window alone; groups as long as, and longer than, a block of 16.
     "deepseek_v4_wide": {
         "layer_types": [HEAVY, SPARSE],
-        "mlp_layer_types": ["hash_moe", "moe"],
+        "mlp_layer_types": ["hash_moe", "hash_moe"],
         "num_hidden_layers": 2,
         "compress_rates": {SPARSE: 5, HEAVY: 40},
         "rope_parameters": None,
@@ -138,5 +138,5 @@ def _rewrite(full: Path, folder: Path) -> None:
     config |= {"qk_rope_head_dim": 16, "rope_scaling": config.pop("rope_parameters")["compress"]}
     del config["partial_rotary_factor"], config["rope_scaling"]["rope_theta"]
     del config["rope_scaling"]["partial_rotary_factor"]
-    config["num_hash_layers"] = kinds.index("moe")
+    config["num_hash_layers"] = kinds.count("hash_moe")
     path.write_text(json.dumps(config))
