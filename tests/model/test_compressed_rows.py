@@ -157,7 +157,10 @@ def test_stored_numbers_of_the_hub_are_what_they_mean(name: str, dtype: str, tmp
     """FP8 in blocks and experts in FP4, dequantised and, of bfloat16 on CPUs, experts as they are stored."""
     stored, plain = stored_folders(name, tmp_path)
     wanted = prompt_logits(load_model(plain, dtype=dtype), PROMPTS[1:3])
-    assert all(map(torch.equal, prompt_logits(load_model(stored, dtype=dtype), PROMPTS[1:3]), wanted))
+    model = load_model(stored, dtype=dtype)
+    (held,) = {each.weight.dtype for each in model.model.layers[0].mlp.experts[0].children()}
+    assert held == (torch.uint8 if dtype == "bfloat16" else torch.float32)
+    assert all(map(torch.equal, prompt_logits(model, PROMPTS[1:3]), wanted))
     edit(stored / "config.json", expert_dtype="fp8")
     with pytest.raises(CheckpointError, match=r"w1\.weight is int8, but must be float8_e4m3fn"):
         load_model(stored)
