@@ -105,6 +105,7 @@ of its own.
   and `MIXED_PRECISION` of these; with none, as of a quantised KV cache alone, weights are plain.
   `hf_quant_config.json` counts if config.json says nothing. Algorithms that scale inputs too (AWQ, SVD) are rejected.
   Values of NVFP4 are those of ModelOpt 0.47.
+* `fp8` with `expert_dtype` "fp4" (DeepSeek V4): matrices of routed experts in MXFP4, an exponent for 32 inputs.
 * `compressed-tensors`: integers of 4 and 8 bits, FP8, and NVFP4 (`nvfp4-pack-quantized`).
 
 `model.quantization=int8` quantises the weights of any checkpoint at load, on the CPU: see

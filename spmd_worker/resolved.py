@@ -353,6 +353,7 @@ def resolve(
     if model_config.vision is not None or (part is not None and part.audio is not None):
         config = replace(config, limits=config.limits.for_media())
     _check_quantization(config, model_config, device_type)
+    _check_entries(config, model_config)
     _check_states(config, model_config)
     _check_speculation(config, model_config)
     if config.model.prompt_adapters and model_config.pooling is not None:
@@ -648,6 +649,15 @@ def _check_row_shares(config: RunConfig, model_config: ModelConfig, device_type:
         raise ConfigError(
             f"model.quantization=int8 on GPUs needs shares of rows that are multiples of 16 inputs, but with "
             f"parallel.tensor_parallel_size={size} a rank has {unfit[0]}: choose another size, or leave it out"
+        )
+
+
+def _check_entries(config: RunConfig, model_config: ModelConfig) -> None:
+    """Raise ConfigError for a cache that rounds what compressed entries are made of."""
+    if config.cache.dtype == "fp8" and any(layer.compressed is not None for layer in model_config.layers):
+        raise ConfigError(
+            "cache.dtype=fp8 is not supported for this model, whose cache has gates and sums that FP8 would lose: "
+            "leave it out"
         )
 
 

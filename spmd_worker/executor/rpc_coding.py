@@ -21,6 +21,7 @@ from spmd_worker.model_config.encoder_part import AudioInput, EncoderPart
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.late_interaction import LateInteraction, QueryExpansion, TextRole
 from spmd_worker.model_config.layer_config import (
+    CompressedConfig,
     ConvConfig,
     DeltaConfig,
     DistanceConfig,
@@ -35,7 +36,7 @@ from spmd_worker.model_config.layer_config import (
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, ShiftedRow, TextTransform
-from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig, NgramConfig
 from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
@@ -69,8 +70,10 @@ _RECORDS: Final[dict[str, type]] = {
         *_CONFIG_RECORDS,
         AdapterChange,
         AudioInput,
+        BalancedStreamsConfig,
         BlockLayer,
         CacheSpec,
+        CompressedConfig,
         ConvConfig,
         DeltaConfig,
         DenseConfig,

@@ -21,6 +21,7 @@ from kv_cache.cache_engine import LayerCaches
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.decoder_layer import DecoderLayer, normed
 from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.layers.balanced_streams import StreamHead
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, PackedLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.distances import DistanceEmbeddings
@@ -53,6 +54,7 @@ from spmd_worker.model.weights.checkpoint_view import CheckpointView
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig
 from spmd_worker.ops.attention.backend import JoinedLayers
 from spmd_worker.ops.attention.metadata import AttentionMetadata, CrossStep, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
@@ -102,9 +104,9 @@ class DecoderStack(nn.Module):
             self.embedding_norm = new_norm(context, sum_size, model_config.norm) if has_norm else None
         self.layers = nn.ModuleList(_new_layers(context, model_config, stage))
         first_layer = model_config.layers[0]
-        has_norm, streams = stage.is_last and model_config.has_last_norm, first_layer.gated_streams
+        has_norm, streams = stage.is_last and model_config.has_last_norm, first_layer.streams
         self.norm: Norm | StreamMixer | None = None
-        if has_norm and streams is not None:
+        if has_norm and isinstance(streams, GatedStreamsConfig):
             self.norm = StreamMixer(context.unquantised, streams, hidden_size, model_config.norm, injects=False)
         elif has_norm:
             self.norm = new_norm(context, hidden_size, model_config.norm)
@@ -115,6 +117,9 @@ class DecoderStack(nn.Module):
             outer = partial(StreamProjections, context.unquantised, predicted, hidden_size)
             self.altup_projections = outer() if stage.is_first else None
             self.altup_unembed_projections = outer() if has_norm else None
+        self.stream_head: StreamHead | None = None
+        if stage.is_last and isinstance(streams, BalancedStreamsConfig):
+            self.stream_head = StreamHead(context, streams, hidden_size)
         self._reads_ids = streams is not None
         self._indexer = next(
             (each.indexer for each in model_config.layers if each.indexer and not each.indexer.is_by_head), None
@@ -280,6 +285,8 @@ class DecoderStack(nn.Module):
             return residual if part is None else add_without_norm(self._group, part, residual)
         if self.altup_unembed_projections is not None:
             residual = self.altup_unembed_projections.joined(residual)
+        if self.stream_head is not None:
+            residual = self.stream_head(residual)
         hidden = normed(self.norm, part, residual)
         if part is not None and self._group.fast is not None:
             # Symmetric memory is overwritten by the next step.

@@ -9,7 +9,13 @@ before attention, after it, before the feed-forward, after it.
 from dataclasses import dataclass, replace
 from typing import Final
 
-from spmd_worker.model_config.stream_config import GatedStreamsConfig, NgramConfig, PredictedStreamsConfig
+from spmd_worker.model_config.rope import RopeParameters
+from spmd_worker.model_config.stream_config import (
+    BalancedStreamsConfig,
+    GatedStreamsConfig,
+    NgramConfig,
+    PredictedStreamsConfig,
+)
 
 _PANEL: Final = 16
 """Outputs of a panel of weights."""
@@ -44,14 +50,15 @@ class ExpertsConfig:
     """Experts of a sparse layer, with `intermediate_size` columns each, and the choice of a token's `num_chosen`
     (https://arxiv.org/abs/2101.03961).
 
-    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen" or
-    "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and weighs an expert's input, not its output. The
-    top scores are chosen, after a bias with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by
-    the sum of a group's two best or, with `groups_by_best`, by its best; ties by number. Weights are the scores,
-    with `renormalises` divided by their sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a
-    sum of sigmoids. "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax
-    of its own, over the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of
-    the larger of the best and their own magnitude.
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen",
+    "sqrt_softplus" (the root of the softplus) or "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and
+    weighs an expert's input, not its output. The top scores are chosen, after a bias with `has_choice_bias`, in the
+    `num_chosen_groups` best groups of neighbours, by the sum of a group's two best or, with `groups_by_best`, by its
+    best; ties by number. Weights are the scores, with `renormalises` divided by their sum, or `min_sum` if that is
+    more, times `scaling`. `sum_eps` is added to a sum of sigmoids, or of roots. "sparsemixer"
+    (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over the scores that
+    were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the best and their
+    own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
     `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
@@ -61,6 +68,9 @@ class ExpertsConfig:
     `are_beside_dense` (Gemma 4): the layer has a dense feed-forward too. The router reads the stream, in a norm of its
     own with a weight, by the root of the hidden size; experts read it in another norm; each of the two outputs is
     normed before they are added, and weights are multiplied by a number of each expert.
+
+    With `num_listed_tokens` above 0 the experts of a token are those that a table of so many rows lists for its id, and
+    the router weighs them alone.
 
     With `skips_layer` (LongCat-Flash) the layer has a dense feed-forward too, and the output of experts is added to the
     stream behind the layer after it. A token may also choose one of `num_identity` experts behind the others, which
@@ -90,6 +100,7 @@ class ExpertsConfig:
     jitter: float = 0.0
     bound: float = 0.0
     are_beside_dense: bool = False
+    num_listed_tokens: int = 0
     skips_layer: bool = False
     num_identity: int = 0
 
@@ -106,11 +117,12 @@ class ExpertsConfig:
     @property
     def added_to_sum(self) -> float:
         """Number that is added to the sum of the weights before they are divided by it."""
-        return self.sum_eps if self.score == "sigmoid" else 0.0
+        return self.sum_eps if self.score in ("sigmoid", "sqrt_softplus") else 0.0
 
     def router_elements(self, hidden_size: int) -> int:
         """Parameters of the router, and of the shared expert's gate. They are float32 in every dtype."""
         biases = self.num_choices * (self.has_router_bias + self.has_choice_bias + self.are_beside_dense)
+        biases += self.num_listed_tokens * self.num_chosen
         return (self.num_choices + self.has_shared_gate + self.are_beside_dense) * hidden_size + biases
 
     def elements(self, hidden_size: int, share: "ExpertShare") -> int:
@@ -392,6 +404,49 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedConfig:
+    """Attention to the last `window` tokens and, where `rate` is above 0, to an entry for each complete group of `rate`
+    tokens before (DeepSeek V4). One key-value head, whose keys are its values.
+
+    The last `rope_size` numbers of a head are rotated, and rotated back behind attention. Queries come from a latent of
+    `query_rank` numbers. Outputs are projected in `num_groups` groups of neighbouring heads to `output_rank` numbers
+    each, and these to the hidden size. An entry is a mean of its group's tokens, by a softmax of gates, each number by
+    itself, and rotated by `rope` at the group's first position; one that `overlaps` is of the group before, too, with
+    other projections. An `indexer` chooses the entries that a token sees; without one it sees all.
+    """
+
+    window: int
+    rope_size: int
+    query_rank: int
+    num_groups: int
+    output_rank: int
+    rate: int = 0
+    overlaps: bool = False
+    rope: RopeParameters | None = None
+    indexer: IndexerConfig | None = None
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of an indexer's key; 0 without one."""
+        return 0 if self.indexer is None else self.indexer.head_size
+
+    def row_size(self, head_size: int) -> int:
+        """Numbers that are cached of a token so that entries can be made of it, an indexer's too: its part of a mean,
+        and gates.
+        """
+        return 2 * (1 + self.overlaps) * (head_size + self.index_size) if self.rate else 0
+
+    def num_entries(self, block_size: int) -> int:
+        """Places for entries in a block of so many tokens: an entry lies where its group's last token does."""
+        return -(-block_size // self.rate) if self.rate else 0
+
+    def beside_key(self, head_size: int, block_size: int) -> int:
+        """Numbers of a token that are cached beside its key: its row, and its share of its block's entries."""
+        entries = self.num_entries(block_size) * (head_size + self.index_size)
+        return self.row_size(head_size) + -(-entries // block_size)
+
+
+@dataclass(frozen=True, slots=True)
 class RelativeBias:
     """A number a head for each bucket of distances between query and key, added to scaled scores
     (https://arxiv.org/abs/1910.10683): small distances have a bucket each, larger ones share buckets by their
@@ -462,9 +517,9 @@ class LayerShare:
 class LayerConfig:
     """Sizes of the full layer, not of a rank's share.
 
-    `mixer` mixes tokens: "attention", "latent", "conv", "delta", "mamba1", "mamba" (Mamba2), "attention_and_mamba" (the
-    sum of both) or "none"; `latent`, `conv`, `delta`, `mamba1` and `mamba` are its sizes. `has_feed_forward`: the layer
-    has a second part.
+    `mixer` mixes tokens: "attention", "latent", "compressed", "conv", "delta", "mamba1", "mamba" (Mamba2),
+    "attention_and_mamba" (the sum of both) or "none"; `latent`, `compressed`, `conv`, `delta`, `mamba1` and `mamba` are
+    its sizes. `has_feed_forward`: the layer has a second part. With `streams` there are several residual streams.
     `output_gate`: outputs of attention are multiplied by the sigmoid of a gate, "head" (one number a head, projected
     from the layer's input), "number" (one each, from a second half of each head of `q_proj`) or "projected" (one each,
     projected as those of heads); with `gate_activation` "softplus" by the softplus of it.
@@ -486,9 +541,10 @@ class LayerConfig:
     `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) norm the sum of the
     stream and the output, and replace the stream. An encoder's `window` applies to each side, the token itself counted
     in both. `bound`, if above 0, bounds the two factors of a dense feed-forward, or of the shared expert:
-    min(act(gate), bound) * max(min(up, bound), -bound). The activation "swigluoai" is that of `ExpertsConfig.limit`,
-    but with all gates before all ups: its `bound` is of the gate itself. With `has_down_bias` the output of a dense
-    feed-forward has a bias, also where the other parts have none (`has_mlp_bias`).
+    min(act(gate), bound) * max(min(up, bound), -bound). Below 0, minus it bounds gates before the activation. The
+    activation "swigluoai" is that of `ExpertsConfig.limit`, but with all gates before all ups: its `bound` is of the
+    gate itself. With `has_down_bias` the output of a dense feed-forward has a bias, also where the other parts have
+    none (`has_mlp_bias`).
 
     `norms_values`: values have a norm of each head, without weights; `values_are_keys`: they are the projected keys, as
     they are before their own norm. `has_scalar`: the stream is multiplied by a number behind the layer. A layer with a
@@ -505,7 +561,7 @@ class LayerConfig:
     so are products with embedded `distances`. With `alibi` above 0 these lose that many slopes of their head for each
     token of distance (`alibi_slopes`).
 
-    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `gated_streams` the layer has
+    An `indexer` chooses the keys that tokens see in a layer of attention by runs. With `streams` the layer has
     several residual streams, and no norms but theirs; with `ngrams` it begins with adding embedded n-grams to them.
     With `predicted_streams` it has several too, and norms. With a `gate_cutoff` gates of a dense feed-forward are that
     by which they exceed their row's mean plus so many of its standard deviations, and 0 below.
@@ -539,6 +595,7 @@ class LayerConfig:
     mixer: str = "attention"
     has_feed_forward: bool = True
     latent: LatentConfig | None = None
+    compressed: CompressedConfig | None = None
     conv: ConvConfig | None = None
     delta: DeltaConfig | None = None
     mamba1: Mamba1Config | None = None
@@ -562,7 +619,7 @@ class LayerConfig:
     distances: DistanceConfig | None = None
     alibi: float = 0.0
     indexer: IndexerConfig | None = None
-    gated_streams: GatedStreamsConfig | None = None
+    streams: GatedStreamsConfig | BalancedStreamsConfig | None = None
     ngrams: NgramConfig | None = None
     predicted_streams: PredictedStreamsConfig | None = None
     gate_cutoff: float | None = None
@@ -570,7 +627,7 @@ class LayerConfig:
     @property
     def num_streams(self) -> int:
         """Residual streams of a token."""
-        streams = self.gated_streams or self.predicted_streams
+        streams = self.streams or self.predicted_streams
         return 1 if streams is None else streams.num_streams
 
     @property
@@ -613,7 +670,7 @@ class LayerConfig:
     @property
     def attends(self) -> bool:
         """Whether a token attends to others in this layer: keys and values, or latents, are cached."""
-        return self.has_attention or self.mixer == "latent"
+        return self.has_attention or self.mixer in ("latent", "compressed")
 
     @property
     def chooser(self) -> IndexerConfig | None:
@@ -656,4 +713,4 @@ class LayerConfig:
         """Whether an output can wait to be added with the next norm."""
         is_plain = self.norm.is_plain and self.norms == (True, False, True, False)
         skips = self.experts is not None and self.experts.skips_layer
-        return is_plain and not (self.is_parallel or self.has_cross_attention or self.gated_streams or skips)
+        return is_plain and not (self.is_parallel or self.has_cross_attention or self.streams or skips)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig, LayerShare
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 
 _NUM_NORMS_BESIDE: Final = 3
 """Norms of a dense feed-forward beside experts: two outputs and one input."""
@@ -31,9 +32,12 @@ def float32_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) ->
     router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
     kinds = (layer.mamba1, layer.mamba, layer.delta)
     scans = [each.share(share.num_ranks) for each in kinds if each is not None]
-    sinks = share.num_heads * (layer.has_sinks and layer.has_attention)
+    is_balanced = isinstance(layer.streams, BalancedStreamsConfig)
+    router += _streams_elements(layer, hidden_size, share) if is_balanced else 0
+    sinks = share.num_heads * (layer.has_sinks and layer.attends)
     indexer = None if layer.latent is None else layer.latent.own_indexer
     sinks += 0 if indexer is None else indexer.num_heads * hidden_size
+    sinks += 0 if layer.compressed is None else _float32_of_entries(layer, hidden_size)
     return router + sinks + sum(each.num_float32_elements for each in scans)
 
 
@@ -53,7 +57,7 @@ def mixer_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tu
 
 def _streams_elements(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
     """Elements of what weighs several streams, and of n-grams, of whose table a rank has a share."""
-    streams, ngrams = layer.gated_streams, layer.ngrams
+    streams, ngrams = layer.streams, layer.ngrams
     if layer.predicted_streams is not None:
         return layer.predicted_streams.elements(hidden_size)
     if streams is None:
@@ -175,6 +179,45 @@ def _latent_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> i
     return projection + norms + biases + of_indexer
 
 
+def _compressed_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
+    """Latents of queries and keys, queries, outputs, and what entries and their choice are made of; every rank has all
+    of the last.
+    """
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    rows = compressed.row_size(size) - compressed.row_size(0)
+    of_entries = [LinearSizes(hidden_size, (rows // 2, rows // 2))] if compressed.rate else []
+    if compressed.indexer is not None:
+        half = compressed.row_size(0) // 2
+        of_entries.append(LinearSizes(hidden_size, (half, half)))
+        num_queries = compressed.indexer.num_heads * compressed.indexer.head_size
+        of_entries.append(LinearSizes(compressed.query_rank, (num_queries,)))
+    num_groups = compressed.num_groups * share.num_heads // layer.num_heads
+    return (
+        LinearSizes(hidden_size, (compressed.query_rank, size)),
+        LinearSizes(compressed.query_rank, (share.num_heads * size,)),
+        LinearSizes(num_groups * compressed.output_rank, (hidden_size,)),
+        *of_entries,
+    )
+
+
+def _float32_of_entries(layer: LayerConfig, hidden_size: int) -> int:
+    """Biases of gates, and weights of an indexer's heads."""
+    compressed = layer.compressed
+    assert compressed is not None, layer
+    biases = compressed.rate * compressed.row_size(layer.head_size) // 2
+    return biases + (0 if compressed.indexer is None else compressed.indexer.num_heads * hidden_size)
+
+
+def _compressed_others(layer: LayerConfig, hidden_size: int, share: LayerShare) -> int:
+    """Elements of the projection of groups, which is not quantised, of sinks, norms, and what is float32."""
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    projection = compressed.output_rank * share.num_heads * size
+    norms = compressed.query_rank + size + (size + compressed.index_size if compressed.rate else 0)
+    return projection + share.num_heads + norms + _float32_of_entries(layer, hidden_size)
+
+
 def _conv_linears(layer: LayerConfig, hidden_size: int, share: LayerShare) -> tuple[LinearSizes, ...]:
     num_channels = hidden_size // share.num_ranks
     return LinearSizes(hidden_size, (3 * num_channels,)), LinearSizes(num_channels, (hidden_size,))
@@ -262,6 +305,7 @@ _MIXER_LINEARS: Final = {
     "attention": (_attention_linears,),
     "attention_and_mamba": (_attention_linears, _mamba_linears),
     "latent": (_latent_linears,),
+    "compressed": (_compressed_linears,),
     "conv": (_conv_linears,),
     "delta": (_delta_linears,),
     "mamba1": (_mamba1_linears,),
@@ -273,6 +317,7 @@ _MIXER_OTHERS: Final = {
     "attention": (_attention_others,),
     "attention_and_mamba": (_attention_others, _mamba_others),
     "latent": (_latent_others,),
+    "compressed": (_compressed_others,),
     "conv": (_conv_others,),
     "delta": (_delta_others,),
     "mamba1": (_mamba1_others,),

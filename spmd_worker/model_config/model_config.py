@@ -62,6 +62,7 @@ from spmd_worker.model_config.rope import (
     with_sections,
 )
 from spmd_worker.model_config.sentence_folder import pooling_files
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig
 from spmd_worker.model_config.tensor_names import state_names, tensor_names
 from spmd_worker.model_config.tower_elements import encoder_elements, tower_elements
 from spmd_worker.model_config.vision_config import VisionConfig
@@ -216,7 +217,9 @@ class ModelConfig:
     @property
     def takes_ids(self) -> bool:
         """Whether layers need ids of tokens, which embeddings in their place do not have."""
-        return self.num_layer_inputs > 0 or any(layer.ngrams is not None for layer in self.layers)
+        experts = (layer.experts for layer in self.layers)
+        lists_experts = any(each is not None and each.num_listed_tokens > 0 for each in experts)
+        return self.num_layer_inputs > 0 or lists_experts or any(layer.ngrams is not None for layer in self.layers)
 
     @property
     def num_text_ids(self) -> int:
@@ -308,7 +311,7 @@ class ModelConfig:
         tables = self.num_embedding_parameters + (0 if bias is None else bias.elements(self.layers[0].num_heads))
         tables += 0 if distances is None else distances.elements(self.hidden_size)
         norms = self.has_last_norm * self.norm_parameters + self.embedding_norm_parameters
-        norms += self.num_rope_parameters
+        norms += self.num_rope_parameters + self.num_stream_head_parameters
         return tables + sum(self.layer_parameters[: 1 if self.shares_layers else None]) + norms
 
     @property
@@ -373,10 +376,16 @@ class ModelConfig:
         return sum(each.routed_elements(self.hidden_size, each.full_share) for each in experts)
 
     @property
+    def num_stream_head_parameters(self) -> int:
+        """Parameters, float32 in every dtype, that sum several residual streams behind the last layer."""
+        streams = self.layers[0].streams
+        return streams.head_elements(self.hidden_size) if isinstance(streams, BalancedStreamsConfig) else 0
+
+    @property
     def norm_parameters(self) -> int:
         """Parameters of one norm of the stream, or of the last mean of several streams."""
-        streams = self.layers[0].gated_streams
-        if streams is not None:
+        streams = self.layers[0].streams
+        if isinstance(streams, GatedStreamsConfig):
             return streams.elements(self.hidden_size, injects=False)
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 

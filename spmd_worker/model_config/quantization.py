@@ -15,6 +15,7 @@ from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.model_config.bounded_patterns import MAX_PATTERN, MAX_REPEATS, is_bounded
 from spmd_worker.model_config.config_reader import ConfigReader
 from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES
+from spmd_worker.model_config.stored_format import MX_GROUP
 from spmd_worker.model_config.weight_format import (
     ANY_END,
     CLASS_OF_ALL,
@@ -40,6 +41,9 @@ _UNSUPPORTED: Final = {
     "nvfp4": "give the bfloat16 checkpoint, or one in NVFP4 by compressed-tensors or modelopt",
 }
 """Known but unsupported methods, with the way out."""
+_EXPERTS: Final = "expert_dtype"
+_ROUTED: Final = rf"{REGEX}.*\.experts\.\d+\."
+"""Matrices of routed experts."""
 _MAX_GROUP: Final = 1 << 20
 _MAX_NAMES: Final = 100_000
 _MAX_NAME: Final = 80
@@ -57,14 +61,25 @@ def read_quantization(config: Mapping[str, Any], path: Path) -> Quantization | N
         section = ConfigReader(other, path.parent / MODELOPT_FILE, way_out=way_out).object("quantization")
         read = _read_modelopt(section)
         return None if read is None else replace(read, file=MODELOPT_FILE)
-    section = ConfigReader(found[0], path, way_out=way_out).object(found[1])
+    owner = ConfigReader(found[0], path, way_out=way_out)
+    section = owner.object(found[1])
     is_older = section.get("quant_method") is None and section.get("config_groups") is not None
     method = "compressed-tensors" if is_older else section.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
         name = method.removeprefix("intel/") if isinstance(method, str) else ""
         reason = f"is not supported: {_UNSUPPORTED[name]}" if name in _UNSUPPORTED else f"is unknown: {_WAY_OUT}"
         raise section.error("quant_method", f"{reason}; supported are {', '.join(READ_METHODS)}")
-    return _READERS[method](section)
+    read = _READERS[method](section)
+    if method != "fp8" or read is None:
+        return read
+    return _with_experts(read, owner if section.get(_EXPERTS) is None else section)
+
+
+def _with_experts(read: Quantization, reader: ConfigReader) -> Quantization:
+    """FP8 whose matrices of routed experts may be FP4, as `reader` says (DeepSeek V4)."""
+    if reader.choice(_EXPERTS, ("fp8", "fp4"), "fp8") == "fp8":
+        return read
+    return replace(read, groups=(*read.groups, FormatGroup((_ROUTED,), WeightFormat("fp4", "e2m1", 4, 1, MX_GROUP))))
 
 
 def describes_quantization(config: Mapping[str, Any]) -> bool:

@@ -60,6 +60,29 @@ class PredictedStreamsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BalancedStreamsConfig:
+    """`num_streams` residual streams of the hidden size. The input of each part of a layer, and of the last norm, is a
+    weighted sum of them. The part's output is added to each by a weight, and the streams are mixed by a matrix that is
+    balanced `num_iterations` times. `eps` is added to weights and sums, and `norm_eps` is that of the norm of all
+    streams as one row, from which weights come.
+    """
+
+    num_streams: int
+    num_iterations: int
+    eps: float
+    norm_eps: float
+
+    def elements(self, hidden_size: int) -> int:
+        """Elements of the weights around one part; float32 in every dtype."""
+        num_outputs = (2 + self.num_streams) * self.num_streams
+        return num_outputs * (self.num_streams * hidden_size + 1) + 3
+
+    def head_elements(self, hidden_size: int) -> int:
+        """Elements of the weights before the last norm; float32 in every dtype."""
+        return self.num_streams * (self.num_streams * hidden_size + 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
 class NgramConfig:
     """Embeddings of a token with those before it, which a layer adds to its streams. Of each of 2 to `size` tokens
     several heads have a row, of a table of `head_rows` of their own: the products of ids and `multipliers`, joined by

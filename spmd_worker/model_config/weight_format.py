@@ -28,12 +28,12 @@ class WeightFormat:
     """Storage format of one weight.
 
     `layout` decides the tensors (`model/weights/quantised_weight.py`): "scaled" (one stored number an element),
-    "packed" (compressed-tensors' int32), "gptq", "awq", "mxfp4", "nvfp4", "nvfp4_packed" (compressed-tensors'), "bnb4"
-    or "bnb8" (bitsandbytes), or "gguf". `number` is the type of a stored number: "e4m3", "int", "e2m1", "nf4" and
-    "fp4", which the file has tables of, or of a GGUF's tensor, of `bits` bits. A scale covers `block_rows` outputs and
-    `block_columns` inputs, 0 for all of them; both None: as the file says. `has_zeros`: zero points are stored.
-    `has_order`: a tensor has the group of each
-    input. `zero_offset` is added to a stored zero point. `is_symmetric`: the zero point is the middle.
+    "packed" (compressed-tensors' int32), "gptq", "awq", "mxfp4", "fp4" (the same numbers in matrices of their own),
+    "nvfp4", "nvfp4_packed" (compressed-tensors'), "bnb4" or "bnb8" (bitsandbytes), or "gguf". `number` is the type of
+    a stored number: "e4m3", "int", "e2m1", "nf4" and "fp4", which the file has tables of, or of a GGUF's tensor, of
+    `bits` bits. A scale covers `block_rows` outputs and `block_columns` inputs, 0 for all of them; both None: as the
+    file says. `has_zeros`: zero points are stored. `has_order`: a tensor has the group of each input. `zero_offset` is
+    added to a stored zero point. `is_symmetric`: the zero point is the middle.
     """
 
     layout: str

@@ -103,6 +103,8 @@ def _obstacle(layer: LayerConfig, hidden_size: int, count: int) -> str:
     for total in _split_heads(layer):
         if total % count:
             return f"layers have {total} heads"
+    if layer.compressed is not None and layer.compressed.num_groups % count:
+        return f"outputs of heads are projected in {layer.compressed.num_groups} groups"
     for total in _shared_heads(layer):
         if total % count and count % total:
             return f"layers have {total} key-value heads or groups"

@@ -303,7 +303,7 @@ def _gguf_format(model_config: ModelConfig, index: int, linear: StoredLinear) ->
 
 def _expanded_format(stored: WeightFormat) -> StoredFormat:
     """The format that CPUs expand. Raises UnfitError."""
-    if stored.layout == "mxfp4":
+    if stored.layout in ("mxfp4", "fp4"):
         return MXFP4
     if stored.number == "nf4":
         return NF4

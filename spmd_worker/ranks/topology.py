@@ -275,6 +275,8 @@ def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout |
             return f"it has {layer.num_heads} attention heads"
         if layer.attends and layer.num_kv_heads % size and size % layer.num_kv_heads:
             return f"it has {layer.num_kv_heads} key-value heads"
+        if layer.compressed is not None and layer.compressed.num_groups % size:
+            return f"its outputs of heads are projected in {layer.compressed.num_groups} groups"
         if layer.conv is not None and model_config.hidden_size % size:
             return f"its convolutions have {model_config.hidden_size} channels"
         if layer.delta is not None and layer.delta.num_value_heads % size:

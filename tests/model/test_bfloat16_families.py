@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bailing_checkpoints
+import compressed_checkpoints
 import conv_checkpoints
 import delta_checkpoints
 import expert_checkpoints
@@ -49,6 +50,7 @@ def cases_of(module: Any, kind: str, names: Any) -> dict[str, Case]:
 
 
 CASES = {
+    **cases_of(compressed_checkpoints, "compressed", compressed_checkpoints.CASES),
     **cases_of(conv_checkpoints, "conv", conv_checkpoints.CASES),
     **cases_of(delta_checkpoints, "delta", delta_checkpoints.DELTA_CASES),
     **cases_of(kimi_checkpoints, "kimi", kimi_checkpoints.KIMI_CASES),
@@ -79,9 +81,9 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().median() / (ROUNDING * other.std()))
 
 
-def are_near(ours: float, theirs: float, apart: float, most: float = 20) -> bool:
+def are_near(ours: float, theirs: float, apart: float, most: float = 20, slack: float = 1.25) -> bool:
     """Whether we are about as far from float32 as transformers, and no farther from it than it from float32."""
-    return max(ours, apart) < 1.25 * theirs < most
+    return max(ours, apart) < slack * theirs < most
 
 
 @pytest.mark.guarantee("Models compute what transformers computes")
@@ -96,7 +98,9 @@ def test_bfloat16_is_near_transformers(name: str):
     print(f"ROUNDINGS {name}: ours {distances[0]:.1f}, transformers {distances[1]:.1f}, apart {distances[2]:.1f}")
     # Rounded scores choose other keys.
     chooses = any(layer.chooser is not None for layer in model.model_config.layers)
-    assert are_near(*distances, most=50 if chooses else 20)
+    # Means of groups, which transformers rounds twice, are rounded once.
+    has_means = any(layer.compressed is not None for layer in model.model_config.layers)
+    assert are_near(*distances, most=50 if chooses else 20, slack=1.4 if has_means else 1.25)
 
 
 def test_comparison_detects_coarser_weights(tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from bailing_checkpoints import bailing_reference
+from compressed_checkpoints import compressed_reference
 from conv_checkpoints import CASES as CONVOLUTIONS
 from conv_checkpoints import conv_config, conv_suffix
 from cross_rows import CASES as WITH_ENCODERS
@@ -67,6 +68,7 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
     if with_experts:
         yield "KimiLinearForCausalLM", kimi_reference("kimi_linear").config
         yield "BailingHybridForCausalLM", bailing_reference("bailing_hybrid").config
+        yield "DeepseekV4ForCausalLM", compressed_reference("deepseek_v4").config
     for name, (family, _) in MAMBA_CASES.items():
         if with_experts == (family in ("NemotronH", "GraniteMoeHybrid", "Jamba")):
             yield f"{family}ForCausalLM", mamba_config(name)
@@ -131,7 +133,7 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     assert seen == {name for name, family in known.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
-    with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+    with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
     with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM"}

@@ -63,7 +63,7 @@ def _ours(draft: LoadedDraft, hidden: Tensor, aux: tuple[Tensor, ...], chunk: in
     head, num_tokens = draft.module, len(PROMPT) - 1
     assert isinstance(head, DraftHead)
     ((layer, share),) = rank_layers(draft.draft.model_config, draft.draft.layout, 0)
-    kept = block_layer(layer, share)
+    kept = block_layer(layer, share, BLOCK_SIZE)
     assert kept is not None
     shape = block_shape_of(draft.attention, kept, BLOCK_SIZE)
     cache = torch.full((1, 4, *shape), torch.nan)

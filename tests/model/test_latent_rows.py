@@ -530,7 +530,6 @@ BAD = [
     ("DeepseekV3", {"kv_lora_rank": 0}, "kv_lora_rank=0 must be a whole number from 1"),
     ("DeepseekV3", {"q_lora_rank": 1.5}, "q_lora_rank=1.5 must be a whole number from 1"),
     ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=['dense'] must list 5 of dense and sparse"),
-    ("DeepseekV4", {}, "chooses the keys that a token sees by an indexer"),
     ("DeepseekV32", {"index_topk": 0}, "index_topk=0 must be a whole number from 1"),
     ("DeepseekV32", {"index_n_heads": 1.5}, "index_n_heads=1.5 must be a whole number from 1"),
     ("DeepseekV32", {"index_head_dim": 32}, "index_head_dim=32 must be at least qk_rope_head_dim, 64"),

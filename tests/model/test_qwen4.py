@@ -160,9 +160,9 @@ def test_ranks_with_fewer_heads_choose_for_more_tokens():
 
 def test_drafts_are_planned_by_the_widest_convolution():
     config = read_model_files(qwen4_folder("qwen4")).model_config
-    streams = config.layers[0].gated_streams
+    streams = config.layers[0].streams
     assert streams is not None
-    config = with_layers(config, gated_streams=replace(streams, num_streams=16))
+    config = with_layers(config, streams=replace(streams, num_streams=16))
     without, planned = (
         activation_bytes(config, RankLayout(1), 0, "float32", 80, 8, most_drafts=most) for most in (0, 2)
     )
@@ -336,7 +336,7 @@ def test_omitted_keys_have_the_defaults_of_transformers(architecture: str, keys:
     kinds = {"delta": "linear_attention", "attention": "indexed_attention"}
     assert [kinds[layer.mixer] for layer in ours.layers] == theirs.layer_types
     full = next(layer for layer in ours.layers if layer.mixer == "attention")
-    streams, experts = full.gated_streams, full.experts
+    streams, experts = full.streams, full.experts
     assert streams is not None
     assert experts is not None
     assert (streams.num_streams, streams.rank) == (theirs.hc_count, theirs.hc_lowrank)

@@ -13,7 +13,6 @@ from our_model import next_batch
 from torch import Tensor, nn
 
 from kv_cache.block import BlockId, num_blocks_for
-from kv_cache.cache_spec import BlockLayer
 from kv_cache.layer_states import LayerStates
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
@@ -26,6 +25,7 @@ from spmd_worker.ops.kernels.recurrent import StateSegments
 from spmd_worker.replica.mirror.mirror import MirroredSequence
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.memory.estimate import block_layer
 
 BLOCK_SIZE = 16
 
@@ -57,7 +57,7 @@ def second_tail_shape(layer: nn.Module) -> tuple[int, int] | None:
     ngrams = layer.config.ngrams
     if ngrams is None:
         return None
-    return ngrams.num_inputs_kept, ngrams.num_channels(layer.config.gated_streams.num_streams * layer.hidden_size)
+    return ngrams.num_inputs_kept, ngrams.num_channels(layer.config.streams.num_streams * layer.hidden_size)
 
 
 def new_states(model: DecoderForCausalLM, num_slots: int) -> list[LayerStates | None]:
@@ -189,8 +189,8 @@ def layer_blocks(model: DecoderForCausalLM, layer: nn.Module, num_blocks: int) -
     attention = getattr(layer, "self_attn", None)
     if attention is None or layer.config.kv_layer is not None:
         return None
-    size, latent, indexer = attention.head_size, layer.config.latent, layer.config.chooser
-    index_size = 0 if indexer is None else indexer.cached_size
-    kept = BlockLayer(attention.num_kv_heads, size, size if latent is None else 0, index_size)
+    share = replace(layer.config.full_share, num_kv_heads=attention.num_kv_heads)
+    kept = block_layer(layer.config, share, BLOCK_SIZE)
+    assert kept is not None, layer.config
     shape = block_shape_of(attention._backend, kept, BLOCK_SIZE)
     return torch.full((num_blocks, *shape), torch.nan, dtype=model.model.dtype)

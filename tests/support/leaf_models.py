@@ -133,6 +133,19 @@ EXPERTS: Final[dict[str, Case]] = {
         {**_V3, **_LATENT, **_LATENT_HEADS, "attention_bias": True, "mlp_bias": True, "topk_method": "greedy"},
     ),
     "deepseek_v3": ("DeepseekV3", {**_V3, **_GROUPS, **_LATENT, **_LATENT_HEADS}),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {**_V3, **_WINDOW, "num_hidden_layers": 3, "q_lora_rank": 32, "o_groups": 8, "o_lora_rank": 32, "hc_mult": 2}
+        | {
+            "index_n_heads": 4,
+            "index_head_dim": 32,
+            "index_topk": 3,
+            "num_hash_layers": 2,
+            "partial_rotary_factor": 0.5,
+        }
+        | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12}},
+    ),
     "longcat_flash": (
         "LongcatFlash",
         {**_LATENT, **_LATENT_HEADS, "head_dim": 16, "num_hidden_layers": 4, "ffn_hidden_size": 256}
@@ -199,6 +212,17 @@ ODD: Final[dict[str, Case]] = {
     "10_heads": ("Llama", {"hidden_size": 320, "num_attention_heads": 10, "num_key_value_heads": 10}),
     "12_heads": ("Llama", {"hidden_size": 384, "num_attention_heads": 12, "num_key_value_heads": 2}),
     "9_heads": ("Llama", {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "two_groups": (
+        "DeepseekV4",
+        {
+            **_V3,
+            **_WINDOW,
+            "q_lora_rank": 32,
+            "o_groups": 2,
+            "o_lora_rank": 64,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
     "three_granules": ("Qwen3Moe", {**_EXPERTS, "moe_intermediate_size": 96}),
     "narrow_heads": ("Llama", {"head_dim": 16}),
     "hidden_of_no_granule": ("Llama", {"hidden_size": 72}),

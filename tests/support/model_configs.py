@@ -82,7 +82,8 @@ def _mixed_layers(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         num_heads = config.get("num_heads", 128)
         return {"head_dim": 2 * config.get("hidden_size", 4096) // num_heads, "n_groups": 2, "num_heads": num_heads}
     # Parts of heads that are small here.
-    return {"GPTJForCausalLM": {"rotary_dim": 4}, "MiMoV2FlashForCausalLM": {"v_head_dim": 4}}.get(architecture, {})
+    small = {"GPTJForCausalLM": {"rotary_dim": 4}, "MiMoV2FlashForCausalLM": {"v_head_dim": 4}}
+    return {**small, "DeepseekV4ForCausalLM": {"qk_rope_head_dim": 4}}.get(architecture, {})
 
 
 def _few_experts(architecture: str) -> dict[str, Any]:

@@ -150,6 +150,7 @@ MODEL_TYPES: Final = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "LongcatFlashForCausalLM": "longcat_flash",
     "BailingHybridForCausalLM": "bailing_hybrid",
     "MiniCPM3ForCausalLM": "minicpm3",

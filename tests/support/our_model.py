@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import LayerCaches
-from kv_cache.cache_spec import BlockLayer
 from spmd_worker.base.config.schema import ModelOptions, RowLimits, RunConfig
 from spmd_worker.base.errors import SpmdError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
@@ -25,6 +24,7 @@ from spmd_worker.replica.mirror.mirror import MirroredSequence, ScheduledSequenc
 from spmd_worker.replica.sequence.request import Request, RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.memory.estimate import block_layer
 from spmd_worker.worker.runner.batch import Batch, build_batch
 from spmd_worker.worker.worker import Worker
 
@@ -172,9 +172,9 @@ class Run:
         backend, num_ranks = attention._backend, attention.o_proj._group.size
         shapes = []
         for layer in self.model.model_config.layers:
-            sizes = max(layer.num_kv_heads // num_ranks, 1), layer.head_size
-            index_size = 0 if layer.chooser is None else layer.chooser.cached_size
-            kept = BlockLayer(*sizes, 0 if layer.latent is not None else layer.head_size, index_size)
+            share = replace(layer.full_share, num_kv_heads=max(layer.num_kv_heads // num_ranks, 1))
+            kept = block_layer(replace(layer, kv_layer=None), share, BLOCK_SIZE)
+            assert kept is not None, layer
             shapes.append(block_shape_of(backend, kept, BLOCK_SIZE))
         dtype = self.model.model.dtype
         # NaN where nothing was written: a key that should not be looked at shows.

@@ -231,6 +231,28 @@ def nvfp4(weight: torch.Tensor, *, is_modelopt: bool) -> Packed:
     return {**parts, ".input_global_scale": torch.tensor([100.0])}, values
 
 
+def fp8_exponents(weight: torch.Tensor) -> Packed:
+    """DeepSeek V4's matrices: FP8 in blocks, with exponents for scales (`Fp8Dequantize` of transformers)."""
+    parts, _ = fp8_block(weight)
+    scales = parts[".weight_scale_inv"].log2().ceil().exp2()
+    of_elements = scales.repeat_interleave(BLOCK[0], dim=0).repeat_interleave(BLOCK[1], dim=1)
+    of_elements = of_elements[: len(weight), : weight.shape[1]]
+    stored = (weight / of_elements).to(torch.float8_e4m3fn)
+    return {".weight": stored, ".scale": scales.to(torch.float8_e8m0fnu)}, stored.float() * of_elements
+
+
+def fp4_exponents(weight: torch.Tensor) -> Packed:
+    """DeepSeek V4's experts: two FP4 numbers a byte, an exponent for 32 of a row."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    grouped = weight.reshape(len(weight), -1, 32)
+    scales = (grouped.abs().amax(dim=2) / 6).log2().ceil().exp2()
+    numbers = nearest(grouped / scales[..., None], table)
+    values = (table[numbers] * scales[..., None]).reshape(weight.shape)
+    numbers = numbers.reshape(weight.shape)
+    packed = (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+    return {".weight": packed, ".scale": scales.to(torch.float8_e8m0fnu)}, values
+
+
 def modelopt(kind: str, **others: Any) -> dict[str, Any]:
     """A quantization_config of TensorRT Model Optimizer."""
     cache = {"dynamic": False, "num_bits": 8, "type": "float"}

@@ -119,9 +119,10 @@ def keys_values_for(
         raise AdapterError(
             f"{adapter.subject}: layers of this model read keys and values of others: PREFIX_TUNING is not supported"
         )
-    if any(layer.latent is not None for layer in model_config.layers):
+    if any(layer.latent is not None or layer.compressed is not None for layer in model_config.layers):
         raise AdapterError(
-            f"{adapter.subject}: this model keeps latents in place of keys and values: PREFIX_TUNING is not supported"
+            f"{adapter.subject}: this model keeps latents or keys alone in place of keys and values: PREFIX_TUNING "
+            f"is not supported"
         )
     if any(layer.indexer is not None for layer in model_config.layers):
         raise AdapterError(

@@ -32,7 +32,9 @@ _LINEARS: Final = (
     *(f"linear_attn.in_proj_{part}" for part in "qkvzba"),
     *(f"linear_attn.{each}" for each in ("z_latent", "z_proj", "a_latent", "a_proj", "out_proj")),
     *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa"),
-    *(f"self_attn.indexer.{each}" for each in ("wq_b", "wk", "q_proj", "k_proj")),
+    *(f"self_attn.indexer.{each}" for each in ("wq_b", "wk", "q_proj", "k_proj", "q_b_proj")),
+    "self_attn.kv_proj",
+    *(f"self_attn.{at}compressor.{each}_proj" for at in ("", "indexer.") for each in ("kv", "gate")),
     *_FEED_FORWARD,
     *(each.replace("mlp.", "mlp.shared_expert.") for each in _FEED_FORWARD),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
@@ -41,6 +43,7 @@ _LINEARS: Final = (
 )
 """Linear layers of a decoder layer, by our names."""
 _LATENT_PROJECTION: Final = "self_attn.kv_b_proj"
+_OF_GROUPS: Final = "self_attn.o_a_proj"
 _EXPERTS: Final = "experts"
 _POOLER: Final = "pooler."
 _BY_OPTION: Final = "adapters of experts need room for all experts: set model.lora_experts=true, or merge the adapter"
@@ -142,6 +145,11 @@ class AdapterTargets:
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "
                 "latents: target the other projections, or merge the adapter with model.lora_merge"
+            )
+        if name in self._shapes and self._inside(name) in self._endings(_OF_GROUPS):
+            return name, (
+                "adapters of o_a_proj are not supported, because each group of heads has a projection of its own: "
+                "target the other projections, or merge the adapter with model.lora_merge"
             )
         if name in self._shapes:
             return name, "adapters of embeddings and token heads are not supported"

@@ -13,7 +13,7 @@ T: tokens; S: keys of one sequence; K: keys that a token sees at most; Hi, Di: h
 heads and size of attention's queries and keys, Hkv: key-value heads; N: tokens of one call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -194,15 +194,18 @@ class ChosenKeys:
     def _chosen(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
         """The part of `choose` of consecutive tokens from `position` on."""
         length, device = self._indexer.run_length, table.device
+        # Heads score each key, and an indexer the last one of each run.
+        step = 1 if self._indexer.is_by_head else length
+
+        def read(numbers: Tensor) -> Tensor:
+            places = _places(table, numbers * step + step - 1, index_cache.shape[1])
+            return from_cache(index_cache[places], choosing.queries.dtype)
+
         if self._indexer.is_by_head:
-            return self._chosen_by_heads(choosing.queries, index_cache, table, position)
+            return self._chosen_by_heads(choosing.queries, read, position)
         ends = torch.arange(position + 1, position + 1 + len(choosing.queries), device=device).unsqueeze(1)
         num_runs = (position + len(ends)) // length
-        scores = torch.cat(list(self._scores(choosing, index_cache, table, num_runs)), dim=1)
-        hidden = torch.arange(scores.shape[1], device=device) >= ends // length
-        # Stable: of equal scores the lower position is first.
-        order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        runs = order[:, : self._indexer.num_runs].sort(dim=1).values
+        runs = best_keys(self._kernels, choosing, read, ends // length, num_runs, self._indexer.num_runs)
         if length == 1:
             return runs.int()
         inside = torch.arange(length, device=device)
@@ -211,49 +214,71 @@ class ChosenKeys:
         behind = torch.minimum(ends // length * length + inside[:-1], ends - 1)
         return torch.cat((chosen, behind), dim=1).int()
 
-    def _chosen_by_heads(self, queries: Tensor, index_cache: Tensor, table: Tensor, position: int) -> Tensor:
+    def _chosen_by_heads(self, queries: Tensor, read: Callable[[Tensor], Tensor], position: int) -> Tensor:
         """`_chosen` for each head of `queries` [N, Hi, Di]. Positions behind a token are the token's own."""
         length, num_keys = self._indexer.run_length, position + len(queries)
-        own = torch.arange(position, num_keys, device=table.device).unsqueeze(1)
+        own = torch.arange(position, num_keys, device=queries.device).unsqueeze(1)
         num_runs = TILE // length
         step, num_tiles = num_runs * length, -(-num_keys // (num_runs * length))
         scores = queries.new_empty((*queries.shape[:2], num_tiles * num_runs), dtype=torch.float32)
-        for tile, products in enumerate(self._products(queries, index_cache, table, num_keys, 1, step)):
-            keys = torch.arange(tile * step, (tile + 1) * step, device=table.device)
+        for tile, products in enumerate(_products(self._kernels, queries, read, num_keys, step)):
+            keys = torch.arange(tile * step, (tile + 1) * step, device=queries.device)
             of_tile = products[..., :step].masked_fill_((keys > own).unsqueeze(1), -torch.inf)
             scores[..., tile * num_runs : (tile + 1) * num_runs] = torch.unflatten(of_tile, 2, (-1, length)).amax(3)
-        distances = own // length - torch.arange(scores.shape[2], device=table.device)
+        distances = own // length - torch.arange(scores.shape[2], device=queries.device)
         is_local = (distances >= 0) & (distances < self._indexer.num_local)
         scores = scores.masked_fill_(is_local.unsqueeze(1), torch.inf)
         order = scores.sort(dim=2, descending=True, stable=True).indices
         runs = order[..., : self._indexer.num_runs].sort(dim=2).values
-        positions = (runs.unsqueeze(3) * length + torch.arange(length, device=table.device)).flatten(2)
+        positions = (runs.unsqueeze(3) * length + torch.arange(length, device=queries.device)).flatten(2)
         return torch.minimum(positions, own.unsqueeze(2)).flatten(0, 1).int()
 
-    def _scores(self, choosing: IndexQueries, index_cache: Tensor, table: Tensor, num_keys: int) -> Iterator[Tensor]:
-        """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
-        assert choosing.weights is not None, "heads choose together"
-        for products in self._products(choosing.queries, index_cache, table, num_keys, self._indexer.run_length, TILE):
-            products.relu_()
-            total = products[:, 0] * choosing.weights[:, :1]
-            for head in range(1, products.shape[1]):
-                total += products[:, head] * choosing.weights[:, head : head + 1]
-            yield total
 
-    def _products(
-        self, queries: Tensor, index_cache: Tensor, table: Tensor, num_keys: int, length: int, step: int
-    ) -> Iterator[Tensor]:
-        """Products of queries [N, Hi, Di] with a tile of `step` keys after the other, float32 [N, Hi, TILE], those
-        behind the last key 0; a key is at the last of `length` tokens.
-        """
-        num_rows, num_heads, size = queries.shape
-        rows = queries.float().reshape(-1, size)
-        for first in range(0, num_keys, step):
-            positions = torch.arange(first, min(first + step, num_keys), device=table.device)
-            tile, ends = rows.new_zeros((TILE, size)), positions * length + length - 1
-            places = _places(table, ends, index_cache.shape[1])
-            tile[: len(positions)] = from_cache(index_cache[places], queries.dtype)
-            yield self._kernels.linear(rows, self._kernels.pack(tile), None).view(num_rows, num_heads, TILE)
+def best_keys(
+    kernels: Kernels,
+    choosing: IndexQueries,
+    read: Callable[[Tensor], Tensor],
+    num_seen: Tensor,
+    num_keys: int,
+    num_chosen: int,
+) -> Tensor:
+    """Numbers, int64 [N, `num_chosen`] ascending, of the keys of the highest scores among the first `num_seen`, int64
+    [N, 1], ties by number. `read` gives keys [n, Di] of numbers [n]; `num_keys` is the largest of `num_seen`, none of
+    which is below `num_chosen`.
+    """
+    scores = torch.cat(list(_scores(kernels, choosing, read, num_keys)), dim=1)
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= num_seen
+    # Stable: of equal scores the lower number is first.
+    order = scores.masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return order[:, :num_chosen].sort(dim=1).values
+
+
+def _scores(
+    kernels: Kernels, choosing: IndexQueries, read: Callable[[Tensor], Tensor], num_keys: int
+) -> Iterator[Tensor]:
+    """Scores of a tile of keys after the other, float32 [N, TILE], those behind the last key 0."""
+    assert choosing.weights is not None, "heads choose together"
+    for products in _products(kernels, choosing.queries, read, num_keys, TILE):
+        products.relu_()
+        total = products[:, 0] * choosing.weights[:, :1]
+        for head in range(1, products.shape[1]):
+            total += products[:, head] * choosing.weights[:, head : head + 1]
+        yield total
+
+
+def _products(
+    kernels: Kernels, queries: Tensor, read: Callable[[Tensor], Tensor], num_keys: int, step: int
+) -> Iterator[Tensor]:
+    """Products of queries [N, Hi, Di] with a tile of `step` keys after the other, float32 [N, Hi, TILE], those behind
+    the last key 0.
+    """
+    num_rows, num_heads, size = queries.shape
+    rows = queries.float().reshape(-1, size)
+    for first in range(0, num_keys, step):
+        numbers = torch.arange(first, min(first + step, num_keys), device=queries.device)
+        tile = rows.new_zeros((TILE, size))
+        tile[: len(numbers)] = read(numbers)
+        yield kernels.linear(rows, kernels.pack(tile), None).view(num_rows, num_heads, TILE)
 
 
 def _places(table: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

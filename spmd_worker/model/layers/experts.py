@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer, is_as_built
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.expert_adapters import AddedToExperts, ExpertAdapters
@@ -37,19 +38,21 @@ from spmd_worker.model.layers.linear import (
     gate_up_linear,
     replicated_linear,
 )
-from spmd_worker.model.layers.weight_slice import WeightSlice, empty_slice, full_rectangle, replicated
+from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, empty_slice, full_rectangle, replicated
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.stored_format import EXPERTS, StoredFormat
 from spmd_worker.ops.kernels.adapters import AdapterKernels, StepAdapters
 from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts, StoredPanels
-from spmd_worker.ops.kernels.gates import clamped_gates, sigmoid
+from spmd_worker.ops.kernels.gates import clamped_gates, sigmoid, sqrt_softplus
 from spmd_worker.ranks.communicator import single_group
+
+_SCORES: Final = {"sigmoid": sigmoid, "sqrt_softplus": sqrt_softplus}
 
 
 class Router(AdaptableLayer):
     """Selects experts and their weights, in float32. A shared expert's gate is the last row of `weight`. With experts
     beside a dense feed-forward its input is normed, by a weight, `scale`, and experts have numbers that multiply their
-    weights.
+    weights. `listed` are the experts of each token id, if ids choose them.
     """
 
     is_float32 = True
@@ -58,32 +61,41 @@ class Router(AdaptableLayer):
         super().__init__()
         self._eps = eps
         self._experts, self.input_size, self._kernels = experts, hidden_size, context.kernels.plain
-        self._expert_kernels = None if context.quantised is not None else context.kernels.expert_kernels()
-        context = replace(context, dtype=torch.float32)
+        is_plain = context.quantised is None and experts.score != "sqrt_softplus"
+        self._expert_kernels = context.kernels.expert_kernels() if is_plain else None
+        context, has_list = replace(context, dtype=torch.float32), experts.num_listed_tokens > 0
         self.weight = context.parameter(experts.num_choices + experts.has_shared_gate, hidden_size)
         self.bias = context.parameter(experts.num_choices) if experts.has_router_bias else None
         self.choice_bias = context.parameter(experts.num_choices) if experts.has_choice_bias else None
+        self.listed = context.parameter(experts.num_listed_tokens, experts.num_chosen) if has_list else None
         self.scale = self.per_expert_scale = None
         if experts.are_beside_dense:
             self.scale, self.per_expert_scale = context.parameter(hidden_size), context.parameter(experts.num_choices)
 
     def forward(
-        self, x: Tensor, routes: list[Tensor] | None = None, adapters: StepAdapters | None = None
+        self,
+        x: Tensor,
+        routes: list[Tensor] | None = None,
+        adapters: StepAdapters | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, hidden] -> experts int64 [T, k] ascending, weights float32 [T, k], shared weight [T, 1] or None. The
         experts are appended to `routes`, int64 [T, k], the one of the largest weight first, ties by ascending id.
+        `token_ids` int64 [T] are needed where ids choose.
         """
         if self.scale is not None:
             x = self._kernels.full_norm(x.float(), self.scale, None, self._eps, offset=0.0, is_centred=False)
             x = x * self.input_size**-0.5
-        ids, weights, shared_gate = self._chosen(x, adapters)
+        ids, weights, shared_gate = self._chosen(x, adapters, token_ids)
         if routes is not None:
             routes.append(ids.long().gather(1, weights.sort(dim=-1, descending=True, stable=True).indices))
         if self.per_expert_scale is None:
             return ids, weights, shared_gate
         return ids, weights * self.per_expert_scale[ids], shared_gate
 
-    def _chosen(self, x: Tensor, adapters: StepAdapters | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _chosen(
+        self, x: Tensor, adapters: StepAdapters | None, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         kernels = self._expert_kernels
         if kernels is not None:
             return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
@@ -92,8 +104,32 @@ class Router(AdaptableLayer):
         shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
         logits = logits[:, :num_experts]
         logits = logits if self.bias is None else logits + self.bias
-        ids, weights = select_experts(logits, self.choice_bias, self._experts)
+        listed = None
+        if self.listed is not None:
+            assert token_ids is not None, "ids of tokens choose their experts"
+            listed = self.listed[token_ids].long()
+        ids, weights = select_experts(logits, self.choice_bias, self._experts, listed)
         return ids, weights, shared_gate
+
+    def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        super().check_changes(parameter, region, values)
+        if parameter == "listed":
+            self._check_listed(values)
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        if parameter == "listed":
+            self._check_listed(values)
+        super().write_region(parameter, region, values)
+
+    def _check_listed(self, values: Tensor) -> None:
+        """Raise CheckpointError unless values are numbers of experts."""
+        last = self._experts.num_experts - 1
+        wrong = values[(values < 0) | (values > last) | (values != values.floor())]
+        if len(wrong):
+            raise CheckpointError(
+                f"the table of the experts of each token id has {float(wrong[0]):g}, but experts are numbered from 0 "
+                f"to {last}"
+            )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         num_experts, size = self._experts.num_choices, self.input_size
@@ -106,27 +142,33 @@ class Router(AdaptableLayer):
         if self.choice_bias is not None:
             name = f"{prefix}.e_score_correction_bias"
             yield replicated(name, (num_experts,), f"{prefix}.choice_bias", is_buffer=True)
+        if self.listed is not None:
+            yield replicated(f"{prefix}.listed", self.shape_of("listed"), f"{prefix}.listed", is_buffer=True)
         if self._experts.has_shared_gate:
             name, last = f"{prefix.rpartition('.')[0]}.shared_expert_gate.weight", (num_experts, num_experts + 1)
             yield WeightSlice(name, (1, size), full_rectangle((1, size)), f"{prefix}.weight", (last, (0, size)))
 
 
-def select_experts(logits: Tensor, choice_bias: Tensor | None, experts: ExpertsConfig) -> tuple[Tensor, Tensor]:
+def select_experts(
+    logits: Tensor, choice_bias: Tensor | None, experts: ExpertsConfig, listed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Router logits, float32 [T, E] -> expert indices of each token, int64 [T, k] ascending, and their weights,
-    float32.
+    float32. With `listed`, int64 [T, k], the experts are these.
 
     Of equal scores the lower index is selected. The weights of a row with a NaN score are NaN.
     """
-    assert experts.score in ("softmax", "sigmoid", "softmax_chosen", "sigmoid_chosen", "sparsemixer"), experts.score
     if experts.score == "sparsemixer":
         return _mix_sparsely(logits, experts.jitter)
     scores = logits
-    if experts.score in ("softmax", "sigmoid"):
-        scores = sigmoid(logits) if experts.score == "sigmoid" else logits.softmax(-1)
+    if experts.score == "softmax":
+        scores = logits.softmax(-1)
+    elif experts.score in _SCORES:
+        scores = _SCORES[experts.score](logits)
     choice = scores if choice_bias is None else scores + choice_bias
     if experts.num_groups > 1:
         choice = _masked_to_best_groups(choice, experts)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_chosen].sort(dim=-1).values
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_chosen]
+    ids = (chosen if listed is None else listed).sort(dim=-1).values
     weights = scores.gather(1, ids)
     if experts.score == "softmax_chosen":
         weights = weights.softmax(-1)
@@ -371,13 +413,14 @@ class SparseFeedForward(nn.Module):
         slots: Tensor | None = None,
         router_input: Tensor | None = None,
         routes: list[Tensor] | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        """`routes`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads `router_input`, or the same
-        as experts. If not `is_fused`, experts are called one by one, without padding; clamped gates then have torch's
-        exponential instead of that of `Kernels.expert_kernels`. If a step has adapters and one of experts is loaded,
-        experts are called one by one too, with the same bits for rows without any.
+        """`routes` and `token_ids`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads
+        `router_input`, or the same as experts. If not `is_fused`, experts are called one by one, without padding;
+        clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`. If a step has adapters
+        and one of experts is loaded, experts are called one by one too, with the same bits for rows without any.
         """
-        ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes, adapters)
+        ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes, adapters, token_ids)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
         chosen, padding = ids, slots
         if self._config.weighs_inputs:

@@ -60,9 +60,9 @@ class StreamMixer(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         """[T, S * H] -> [T, H]."""
-        return self.mixed(streams)[0]
+        return self.enter(streams)[0]
 
-    def mixed(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """[T, S * H] -> the mean [T, H], and gates [T, S] of the output, [T, 0] if the mixer does not inject."""
         normed, count = self.hc_norm(streams), self._num_streams
         down = self.down(normed) / count
@@ -72,10 +72,9 @@ class StreamMixer(nn.Module):
         total = products[:, 0].float()
         for stream in range(1, count):
             total = total + products[:, stream].float()
-        return (total / count).to(streams.dtype), 2 * sigmoid(injected.float()).to(streams.dtype)
+        return (total / count).to(streams.dtype), (2 * sigmoid(injected.float()).to(streams.dtype),)
 
-
-def inject(streams: Tensor, output: Tensor, gates: Tensor) -> None:
-    """Add a part's output [T, H], times each stream's gate [T, S], to the streams [T, S * H], in place."""
-    rows = streams.view(len(streams), gates.shape[1], -1)
-    rows.add_(output.unsqueeze(1) * gates.unsqueeze(2))
+    def leave(self, streams: Tensor, output: Tensor, gates: Tensor) -> None:
+        """Add a part's output [T, H], times each stream's gate [T, S], to the streams [T, S * H], in place."""
+        rows = streams.view(len(streams), self._num_streams, -1)
+        rows.add_(output.unsqueeze(1) * gates.unsqueeze(2))

@@ -9,6 +9,7 @@ from typing import Final
 from torch import nn
 
 from spmd_worker.model.layers.attention import Attention
+from spmd_worker.model.layers.compressed_attention import CompressedAttention
 from spmd_worker.model.layers.delta_net import DeltaNet
 from spmd_worker.model.layers.latent_attention import LatentAttention
 from spmd_worker.model.layers.mamba import Mamba
@@ -18,6 +19,7 @@ from spmd_worker.model.layers.short_conv import ShortConv
 MIXERS: Final[dict[str, tuple[tuple[str, type[nn.Module]], ...]]] = {
     "attention": (("self_attn", Attention),),
     "attention_and_mamba": (("self_attn", Attention), ("mamba", Mamba)),
+    "compressed": (("self_attn", CompressedAttention),),
     "latent": (("self_attn", LatentAttention),),
     "conv": (("conv", ShortConv),),
     "delta": (("linear_attn", DeltaNet),),

@@ -103,7 +103,7 @@ class Ngrams(nn.Module):
 
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
-        ngrams, streams = layer.ngrams, layer.gated_streams
+        ngrams, streams = layer.ngrams, layer.streams
         assert ngrams is not None, layer
         assert streams is not None, layer
         self._ngrams, self._hidden_size, self._num_streams = ngrams, hidden_size, streams.num_streams

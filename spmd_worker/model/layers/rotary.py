@@ -73,6 +73,16 @@ class Angles:
             rotated = rotated.reshape(*rotated.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
         return torch.cat((rotated, x[..., size:]), dim=-1)
 
+    def rotate_last(self, kernels: Kernels, x: Tensor) -> Tensor:
+        """`rotate` of the last R elements of each head, not of the first."""
+        size = x.shape[-1] - 2 * self.cos.shape[1]
+        return torch.cat((x[..., :size], self.rotate(kernels, x[..., size:])), dim=-1)
+
+    @property
+    def reverse(self) -> "Angles":
+        """The angles that undo these."""
+        return replace(self, sin=-self.sin)
+
 
 class RopeFactors(CheckpointLayer):
     """Logarithms of the factors of a rope's frequencies, float32 [R / 2], a buffer in transformers. Replicated."""

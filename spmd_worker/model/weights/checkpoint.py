@@ -23,7 +23,7 @@ from spmd_worker.model.weights.safetensors_header import (
     read_header,
 )
 from spmd_worker.model.weights.staging import HOST, HostStaging
-from spmd_worker.model.weights.tensor_checks import WEIGHT_DTYPES
+from spmd_worker.model.weights.tensor_checks import INTEGER_DTYPES, WEIGHT_DTYPES, WHOLE_NUMBERS
 from spmd_worker.model.weights.weight_files import read_weight_map, weight_files
 from spmd_worker.model_config.tensor_names import INDEX_FILE
 
@@ -33,8 +33,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
+    **INTEGER_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -129,6 +128,8 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor. Raises CheckpointError for anything but a plain floating-point weight."""
         kind = self.kind(name)
+        if kind in INTEGER_DTYPES and name.endswith(WHOLE_NUMBERS):
+            return INTEGER_DTYPES[kind]
         if kind not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{self._path(name)}: tensor {name!r} has dtype {kind}: weights must be one of "

@@ -20,6 +20,7 @@ from spmd_worker.model_config.families.experts import StackedTensor
 from spmd_worker.model_config.families.family import CROSS_NORM_POSITIONS, NORM_POSITIONS, Names
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, LayerConfig, MambaConfig
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.stream_config import GatedStreamsConfig
 from spmd_worker.ranks.topology import Stage
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
@@ -67,7 +68,7 @@ class CheckpointNames:
             "model.distances": names.distances[0],
             "model.distance_norm": names.distances[1],
             **dict(zip(_LAYER_INPUTS, names.layer_inputs, strict=True)),
-            **({} if model_config.layers[0].gated_streams is None else _of_last_mean(names.norm)),
+            **(_of_last_mean(names.norm) if isinstance(model_config.layers[0].streams, GatedStreamsConfig) else {}),
             **_outer_streams(model_config, names),
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
@@ -153,6 +154,9 @@ class CheckpointNames:
         """A layer's slice with the checkpoint's names and shapes: several if a fused tensor has one part per head."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
+        if found is None and module == "model.stream_head":
+            yield replace(piece, checkpoint_name=f"{self._names.stream_head}{leaf}")
+            return
         if found is None:
             # A head whose weight is the embedding's still has its own bias.
             is_head_bias = module == "lm_head" and leaf == "bias"
@@ -288,7 +292,8 @@ class CheckpointNames:
 
     def has_module(self, name: str) -> bool:
         """Whether the tensor is of a module of the stack."""
-        return name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
+        is_head = self._names.stream_head != "" and name.startswith(self._names.stream_head)
+        return is_head or name.rpartition(".")[0] in self._top_modules or self._layer_of(name) is not None
 
     def is_copy(self, name: str) -> bool:
         """Whether the tensor equals the embedding, which the model has once."""

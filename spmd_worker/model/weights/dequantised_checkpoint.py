@@ -17,9 +17,9 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.layers.weight_slice import Rectangle, RecutRows, full_rectangle
 from spmd_worker.model.weights.bitsandbytes_weight import Int8Weight, Nf4Weight
 from spmd_worker.model.weights.checkpoint import Checkpoint, same_weight_error
+from spmd_worker.model.weights.fp4_weight import Fp4Weight, Nvfp4Weight
 from spmd_worker.model.weights.gguf_checkpoint import GgufCheckpoint
 from spmd_worker.model.weights.gguf_weight import GgufWeight, gguf_weights
-from spmd_worker.model.weights.nvfp4_weight import Nvfp4Weight
 from spmd_worker.model.weights.quantised_weight import (
     AwqWeight,
     GptqWeight,
@@ -43,15 +43,18 @@ _LAYOUTS: Final[dict[str, type[QuantisedWeight]]] = {
     "gptq": GptqWeight,
     "awq": AwqWeight,
     "mxfp4": Mxfp4Weight,
+    "fp4": Fp4Weight,
     "nvfp4": Nvfp4Weight,
     "nvfp4_packed": Nvfp4Weight,
     "bnb4": Nf4Weight,
     "bnb8": Int8Weight,
 }
+_SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale")
+"""Endings of scales of FP8 and int8, the last in DeepSeek V4's files."""
 _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scaled": {
         "numbers": (".weight",),
-        "scales": (".weight_scale_inv", ".weight_scale"),
+        "scales": _SCALES,
         "zeros": (".weight_zero_point",),
         "order": (".weight_g_idx",),
     },
@@ -65,6 +68,7 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "gptq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",), "order": (".g_idx",)},
     "awq": {"numbers": (".qweight",), "scales": (".scales",), "zeros": (".qzeros",)},
     "mxfp4": {"numbers": ("_blocks",), "scales": ("_scales",)},
+    "fp4": {"numbers": (".weight",), "scales": _SCALES},
     "nvfp4": {"numbers": (".weight",), "scales": (".weight_scale",), "factor": (".weight_scale_2",)},
     "nvfp4_packed": {
         "numbers": (".weight_packed",),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from spmd_worker.model.layers.weight_slice import ModelTensor, Rectangle, WeightSlice
 from spmd_worker.model.weights.region import plan_read, split_region
 from spmd_worker.model.weights.staging import HOST, HostStaging
+from spmd_worker.model.weights.tensor_checks import WHOLE_NUMBERS
 
 # Changing any of the first three changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
@@ -89,6 +90,8 @@ def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a dummy weight of this checkpoint name and full shape, inputs last."""
     if _NORM.search(name):
         return 1.0, 0.1
+    if name.endswith(WHOLE_NUMBERS):
+        return 0.0, 0.0
     # Stacked experts have their biases as the rows of a matrix.
     if len(shape) < 2 or name.endswith("_bias"):
         return 0.0, 0.1

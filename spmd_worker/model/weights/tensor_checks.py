@@ -20,6 +20,9 @@ WEIGHT_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
 }
 """Dtypes of plain weights, by their names in safetensors."""
+WHOLE_NUMBERS: Final = (".tid2eid",)
+"""Endings of the names of tables of whole numbers, which may be of these types too."""
+INTEGER_DTYPES: Final[Mapping[str, torch.dtype]] = {"I32": torch.int32, "I64": torch.int64}
 
 
 def check_pair(name: object, tensor: object) -> None:
@@ -53,7 +56,8 @@ def check_data(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{name}: is on the meta device and has no data")
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name}: has the layout {tensor.layout}, but weights must be dense: give its to_dense()")
-    if tensor.dtype not in WEIGHT_DTYPES.values():
+    is_table = name.endswith(WHOLE_NUMBERS) and tensor.dtype in INTEGER_DTYPES.values()
+    if tensor.dtype not in WEIGHT_DTYPES.values() and not is_table:
         dtypes = ", ".join(map(str, WEIGHT_DTYPES.values()))
         raise CheckpointError(f"{name}: has the dtype {tensor.dtype}, but weights must have one of {dtypes}")
 

@@ -66,9 +66,10 @@ class Names:
     `LayerConfig.relative_bias`, `distances` those of the table and the norm of `LayerConfig.distances`.
     `head_bias` is the full name of the token head's bias if it is a buffer [1, tokens] of its own, which files may
     leave out; "" if it is named after the head. `embedding_copies` are tensors that equal the embedding, by full name:
-    files may have any of them, or one in its place. `rope_factors` is the module of
-    `RopeParameters.has_learned_factors`. As many of our layers as `layers_in_one` have one number in the checkpoint: in
-    names of norms and `parts` "#" is which of them, from 0 on, and experts are the first one's.
+    files may have any of them, or one in its place. Names of the weights that sum several streams behind the last layer
+    begin with `stream_head`. `rope_factors` is the module of `RopeParameters.has_learned_factors`. As many of our
+    layers as `layers_in_one` have one number in the checkpoint: in names of norms and `parts` "#" is which of them,
+    from 0 on, and experts are the first one's.
     """
 
     layers_in_one: int = 1
@@ -112,6 +113,7 @@ class Names:
     embedding_copies: tuple[str, ...] = ()
     rope_factors: str = ""
     audio: AudioNames = AudioNames()
+    stream_head: str = ""
 
     def in_layer(self, index: int, name: str) -> str:
         """The name inside of its layer of what layer `index` of ours has."""

@@ -40,7 +40,7 @@ def _qwen4_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
     return tuple(
         replace(
             layer,
-            gated_streams=streams,
+            streams=streams,
             mixer="delta",
             delta=delta,
             rope=None,
@@ -48,7 +48,7 @@ def _qwen4_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tupl
             ngrams=ngrams.get(index),
         )
         if kind == _LINEAR
-        else replace(layer, gated_streams=streams, indexer=indexer)
+        else replace(layer, streams=streams, indexer=indexer)
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True))
     )
 
@@ -153,7 +153,7 @@ _QWEN4: Final = replace(
         ignored=(*_MOE.names.ignored, *(f"ple.ple_embedding.{each}" for each in _ENDINGS)),
     ),
     layers=_qwen4_layers,
-    layer="gated_streams_layer",
+    layer="streams_layer",
     defaults={**_MOE.defaults, **_DEFAULTS},
 )
 _WITH_IMAGES: Final = beside_images(_QWEN4, "Qwen4")

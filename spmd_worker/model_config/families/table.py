@@ -9,6 +9,7 @@ from typing import Final
 
 from spmd_worker.model_config.families.alibi_rows import ALIBI_ROWS
 from spmd_worker.model_config.families.bailing_rows import BAILING_ROWS
+from spmd_worker.model_config.families.compressed_rows import COMPRESSED_ROWS
 from spmd_worker.model_config.families.conv_rows import CONV_ROWS
 from spmd_worker.model_config.families.delta_rows import DELTA_ROWS
 from spmd_worker.model_config.families.encoder_decoder_rows import ENCODER_DECODER_ROWS
@@ -250,6 +251,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **EXPERT_FAMILIES,
     **OMNI_ROWS,
     **LATENT_ROWS,
+    **COMPRESSED_ROWS,
     **MISTRAL_LARGE_ROWS,
     **LONGCAT_ROWS,
     **SPARSE_ROWS,
@@ -289,7 +291,6 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _INDEXER: ("DeepseekV4ForCausalLM",),
     _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),

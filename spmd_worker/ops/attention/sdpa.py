@@ -93,9 +93,9 @@ class SdpaBackend(AttentionBackend):
             last = _last_visible(metadata, rows, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window, num_later)
             if value_size:
-                assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
+                assert (score_cap, distance_bias) == (0.0, None), "latents have no caps or biases"
                 assert last is None, "latents are seen by causal attention alone"
-                output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size)
+                output[rows] = _attend_latents(query[rows], keys, first_key, num_keys, scale, window, value_size, sinks)
             elif score_cap > 0 or sinks is not None or distance_bias is not None or distance_scores is not None:
                 of_sequence = None if distance_scores is None else _of_distances(distance_scores, rows)
                 output[rows] = _attend_unfused(*arguments, score_cap, sinks, last, distance_bias, of_sequence)
@@ -212,7 +212,14 @@ def _attend_unfused(
 
 
 def _attend_latents(
-    query: Tensor, keys: Tensor, first_key: int, num_keys: int, scale: float, window: int, value_size: int
+    query: Tensor,
+    keys: Tensor,
+    first_key: int,
+    num_keys: int,
+    scale: float,
+    window: int,
+    value_size: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`_attend_fused`, causal, over keys [L, 1, D] whose first elements are the values, in float32: the queries of all
     heads are rows of one matmul.
@@ -223,7 +230,9 @@ def _attend_latents(
         scores = query[rows].float().flatten(0, 1) @ latents.t() * scale
         mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, 0)
         scores = scores.view(-1, num_heads, len(latents)).masked_fill(~mask.unsqueeze(1), -torch.inf)
-        weights = scores.softmax(-1).flatten(0, 1)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(1, -1, 1).expand(len(scores), -1, 1)), -1)
+        weights = scores.softmax(-1)[..., : len(latents)].flatten(0, 1)
         parts.append((weights @ latents[:, :value_size]).view(-1, num_heads, value_size).to(query.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -204,7 +204,7 @@ class TritonBackend(AttentionBackend):
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
         if value_size:
-            assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases"
+            assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases here"
             return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
         if distance_scores is not None:
             distance_scores.check(query, metadata.query_starts, metadata.context_lengths)

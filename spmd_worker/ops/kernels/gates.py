@@ -11,6 +11,8 @@ from torch import Tensor
 
 GATE_SLOPE: Final = 1.702
 """Slope of the sigmoid of clamped gates (https://arxiv.org/abs/2508.10925)."""
+_LINEAR: Final = 20.0
+"""Numbers from which on softplus is its argument, as in torch."""
 
 
 def sigmoid(numbers: Tensor) -> Tensor:
@@ -20,13 +22,21 @@ def sigmoid(numbers: Tensor) -> Tensor:
     return torch.stack((numbers, torch.zeros_like(numbers)), dim=-1).softmax(-1)[..., 0]
 
 
+def sqrt_softplus(numbers: Tensor) -> Tensor:
+    """The root of log(1 + exp(x)) of float32 numbers, row-wise as torch's softplus is not."""
+    return torch.where(numbers > _LINEAR, numbers, numbers.clamp(max=_LINEAR).exp().log1p()).sqrt()
+
+
 def bounded_gates(columns: Tensor, activation: str, bound: float, activate: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """Columns [T, 2 I], gates before ups -> [T, I]: min(act(gate), bound) * max(min(up, bound), -bound), or clamped
-    gates with the activation "swigluoai". `activate` is that of the kernels.
+    """Columns [T, 2 I], gates before ups -> [T, I]: min(act(gate), bound) * max(min(up, bound), -bound); with a `bound`
+    below 0 act(min(gate, -bound)) * max(min(up, -bound), bound). The activation "swigluoai" is `clamped_gates`.
+    `activate` is that of the kernels.
     """
     gates, ups = columns.chunk(2, dim=-1)
     if activation == "swigluoai":
         return clamped_gates(gates, ups, bound, activate)
+    if bound < 0:
+        return activate(gates.clamp(max=-bound), activation) * ups.clamp(bound, -bound)
     return activate(gates.contiguous(), activation).clamp(max=bound) * ups.clamp(-bound, bound)
 
 

@@ -103,6 +103,8 @@ class TritonDevice(DeviceBackend):
         if is_interpreted() and self.resolved.dtype == "bfloat16":
             return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
         for layer in model_config.layers:
+            if layer.compressed is not None:
+                return "has no attention to compressed entries"
             group = layer.num_heads // layer.num_kv_heads
             if layer.latent is not None:
                 if layer.head_size not in LATENT_SIZES:

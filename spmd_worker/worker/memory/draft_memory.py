@@ -15,7 +15,8 @@ def draft_layers(resolved: ResolvedRun, rank: int) -> tuple[BlockLayer, ...]:
     draft = _draft_of(resolved, rank)
     if draft is None:
         return ()
-    found = [block_layer(*each) for each in rank_layers(draft.model_config, draft.layout, rank)]
+    block_size = resolved.config.cache.block_size
+    found = [block_layer(*each, block_size) for each in rank_layers(draft.model_config, draft.layout, rank)]
     return tuple([each for each in found if each is not None])
 
 

@@ -19,6 +19,7 @@ from spmd_worker.model_config.layer_config import ExpertsConfig, ExpertShare, In
 from spmd_worker.model_config.layer_elements import float32_elements, layer_elements, mixer_linears
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 from spmd_worker.model_config.stored_format import EXPERTS
+from spmd_worker.model_config.stream_config import BalancedStreamsConfig
 from spmd_worker.model_config.tower_elements import encoder_activations
 from spmd_worker.ops.kernels.cpu.argmax_bytes import argmax_bytes
 from spmd_worker.ranks.stored_weights import NOTHING_STORED, StoredWeights, stored_linears
@@ -94,6 +95,7 @@ def weights_bytes(
     tables += _num_projections(model_config, stage) * model_config.num_projection_parameters
     norm = stage.is_last * model_config.has_last_norm * model_config.norm_parameters
     norm += stage.is_first * model_config.embedding_norm_parameters
+    float32_bytes += stage.is_last * model_config.num_stream_head_parameters * DTYPE_BYTES["float32"]
     has_classifier = model_config.is_encoder or model_config.encoder_part is not None
     if has_classifier and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
@@ -333,12 +335,13 @@ def activation_bytes(
     per_token += 5 * model_config.layer_inputs_size
     others = 0
     if model_config.stream_size > model_config.hidden_size:
-        # Streams, normed, their gates, and products, or streams, predictions and corrections; norms, gates and
-        # products are float32 until they are rounded, in three copies. Keys of n-grams, or gated values, and inputs and
-        # outputs of their convolution.
+        # Streams, normed, their gates, and products, or streams, predictions and corrections; norms, gates, products
+        # and mixed streams are float32 until they are rounded, in up to four copies. Keys of n-grams, or gated values,
+        # and inputs and outputs of their convolution.
         has_ngrams = any(layer.ngrams is not None for layer, _ in kinds)
+        is_mixed = isinstance(model_config.layers[0].streams, BalancedStreamsConfig)
         per_token += (4 + 2 * has_ngrams) * model_config.stream_size
-        others = 3 * DTYPE_BYTES["float32"] * model_config.stream_size
+        others = (3 + is_mixed) * DTYPE_BYTES["float32"] * model_config.stream_size
     if quantization is not None:
         others += max(model_config.hidden_size, num_columns)
         if layout.tensor_parallel_size > 1 and quantization == "int8":
@@ -392,6 +395,8 @@ def _mixer_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerS
         # Projected, convolved, scanned and gated.
         delta = layer.delta.share(share.num_ranks)
         elements += delta.num_projected + delta.num_channels + 2 * delta.num_columns
+    if layer.compressed is not None:
+        elements += _compressed_elements(layer, share)
     if layer.latent is not None:
         elements += _latent_elements(layer, share)
     indexer = layer.chooser
@@ -418,6 +423,21 @@ def _latent_elements(layer: LayerConfig, share: LayerShare) -> int:
 def _indexer_elements(indexer: IndexerConfig | None) -> int:
     """Elements per token of an indexer's queries and key, and of copies of both."""
     return 0 if indexer is None else 4 * (indexer.num_heads + 1) * indexer.head_size
+
+
+def _compressed_elements(layer: LayerConfig, share: LayerShare) -> int:
+    """Elements per token of queries, projected, normed, rotated and attended, with copies of their parts, latents,
+    keys, rows of entries, and what groups of outputs are projected to; of an indexer's queries.
+    """
+    compressed, size = layer.compressed, layer.head_size
+    assert compressed is not None, layer
+    num_groups = compressed.num_groups * share.num_heads // layer.num_heads
+    elements = 9 * share.num_heads * size + 2 * num_groups * compressed.output_rank
+    elements += 3 * compressed.query_rank + 4 * size + compressed.row_size(size)
+    if compressed.indexer is not None:
+        # Queries in float32 too; positions of entries, int64, are at most as many bytes.
+        elements += 6 * compressed.indexer.num_heads * compressed.indexer.head_size + 8 * compressed.indexer.num_chosen
+    return elements
 
 
 def _attention_elements(model_config: ModelConfig, layer: LayerConfig, share: LayerShare) -> int:
@@ -459,7 +479,7 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     counts = [
         (experts.num_chosen * (1 + experts.weighs_inputs) + 8 + 6 * (experts.are_beside_dense or experts.skips_layer))
         * model_config.hidden_size
-        + (12 if experts.limit > 0 or experts.bound > 0 else 10) * (experts.intermediate_size // size + 1)
+        + (12 if experts.limit > 0 or experts.bound else 10) * (experts.intermediate_size // size + 1)
         + _column_copies(layer) * experts.shared_size
         + 12 * experts.num_choices
         for layer in dict.fromkeys(model_config.layers)
@@ -474,7 +494,7 @@ def cache_spec(
     """One rank's share of the cache, in a run whose rows have up to `most_drafts` drafts. Layers of an encoder, which
     has no cache, share one step's buffer.
     """
-    layers = tuple([block_layer(*each) for each in rank_layers(model_config, layout, rank)])
+    layers = tuple([block_layer(*each, block_size) for each in rank_layers(model_config, layout, rank)])
     if model_config.is_encoder:
         assert len(dict.fromkeys(layers)) == 1, f"layers of an encoder are alike: {layers}"
         layers = layers[:1]
@@ -516,20 +536,24 @@ def state_layer(layer: LayerConfig, hidden_size: int, share: LayerShare, most_dr
         return None
     saved = (most_drafts, num_channels + num_gates) if most_drafts else (0, 0)
     ngrams = layer.ngrams
-    if ngrams is None or layer.gated_streams is None:
+    if ngrams is None or layer.streams is None:
         return StateLayer(shape, (num_taps - 1, num_channels), saved)
     # Every rank has all channels of this one.
-    second = ngrams.num_channels(layer.gated_streams.num_streams * hidden_size)
+    second = ngrams.num_channels(layer.streams.num_streams * hidden_size)
     of_ngrams = (ngrams.num_inputs_kept, second), (most_drafts, second) if most_drafts else (0, 0)
     return StateLayer(shape, (num_taps - 1, num_channels), saved, *of_ngrams)
 
 
-def block_layer(layer: LayerConfig, share: LayerShare) -> BlockLayer | None:
-    """Keys and values that a rank with this share of a layer keeps; None if it keeps none of its own."""
+def block_layer(layer: LayerConfig, share: LayerShare, block_size: int) -> BlockLayer | None:
+    """Keys and values that a rank with this share of a layer keeps, in blocks of so many tokens; None if it keeps none
+    of its own.
+    """
     if not layer.attends or layer.kv_layer is not None:
         return None
     if layer.latent is not None:
         return BlockLayer(1, layer.latent.key_size, 0, layer.latent.index_size)
+    if layer.compressed is not None:
+        return BlockLayer(1, layer.head_size, 0, layer.compressed.beside_key(layer.head_size, block_size))
     index_size = 0 if layer.indexer is None else layer.indexer.cached_size
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 

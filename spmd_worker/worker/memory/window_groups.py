@@ -80,7 +80,7 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
         return one, f"{key} keeps blocks of all layers"
     if resolved.draft is not None and all(windows):
         return one, "a draft, whose keys lie in the same blocks, keeps all tokens"
-    kept = [block_layer(layer, layer.full_share) for layer in model_config.layers]
+    kept = [block_layer(layer, layer.full_share, config.cache.block_size) for layer in model_config.layers]
     return _group(tuple(0 if each is None else each.token_size for each in kept), windows, *sizes)
 
 

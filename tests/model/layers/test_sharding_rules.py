@@ -77,6 +77,9 @@ HELD_BY_ALL += (
     *("correct_output_scale", "correction_coefs.weight", "prediction_coefs.weight", "modality_router.weight"),
     *("laurel.linear_left.weight", "laurel.linear_right.weight"),
     *(f"projections.{number}.weight" for number in range(3)),
+    *("attn.wq_a.weight", "wkv.weight", "wgate.weight", ".ape", "experts.w2.bias"),
+    *("ffn.gate.weight", "ffn.gate.bias", ".tid2eid"),
+    *(f"hc_{part}_{leaf}" for part in ("attn", "ffn", "head") for leaf in ("fn", "base", "scale")),
 )
 
 
@@ -114,7 +117,7 @@ def test_ranks_together_read_every_tensor_once(architecture: str, size: int):
             count, expected = np.delete(count, shared, axis=0), 1
         elif mamba is not None and name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             expected = num_group_holders
-        elif any(word in name for word in ("qkv_proj", "query_key_value", "c_attn", "Wqkv")):
+        elif any(word in name for word in ("qkv_proj", "query_key_value", ".c_attn", "Wqkv")):
             num_queries = model_config.num_heads * model_config.head_size
             assert (count[:num_queries] == 1).all(), name
             count, expected = count[num_queries:], num_holders
