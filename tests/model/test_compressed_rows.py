@@ -158,7 +158,7 @@ def test_stored_numbers_of_the_hub_are_what_they_mean(name: str, dtype: str, tmp
     stored, plain = stored_folders(name, tmp_path)
     wanted = prompt_logits(load_model(plain, dtype=dtype), PROMPTS[1:3])
     model = load_model(stored, dtype=dtype)
-    (held,) = {each.weight.dtype for each in model.model.layers[0].mlp.experts[0].children()}
+    (held,) = {each.weight.dtype for each in model.model.layers[0].mlp.experts["0"].children()}
     assert held == (torch.uint8 if dtype == "bfloat16" else torch.float32)
     assert all(map(torch.equal, prompt_logits(model, PROMPTS[1:3]), wanted))
     edit(stored / "config.json", expert_dtype="fp8")

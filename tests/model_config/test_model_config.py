@@ -317,7 +317,6 @@ def test_unsupported_architecture_is_rejected_with_its_reason(tmp_path: Path):
             ["dynamic alpha='x'"],
         ),
         ({"architectures": ["BailingMoeForCausalLM"]}, ["BailingMoeForCausalLM", "is not supported", "experts"]),
-        ({"architectures": ["DeepseekV4ForCausalLM"]}, ["is not supported", "indexer"]),
         ({"architectures": ["Zamba2ForCausalLM"]}, ["is not supported", "recurrent state of a kind"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method='hqq'", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),

@@ -271,7 +271,6 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"
-_INDEXER: Final = "its attention chooses the keys that a token sees by an indexer of a form that does not run"
 _TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
 _MASKS_KEYS: Final = "its attention leaves out keys by what they hold"
