@@ -19,7 +19,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.stream_config import PredictedStreamsConfig
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.row_sums import row_lengths
+from spmd_worker.ops.kernels.row_means import row_lengths
 
 _LEAST_SQUARE = 1e-5
 """Mean square of a row, at least, that others are made as long as."""
