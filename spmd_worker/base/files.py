@@ -16,15 +16,15 @@ from typing import Any, BinaryIO, Final
 CONFIG_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of a configuration file."""
 _MAX_NAME_BYTES: Final = 255
+"""Maximum length of a file name on common systems."""
+_TOKEN_BYTES: Final = 8
+"""Random bytes in the name of a file that is being created."""
 _ROOM: Final = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",
     errno.EFBIG: "raise the limit of files' sizes (ulimit -f)",
 }
 """Ways out for a file that cannot grow."""
-"""Maximum length of a file name on common systems."""
-_TOKEN_BYTES: Final = 8
-"""Random bytes in the name of a file that is being created."""
 
 
 class JobFileError(OSError):
@@ -53,7 +53,7 @@ class NamedErrors:
 
 
 def describe_os_error(error: Exception) -> str:
-    """The error with its file first, and with the way out if a disk, quota or file is full; another error's own text."""
+    """The error with its file first, and with the way out if it cannot grow; another error's own text."""
     if not isinstance(error, OSError) or error.errno is None or type(error).__str__ is not OSError.__str__:
         return str(error)
     name = "" if error.filename is None else f"{error.filename}: "
