@@ -19,6 +19,12 @@ _MAX_NAME_BYTES: Final = 255
 """Maximum length of a file name on common systems."""
 _TOKEN_BYTES: Final = 8
 """Random bytes in the name of a file that is being created."""
+_ROOM: Final = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise the limit of files' sizes (ulimit -f)",
+}
+"""Ways out for a file that cannot grow."""
 
 
 class JobFileError(OSError):
@@ -47,12 +53,12 @@ class NamedErrors:
 
 
 def describe_os_error(error: Exception) -> str:
-    """The error with its file first, and with the way out if a disk or quota is full; another error's own text."""
+    """The error with its file first, and with the way out if it cannot grow; another error's own text."""
     if not isinstance(error, OSError) or error.errno is None or type(error).__str__ is not OSError.__str__:
         return str(error)
     name = "" if error.filename is None else f"{error.filename}: "
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    way_out = ": finished rows are kept, so free space and start the same command again" if is_full else ""
+    room = _ROOM.get(error.errno)
+    way_out = "" if room is None else f": finished rows are kept, so {room} and start the same command again"
     return f"{name}{error.strerror}{way_out}"
 
 

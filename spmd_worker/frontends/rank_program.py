@@ -219,8 +219,8 @@ def run_rank(
 
 
 def fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: threading.Event | None = None) -> int:
-    """Print an error once, on rank 0, or on another rank if rank 0 has no error; returns `code`. torchrun's summary,
-    its last lines, gets the error too. `is_ending` is set when the launcher ends this rank because rank 0 has left.
+    """Print an error once, on rank 0, or on another rank if rank 0 has no error; returns `code`. The end of torchrun's
+    summary has the error too. `is_ending` is set when the launcher ends this rank because rank 0 has left.
     """
     message, rank = without_credentials(message), environment.rank
     # The launcher ends all ranks when one has ended: another one must not end rank 0 before it has printed.

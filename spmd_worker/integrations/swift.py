@@ -21,7 +21,7 @@ from importlib.metadata import version as version_of
 from typing import Any, Final
 
 from spmd_worker.compat.engine_args import EngineArgs
-from spmd_worker.integrations.vllm_modules import check_release, install_modules, run_program
+from spmd_worker.integrations.vllm_modules import check_release, install_modules, installed, run_program
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.replica.sequence.lora_request import LoRARequest, TensorSnapshot
@@ -194,7 +194,7 @@ def main(arguments: list[str]) -> None:
     run_program(arguments, "spmd_worker.integrations.swift {rlhf | SCRIPT.py}", replaced, "swift.cli")
 
 
-replaced: Final = install()
+replaced: Final = installed(install, __name__)
 """Description of what importing this module has done."""
 
 if __name__ == "__main__":

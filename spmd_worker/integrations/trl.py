@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from spmd_worker.integrations import policy_adapter
 from spmd_worker.integrations.policy_adapter import PolicyLLM
-from spmd_worker.integrations.vllm_modules import check_release, run_program
+from spmd_worker.integrations.vllm_modules import check_release, installed, run_program
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
     run_program(arguments, "spmd_worker.integrations.trl [--merge-lora] SCRIPT.py", replaced)
 
 
-replaced: Final = install()
+replaced: Final = installed(install, __name__)
 """Description of what importing this module has done."""
 
 if __name__ == "__main__":

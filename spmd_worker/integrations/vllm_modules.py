@@ -6,7 +6,7 @@ No package of that name is needed, and an installed one is not used after this.
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,18 @@ def check_release(package: str, found: str, release: str) -> None:
             f"{package} {found} is installed and this package knows the calls of {release}: "
             f"pip install '{package}=={release}.*'"
         )
+
+
+def installed(install: Callable[[], str], module: str) -> str:
+    """The description that `install` returns. Where `module` is the program itself, an ImportError is a SystemExit of
+    one line.
+    """
+    try:
+        return install()
+    except ImportError as error:
+        if module != "__main__":
+            raise
+        raise SystemExit(f"error: {error}") from None
 
 
 def run_program(arguments: list[str], usage: str, message: str, package: str | None = None) -> None:

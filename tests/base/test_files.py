@@ -46,7 +46,11 @@ def test_failed_write_leaves_only_the_old_file(tmp_path: Path, is_durable: bool)
         write_file(path, b"x" * 100_000, is_durable=is_durable)
     # The system names no file.
     assert describe_os_error(caught.value) == (
-        f"{path}: File too large: finished rows are kept, so free space and start the same command again"
+        f"{path}: File too large: finished rows are kept, so raise the limit of files' sizes (ulimit -f) and start the "
+        "same command again"
+    )
+    assert describe_os_error(OSError(errno.ENOSPC, "Full", "a")) == (
+        "a: Full: finished rows are kept, so free space and start the same command again"
     )
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -1,5 +1,6 @@
 """Modules for other tools, without the tool."""
 
+import runpy
 import sys
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -49,3 +50,11 @@ def test_missing_package_names_its_extra(
     with pytest.raises(ImportError, match=rf"^{package} {words}: {way_out}{package} repairs it$") as broken:
         import_module(name)
     assert not isinstance(broken.value, ModuleNotFoundError)
+
+
+def test_command_without_its_package_ends_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    remove_package(monkeypatch, "trl")
+    # An earlier test may have imported it, which runpy would warn of.
+    monkeypatch.delitem(sys.modules, "spmd_worker.integrations.trl", raising=False)
+    with pytest.raises(SystemExit, match=r"^error: TRL is not installed: pip install 'trl==1\.16\.\*'$"):
+        runpy.run_module("spmd_worker.integrations.trl", run_name="__main__")
