@@ -57,14 +57,18 @@ class AdapterModule:
 
     def turned(self) -> "AdapterModule":
         """A stack's update of matrices [outputs, inputs] as one of [inputs, outputs]."""
-        a = self.b.view(len(self.b), self.rank, self.num_experts).permute(2, 1, 0).reshape(-1, len(self.b))
-        b = self.a.view(self.num_experts, self.rank, -1).permute(2, 1, 0).reshape(self.a.shape[1], -1)
+        a = self.b.reshape(len(self.b), self.rank, self.num_experts).permute(2, 1, 0).reshape(len(self.a), len(self.b))
+        b = (
+            self.a.reshape(self.num_experts, self.rank, self.a.shape[1])
+            .permute(2, 1, 0)
+            .reshape(self.a.shape[1], len(self.a))
+        )
         return replace(self, a=a, b=b)
 
     def of_expert(self, expert: int, rows: slice) -> "AdapterModule":
         """Matrices of one expert of a stack, for these rows of its outputs."""
-        a = self.a.view(self.num_experts, self.rank, -1)[expert]
-        b = self.b.view(len(self.b), self.rank, self.num_experts)[rows, :, expert]
+        a = self.a.reshape(self.num_experts, self.rank, self.a.shape[1])[expert]
+        b = self.b.reshape(len(self.b), self.rank, self.num_experts)[rows, :, expert]
         return AdapterModule(a, b, self.scaling)
 
 
@@ -247,7 +251,7 @@ def _pair_problem(config: PeftConfig, module: str, pair: Mapping[str, Tensor], *
     if not 2 <= a.ndim == b.ndim or len(a) != b.shape[1]:
         return f"lora_A {list(a.shape)} and lora_B {list(b.shape)} must be [rank, inputs] and [outputs, rank]"
     rank = config.rank_of(module)
-    if is_stack and (a.ndim > 2 or len(a) % rank):
+    if is_stack and (a.ndim > 2 or len(a) % rank or not len(a)):
         shape = list(a.shape)
         return f"lora_A {shape} must be [experts * rank, inputs], of the rank {rank} of {config.subject}"
     if not is_stack and len(a) != rank:

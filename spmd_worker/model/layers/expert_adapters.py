@@ -19,7 +19,7 @@ from spmd_worker.ranks.leaves import tree_sum
 
 @dataclass(frozen=True, slots=True)
 class AddedToExperts:
-    """Additions of a step's adapters to experts' outputs. `step` has a row for each token and expert of it."""
+    """Addends of a step's adapters to experts' outputs. `step` has a row for each token and expert of it."""
 
     gate_up: AdapterStack
     down: AdapterStack
@@ -61,7 +61,7 @@ class ExpertAdapters:
         return all(stack.is_empty for stack in self.stacks.values())
 
     def step(self, adapters: StepAdapters, ids: Tensor) -> AddedToExperts:
-        """Additions of the adapters of a step's tokens to the experts `ids`, int64 [T, k], or [T * k, 1], of each."""
+        """The adapters of a step's tokens for the experts `ids`, int64 [T, k], or [T * k, 1], of each."""
         slots = adapters.slots.long().repeat_interleave(ids.numel() // len(adapters.slots))
         places = self._places[ids.flatten()]
         found = torch.where((slots < 0) | (places < 0), -1, slots * self._num_own + places)

@@ -34,7 +34,14 @@ from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.peft_config import PeftConfig
-from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, adapter_from_tensors, read_adapter
+from spmd_worker.model.adapters.source import (
+    AdapterModule,
+    AdapterSource,
+    adapter_from_tensors,
+    read_adapter,
+    read_config,
+    read_tensors,
+)
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
@@ -101,6 +108,7 @@ def adapter_of(case: str) -> Path:
     return made_once(name, lambda folder: write_adapter(open_experts(folder_of(case)), folder, settings))
 
 
+@cache
 def our_model_of(case: str) -> DecoderForCausalLM:
     return load_model(folder_of(case), max_images=0)
 
@@ -112,13 +120,18 @@ def theirs(case: str) -> list[Tensor]:
     return [peft_logits(model, prompt) for prompt in PROMPTS]
 
 
-def loaded_logits(model: DecoderForCausalLM, sources: Sequence[AdapterSource | None], **options: Any) -> list[Tensor]:
-    """Logits of all prompts, each with one of `sources`."""
+def loaded_logits(
+    model: DecoderForCausalLM,
+    sources: Sequence[AdapterSource | None],
+    prompts: list[list[int]] = PROMPTS,
+    **options: Any,
+) -> list[Tensor]:
+    """Logits of prompts, each with one of `sources`."""
     loaded = LoadedAdapters(model, LIMITS)
     for source in {each.digest: each for each in sources if each is not None}.values():
         loaded.commit(loaded.prepare(source))
     digests = [0 if each is None else each.digest for each in sources]
-    return prompt_logits(model, PROMPTS, loaded=loaded, digests=digests, **options)
+    return prompt_logits(model, prompts, loaded=loaded, digests=digests, **options)
 
 
 def worst_error(case: str) -> float:
@@ -234,11 +247,9 @@ def test_row_has_equal_bits_in_any_batch(case: str, dtype: str, quantization: st
     second = replace(first, modules={name: replace(each, scaling=-2.0) for name, each in first.modules.items()})
     sources = [first, None, second, first]
     mixed = loaded_logits(model, sources)
-    for chunk in (1, 7):
-        assert all(map(torch.equal, loaded_logits(model, sources, chunk=chunk, is_fused=(True, False)), mixed)), chunk
-    for index, (source, logits, plain) in enumerate(zip(sources, mixed, without, strict=True)):
-        alone = loaded_logits(model, [source if each == index else None for each in range(len(PROMPTS))])
-        assert torch.equal(alone[index], logits)
+    assert all(map(torch.equal, loaded_logits(model, sources, chunk=4, is_fused=(True, False)), mixed))
+    for prompt, source, logits, plain in zip(PROMPTS, sources, mixed, without, strict=True):
+        assert torch.equal(loaded_logits(model, [source], [prompt])[0], logits)
         assert torch.equal(logits, plain) == (source is None)
 
 
@@ -315,6 +326,47 @@ def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
         LoadedAdapters(model, LIMITS).prepare(replace(source, modules=routers))
     with pytest.raises(AdapterError, match=r"experts: GPU kernels add no adapters"):
         LoadedAdapters(model, LIMITS).prepare(source)
+
+
+FAULTS: dict[str, tuple[str, tuple[int, int], tuple[int, int], str]] = {
+    "rank": (
+        STACKS[0],
+        (17, 64),
+        (64, 17),
+        r"experts: lora_A \[17, 64\] must be \[experts \* rank, inputs\], of the rank 2",
+    ),
+    "empty": (STACKS[0], (0, 64), (64, 0), r"experts: lora_A \[0, 64\] must be"),
+    "count": (STACKS[0], (18, 64), (64, 18), "experts.gate_up_proj: the model has no such module"),
+    "inputs": (
+        STACKS[1],
+        (16, 0),
+        (64, 16),
+        r"0\.w2: lora_A \[2, 0\] and lora_B \[64, 2\], but .* has 32 inputs and 64",
+    ),
+    "bias": ("experts.down_proj_bias", (2, 64), (8, 2), "has down_proj_bias, and adapters of biases are not computed"),
+    "elsewhere": ("mlp.other.down_proj", (16, 32), (64, 16), "experts: lora_A has the rank 16"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_stack_that_does_not_fit_is_named(fault: str):
+    parameter, a, b, words = FAULTS[fault]
+    name = "base_model.model.model.layers.0.mlp.experts"
+    tensors = {f"{name}.lora_A.weight": torch.ones(a), f"{name}.lora_B.weight": torch.ones(b)}
+    config = {"peft_type": "LORA", "r": 2, "target_parameters": [parameter]}
+    with pytest.raises(AdapterError, match=words):
+        LoadedAdapters(our_model_of("mixtral"), LIMITS).prepare(adapter_from_tensors(config, tensors))
+
+
+def test_trainers_tensors_may_have_any_strides():
+    folder = adapter_of("mixtral")
+    tensors, config = read_tensors(folder), read_config(folder)
+    turned = {name: each.t().contiguous().t() for name, each in tensors.items()}
+    model = our_model_of("mixtral")
+    found, expected = (
+        loaded_logits(model, [adapter_from_tensors(config, each)] * len(PROMPTS)) for each in (turned, tensors)
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 def test_step_without_loaded_adapter_calls_all_experts_at_once(monkeypatch: pytest.MonkeyPatch):
