@@ -6,7 +6,10 @@ from typing import Final
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.kernels.torch_version import torch_version
 
-_PARTS: Final = ("decoder.py", "decoder_layer.py", "scaled_layer.py", "pooler.py", "layers", "towers")
+_PARTS: Final = (
+    *("decoder.py", "decoder_layer.py", "layer_with_inputs.py", "scaled_layer.py", "shortcut_layer.py"),
+    *("gated_streams_layer.py", "predicted_streams_layer.py", "pooler.py", "layers", "towers"),
+)
 
 
 def layers_region() -> Region:

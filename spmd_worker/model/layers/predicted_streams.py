@@ -15,11 +15,11 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import new_norm
+from spmd_worker.model.layers.row_means import row_lengths
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import NormConfig
 from spmd_worker.model_config.stream_config import PredictedStreamsConfig
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.row_means import row_lengths
 
 _LEAST_SQUARE = 1e-5
 """Mean square of a row, at least, that others are made as long as."""

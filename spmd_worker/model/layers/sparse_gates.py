@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, OutputPart
+from spmd_worker.model.layers.row_means import row_lengths, row_means
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.row_means import row_lengths, row_means
 from spmd_worker.ranks.leaves import column_range
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_worker.ops.kernels.row_means import row_lengths, row_means
+from spmd_worker.model.layers.row_means import row_lengths, row_means
 
 SIZES = (1, 2, 3, 40, 56, 257, 8192)
 
