@@ -145,6 +145,11 @@ ALONE = [
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),
+    (
+        ["--tensor-parallel-size", "2", "--model=x", "--bogus"],
+        "unrecognized arguments: --tensor-parallel-size --model=x --bogus: write parallel.tensor_parallel_size=... "
+        "model.path=...; give KEY=VALUE, --help,",
+    ),
     (["--help=some"], "argument --help/-h: ignored explicit argument 'some': give KEY=VALUE, --help, --cfg job,"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
     (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one with GROUP/NAME.yaml"),

@@ -9,6 +9,7 @@ import faulthandler
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -75,7 +76,17 @@ class CommandParser(argparse.ArgumentParser):
         return command
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: {self._way_out}")
+        raise ConfigError(f"{message}: {_keys_of_options(message)}{self._way_out}")
+
+
+def _keys_of_options(message: str) -> str:
+    """The keys that vLLM's options in argparse's message are here; empty if it has none of them."""
+    keys = {"model": "model.path"}
+    for key in keys_of(RunConfig).values():
+        keys |= {name: key.name for name in (key.keyword, *key.option.vllm_names) if name}
+    options = dict.fromkeys(re.findall(r"(?<!\S)--([\w-]+)", message))
+    found = [f"{keys[name]}=..." for name in (option.replace("-", "_") for option in options) if name in keys]
+    return f"write {' '.join(found)}; " if found else ""
 
 
 def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
