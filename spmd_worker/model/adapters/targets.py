@@ -89,8 +89,10 @@ class AdapterTargets:
         self.sparse_layers = {name: each for name, each in modules.items() if isinstance(each, SparseFeedForward)}
         """Those of this rank that have experts."""
         can_adapt = model.model.adapts_experts
-        self.why_no_experts = _BY_KERNELS if not can_adapt else "" if of_experts else _BY_OPTION
-        """Reason why experts take no adapters, or nothing."""
+        has_experts = any(layer.experts is not None for layer in model.model_config.layers)
+        reason = _BY_KERNELS if not can_adapt else "" if of_experts else _BY_OPTION
+        self.why_no_experts = reason if has_experts else ""
+        """Reason why the model's experts take no adapters, or nothing."""
         self.layers: dict[str, AdaptableLayer] = {
             name: each
             for name, each in modules.items()

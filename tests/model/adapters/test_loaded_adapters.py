@@ -121,6 +121,7 @@ def test_all_tensors_that_do_not_fit_are_listed(model: DecoderForCausalLM):
     wrong = {
         "model.layers.9.self_attn.q_proj": (64, 64),
         "model.layers.0.mlp.other_proj": (96, 64),
+        "model.layers.0.mlp.experts.3.up_proj": (96, 64),
         "model.layers.0.self_attn.v_proj": (64, 64),
         "model.layers.0.self_attn.q_proj": (64, 64),
         "model.embed_tokens": (96, 64),
@@ -130,6 +131,7 @@ def test_all_tensors_that_do_not_fit_are_listed(model: DecoderForCausalLM):
     assert "peft_config: fan_in_fan_out=true: the model's matrices are not transposed" in text
     assert "model.layers.9.self_attn.q_proj: the model has no such module" in text
     assert "model.layers.0.mlp.other_proj: the model has no such module" in text
+    assert "model.layers.0.mlp.experts.3.up_proj: the model has no such module" in text
     assert "v_proj: lora_A [4, 64] and lora_B [64, 4], but the model's module has 64 inputs and 32 outputs" in text
     assert "model.embed_tokens: adapters of embeddings and token heads are not supported" in text
     assert "lm_head: adapters of embeddings" in text
