@@ -74,6 +74,7 @@ def test_logits_equal_transformers_from_both_kinds_of_files(name: str):
     assert all(map(torch.equal, prompt_logits(hub, PROMPTS), logits))
 
 
+@pytest.mark.guarantee("A row's answer depends on the row alone")
 @pytest.mark.parametrize(
     ("name", "dtype", "chunks"),
     [
@@ -89,6 +90,7 @@ def test_row_has_equal_bits_alone_batched_and_chunked(name: str, dtype: str, chu
     assert torch.equal(prompt_logits(model, [PROMPTS[2]])[0], whole[2])
 
 
+@pytest.mark.control("A row's answer depends on the row alone")
 def test_chunks_differ_with_groups_of_the_step(monkeypatch: pytest.MonkeyPatch):
     """Negative control: groups whose first tokens are of an earlier step are forgotten."""
     model = load_model(compressed_folder("deepseek_v4"))
@@ -200,6 +202,7 @@ def test_table_of_experts_must_have_numbers_of_experts():
         model.load_weights([("layers.0.ffn.gate.tid2eid", table)])
 
 
+@pytest.mark.guarantee("The plan's bytes are those of the run")
 @each_case
 def test_planned_memory_is_that_of_models(name: str):
     config = read_model_files(compressed_folder(name)).model_config
@@ -258,6 +261,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.control("Models compute what transformers computes")
 @some(MISTAKES, "the entry before", "streams mixed backwards")
 def test_mistake_in_a_layer_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch):
     model = load_model(compressed_folder("deepseek_v4"))
@@ -285,6 +289,7 @@ CHANGES: dict[str, Callable[[LayerConfig], LayerConfig]] = {
 }
 
 
+@pytest.mark.control("Models compute what transformers computes")
 @some(CHANGES, "shorter window")
 def test_wrong_size_of_a_layer_is_noticed(case: str):
     folder = compressed_folder("deepseek_v4")
