@@ -36,8 +36,13 @@ from spmd_worker.model_config.layer_config import (
 )
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.pooling import DenseConfig, HeadConfig, PoolingConfig, ShiftedRow, TextTransform
-from spmd_worker.model_config.stream_config import BalancedStreamsConfig, GatedStreamsConfig, NgramConfig
-from spmd_worker.model_config.vision_config import TowerConfig, TowerNames, VisionConfig
+from spmd_worker.model_config.stream_config import (
+    BalancedStreamsConfig,
+    GatedStreamsConfig,
+    NgramConfig,
+    PredictedStreamsConfig,
+)
+from spmd_worker.model_config.vision_config import Levels, TowerConfig, TowerNames, VisionConfig
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.ranks.environment import RankEnvironment
 from spmd_worker.ranks.expert_layout import ExpertLayout
@@ -97,9 +102,11 @@ _RECORDS: Final[dict[str, type]] = {
         ModelConfig,
         ModelLocation,
         LayerConfig,
+        Levels,
         NgramConfig,
         NormConfig,
         PoolingConfig,
+        PredictedStreamsConfig,
         Quantization,
         RankEnvironment,
         RankLayout,

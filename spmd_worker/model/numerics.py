@@ -8,7 +8,7 @@ from spmd_worker.ops.kernels.torch_version import torch_version
 
 _PARTS: Final = (
     *("decoder.py", "decoder_layer.py", "layer_with_inputs.py", "scaled_layer.py", "shortcut_layer.py"),
-    *("gated_streams_layer.py", "predicted_streams_layer.py", "pooler.py", "layers", "towers"),
+    *("streams_layer.py", "predicted_streams_layer.py", "pooler.py", "layers", "towers"),
 )
 
 

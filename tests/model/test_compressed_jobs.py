@@ -13,10 +13,9 @@ from compressed_checkpoints import CASES, compressed_folder, compressed_referenc
 from family_checks import (
     adapter_logits,
     check_adapters,
+    check_entries,
     ids_and_logprobs,
-    is_any_noticed,
     readings_of,
-    silent_mutants,
     without_each,
 )
 from family_mutants import entries
@@ -199,5 +198,4 @@ def our_logits(folder: Path) -> list[Tensor]:
 @pytest.mark.control("Models compute what transformers computes")
 def test_comparison_detects_each_row_entry_set_to_llama(monkeypatch: pytest.MonkeyPatch):
     folders = {name: (compressed_folder(name), hub_folder(name)) for name in CASES}
-    is_seen = partial(is_any_noticed, folders, our_logits, oracle.is_right)
-    assert not silent_mutants(monkeypatch, ARCHITECTURE, mutants(), readings, is_seen)
+    check_entries(monkeypatch, ARCHITECTURE, mutants(), readings, folders, our_logits, oracle.is_right)

@@ -27,6 +27,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import CompressedConfig, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.host_copies import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def completed_groups(metadata: AttentionMetadata, rate: int) -> Groups | None:
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers of the host, int64, copied without waiting."""
-    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device, non_blocking=True)
+    return send((np.array(numbers, dtype=np.int64),), device)[0]
 
 
 def row_places(tables: Tensor, sequences: Tensor, positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
