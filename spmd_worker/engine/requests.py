@@ -78,7 +78,7 @@ class Requests:
             encoder=encoder_limits(resolved),
             encoder_prompts=open_encoder_prompts(resolved),
             nums_chosen=tuple({layer.experts.num_chosen for layer in model_config.layers if layer.experts is not None}),
-            thinking=ThinkingBudget(resolved.config.model, tokenizer),
+            thinking=ThinkingBudget(resolved.config.model, tokenizer, model_config.vocab_size),
             allows_priority=resolved.config.scheduler.policy == "priority",
             max_step_tokens=resolved.config.scheduler.max_num_batched_tokens,
             num_text_ids=model_config.num_text_ids,

@@ -17,12 +17,12 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 class ThinkingBudget:
     """Markers of one engine's reasoning, encoded when a request first needs them."""
 
-    def __init__(self, options: ModelOptions, tokenizer: Tokenizer | None) -> None:
-        self._options, self._tokenizer = options, tokenizer
+    def __init__(self, options: ModelOptions, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._options, self._tokenizer, self._vocab_size = options, tokenizer, vocab_size
         self._markers: tuple[tuple[int, ...], ...] | None = None
 
     def markers(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the beginning and of the end. Raises RequestError where they are unknown."""
+        """Token ids of the beginning and of the end. Raises RequestError where the model has none."""
         if self._markers is None:
             if self._tokenizer is None:
                 message = "thinking_token_budget needs a tokenizer.json in the model folder: use max_tokens"
@@ -36,8 +36,15 @@ class ThinkingBudget:
                     f"model.reasoning_format and the chat template: set model.reasoning_format to one of "
                     f"{', '.join(THINKING_MARKERS)}, or leave the budget out",
                 )
-            encoded = [self._tokenizer.encode(each, add_special_tokens=False) for each in THINKING_MARKERS[name]]
-            self._markers = tuple(map(tuple, encoded))
+            encoded = {text: self._tokenizer.encode(text, add_special_tokens=False) for text in THINKING_MARKERS[name]}
+            for text, ids in encoded.items():
+                if max(ids, default=self._vocab_size) >= self._vocab_size:
+                    raise RequestError(
+                        "token_out_of_vocabulary",
+                        f"thinking_token_budget: the token ids of {text!r}, {ids}, are not in the model's vocabulary "
+                        f"of {self._vocab_size} tokens: leave the budget out, or set model.reasoning_format",
+                    )
+            self._markers = tuple(map(tuple, encoded.values()))
         return self._markers
 
     def resolved(self, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:

@@ -26,6 +26,9 @@ PAYLOAD: Final = "payload"
 _WALL_S: Final = 120.0
 _WALL_FACTOR: Final = 10
 """Limits for a process that was stopped. On a busy machine seconds of computing may take as many times longer."""
+_MOST_S: Final = 24 * 3600
+"""Maximum of the seconds of computing: limits that a user sets beyond any file would not fit a timer."""
+_MOST_BYTES: Final = 1 << 62
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """Address space that numpy reserves for each thread would count as memory."""
 _PIECE_BYTES: Final = 1 << 16
@@ -44,7 +47,8 @@ class BoundedProcess:
 
     def __init__(self, module: str, start: Mapping[str, Any], cpu_s: int, memory_bytes: int) -> None:
         self._module = module
-        self._start = {"start": start, "cpu_s": cpu_s, "memory_bytes": memory_bytes}
+        limits = {"cpu_s": min(cpu_s, _MOST_S), "memory_bytes": min(memory_bytes, _MOST_BYTES)}
+        self._start = {"start": start, **limits}
         self._lock = threading.Lock()
         self._children: list[_Child] = []
         # At garbage collection, or when the interpreter ends.

@@ -1,6 +1,8 @@
 """Budgets of reasoning: as many tokens as are sampled without one, then the end's marker, then what follows it."""
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,15 @@ def test_budgets_that_cannot_be_are_errors(folder: Path, llm: LLM):
         with pytest.raises(RequestError) as caught:
             plain.llm_engine.add_request("a", NEVER, params(4))
         assert caught.value.code == "reasoning_unknown"
+
+
+def test_markers_outside_the_vocabulary_are_errors(folder: Path, tmp_path: Path):
+    """Forced, such a token ended the job on every rank."""
+    made_of = shutil.copytree(folder, tmp_path / "more_tokens")
+    content = json.loads((made_of / "tokenizer.json").read_text())
+    vocab_size = json.loads((made_of / "config.json").read_text())["vocab_size"]
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    content["added_tokens"].append({"id": vocab_size, "content": END, **dict.fromkeys(names, False)})
+    (made_of / "tokenizer.json").write_text(json.dumps(content))
+    with made(made_of) as llm, pytest.raises(RequestError, match=rf"'</think>', \[{vocab_size}\], are not in"):
+        llm.llm_engine.add_request("a", NEVER, params(4))

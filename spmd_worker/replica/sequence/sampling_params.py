@@ -66,7 +66,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "repetition_detection": "a mapping too",
-    "thinking_token_budget": "tokens between the markers of `model.reasoning_format`; not with harmony's channels",
+    "thinking_token_budget": "tokens between the markers of `model.reasoning_format`; harmony's: the analysis channel",
     "token_rules": "only here: rules of transformers' generation_config.json, such as `suppress_tokens` and Whisper's "
     "timestamps; a mapping too. Encoder-decoder models set them by themselves",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
