@@ -9,6 +9,7 @@ from dataclasses import replace
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.chat.chat_format import THINKING_MARKERS, chat_format_of
 from spmd_worker.engine.request_error import RequestError
+from spmd_worker.replica.grammar.rule_masks import behind_marker
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.token_rules import NO_RULES, ThinkingRules
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -63,6 +64,7 @@ class ThinkingBudget:
 
 def _last_behind(marker: tuple[int, ...], token_ids: Sequence[int]) -> int:
     """Position behind the last marker; 0 if there is none."""
-    size = len(marker)
-    stops = range(len(token_ids), size - 1, -1)
-    return next((stop for stop in stops if tuple(token_ids[stop - size : stop]) == marker), 0)
+    last = 0
+    while (found := behind_marker(marker, token_ids, last)) is not None:
+        last = found
+    return last

@@ -93,7 +93,7 @@ def test_class_of_a_file_decides_between_releases(tmp_path: Path, values: dict[s
 
 
 def test_number_of_frames_in_files_of_glm_is_not_read(tmp_path: Path):
-    """What transformers saves has 16, its default, of which its own rule of seconds takes no notice."""
+    """Files that transformers saves have 16, its default, of which its own rule of seconds takes no notice."""
     file = {"num_frames": 16, "fps": 2}
     found, given = (
         read(tmp_path / str(each), "glm4v", each, video_preprocessor_config=file) for each in ({}, {"num_frames": 6})

@@ -53,7 +53,7 @@ def answers(name: str, rows: list[list[int]] = ROWS, **settings: Any) -> tuple[l
 @pytest.mark.stress
 @each_case
 def test_found_prompts_equal_what_is_computed_again(name: str, monkeypatch: pytest.MonkeyPatch):
-    """In few blocks that other rows had before, whose places of entries differ."""
+    """Few blocks, which other rows had before, with other places of entries."""
     rows = [*ROWS, *ROWS[::-1]]
 
     def run() -> int:
@@ -86,7 +86,7 @@ def test_blocks_and_chunks_of_any_size_give_equal_bits(name: str):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @each_case
 def test_rows_that_hardly_fit_give_equal_bits(name: str, mode: str):
-    """With hardly more blocks than the longest row needs, rows are preempted again and again."""
+    """Rows are preempted again and again: there are hardly more blocks than the longest row needs."""
     alone = [answers(name, [row], enable_prefix_caching=False)[0][0] for row in ROWS]
     for block_size, num_blocks in ((4, 23), (16, 7)):
         few = {"num_blocks": num_blocks, "block_size": block_size, "preemption_mode": mode, "swap_space": 0.02}
@@ -99,7 +99,7 @@ def test_rows_that_hardly_fit_give_equal_bits(name: str, mode: str):
 @pytest.mark.stress
 @each_case
 def test_drafts_by_lookup_do_not_change_ids(name: str):
-    """Of which some are accepted, and groups of the others are computed again."""
+    """Some drafts are accepted, and groups of the others are computed again."""
     alone = [answers(name, [row])[0][0] for row in ROWS]
 
     def right(key: SequenceKey, num_outputs: int, most: int) -> list[int]:

@@ -58,9 +58,9 @@ def end_of_thinking(thinking: ThinkingRules, token_ids: Sequence[int]) -> tuple[
     if len(token_ids) < thinking.least_outputs:
         return ()
     begin, end = thinking.begin_token_ids, thinking.end_token_ids
-    start, num_open = (_behind(begin, token_ids, 0), 0) if thinking.num_open is None else (0, thinking.num_open)
-    while start is not None and (closed := _behind(end, token_ids, start)) is not None:
-        start, num_open = _behind(begin, token_ids, closed), 0
+    start, num_open = (behind_marker(begin, token_ids, 0), 0) if thinking.num_open is None else (0, thinking.num_open)
+    while start is not None and (closed := behind_marker(end, token_ids, start)) is not None:
+        start, num_open = behind_marker(begin, token_ids, closed), 0
     if start is None or len(token_ids) - start + num_open < thinking.budget:
         return ()
     # A part of the marker may be there.
@@ -68,8 +68,8 @@ def end_of_thinking(thinking: ThinkingRules, token_ids: Sequence[int]) -> tuple[
     return (end[next(size for size in range(len(tail), -1, -1) if tail[len(tail) - size :] == end[:size])],)
 
 
-def _behind(marker: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | None:
-    """Position behind the first marker from `start` on; None if there is none."""
+def behind_marker(marker: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | None:
+    """Position behind the first `marker` from `start` on; None if there is none."""
     with suppress(ValueError):
         while True:
             start = token_ids.index(marker[0], start) + 1

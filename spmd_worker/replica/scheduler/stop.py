@@ -51,9 +51,8 @@ class StopChecker:
     def prepare(self, sequence: Sequence) -> None:
         """Compute `Sequence.num_outputs_plain` and `end_ids` once: tokens that they rule out need no `has_ended`."""
         request, sampling = sequence.request, sequence.request.sampling
-        if sampling.stop or sampling.structured_outputs is not None or request.pooling is not None:
-            return
-        if sampling.repetition_detection is not None:
+        others = (sampling.structured_outputs, sampling.repetition_detection, request.pooling)
+        if sampling.stop or any(each is not None for each in others):
             return
         sequence.num_outputs_plain = self.max_output_tokens(request)
         eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids

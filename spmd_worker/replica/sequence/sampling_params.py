@@ -66,7 +66,8 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "`structural_tag` is rejected",
     "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "repetition_detection": "a mapping too",
-    "thinking_token_budget": "tokens between the markers of `model.reasoning_format`; harmony's: the analysis channel",
+    "thinking_token_budget": "tokens between the markers of `model.reasoning_format`; harmony's: the analysis channel; "
+    "the end comes only where `structured_outputs` allow it, which may be inside of a form without reasoning",
     "token_rules": "only here: rules of transformers' generation_config.json, such as `suppress_tokens` and Whisper's "
     "timestamps; a mapping too. Encoder-decoder models set them by themselves",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
