@@ -19,15 +19,14 @@ from spmd_worker.compat.late_texts import encode_late_text
 from spmd_worker.compat.media_keywords import sound_fault
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
-from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
-from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -102,48 +101,31 @@ class TextPair:
 
 
 @dataclass(slots=True, eq=False)
-class Encoded:
+class Encoded(PromptContent):
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
-    caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
-    (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
-    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
-    the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
-    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded. `media_items` say which tokens take the
-    rows of each of its images, `media`. `continued` is the text of the message that the answer continues, None if it
-    begins one.
-
-    `encoder` is the input of an encoder-decoder model's encoder: text, and then `encoder_text` is that text if it was
-    given as one, or the only one of `media`, audio. The ids are then the decoder's prompt, and `rules` are those of its
-    answer, for parameters that have none.
+    caller's text of them. `num_first_tokens` are those of the first text of a `pair`. `form` constrains the answer of
+    this prompt; `cache_salt` None is that of the parameters. `adapter` and `virtual` are set when its `lora_request`
+    and its `prompt_adapter` are loaded. `rules` are those of an encoder-decoder model's answer, for parameters that
+    have none. `continued` is the text of the message that the answer continues, None if it begins one.
     """
 
-    text: str | None
-    token_ids: tuple[int, ...]
     error: str | None = None
     is_ids: bool = False
-    rope_regime: int | None = None
-    pooling: PoolingParams | None = None
     pair: TextPair | None = None
     num_first_tokens: int | None = None
     form: StructuredOutputsParams | None = None
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
-    adapter: int = 0
-    rows: PromptRows | None = None
     prompt_adapter: PromptAdapterRequest | None = None
-    virtual: VirtualTokens | None = None
-    media: tuple[PreparedMedia, ...] = ()
-    media_items: tuple[MediaItem, ...] = ()
-    encoder: EncoderInput | None = None
-    encoder_text: str | None = None
-    priority: int = 0
     rules: TokenRules | None = None
     continued: str | None = None
 
     @property
     def num_virtual_tokens(self) -> int:
         """Tokens of the prompt adapter, before it is loaded too."""
-        return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
+        if self.virtual is not None or self.prompt_adapter is None:
+            return 0 if self.virtual is None else self.virtual.num_tokens
+        return self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
     def completed(self, params: SamplingParams, ruled: RuledParams) -> SamplingParams:
         """The parameters with the prompt's salt and rules. Raises ValueError for an invalid salt."""

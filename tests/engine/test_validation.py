@@ -17,6 +17,7 @@ from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.preparer import ImagePreparer
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.scheduler.media_rows import MediaRowLimits
 from spmd_worker.replica.sequence.media_items import MediaItem
 
@@ -38,7 +39,7 @@ LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
 )
 def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):
     with pytest.raises(RequestError, match=words) as refused:
-        LIMITS.check(prompt, SamplingParams(**sampling))
+        LIMITS.check(PromptContent(None, prompt), SamplingParams(**sampling))
     assert refused.value.code == code
 
 
@@ -46,12 +47,12 @@ def test_only_tokens_of_images_are_beyond_the_vocabulary():
     images = ImagePrompts(LazyPreparer(ImagePreparer), (MediumTokens(PLACEHOLDERS["llava"], 12),))
     limits = replace(LIMITS, max_model_len=9, images=images, media=MediaRowLimits(num_rows=8))
     items = (MediaItem(bytes(16), ((1, 2),), 4),)
-    limits.check((1, 12, 12, 2), SamplingParams(), media_items=items)
+    limits.check(PromptContent(None, (1, 12, 12, 2), media_items=items), SamplingParams())
     for given in ((1, 12, 12, 2, 12), (1, 12, 12, 11)):
         with pytest.raises(RequestError, match=f"token id {given[-1]} is outside"):
-            limits.check(given, SamplingParams(), media_items=items)
+            limits.check(PromptContent(None, given, media_items=items), SamplingParams())
     with pytest.raises(RequestError, match="token id 12 is outside"):
-        limits.check((1, 12, 12, 2), SamplingParams())
+        limits.check(PromptContent(None, (1, 12, 12, 2)), SamplingParams())
 
 
 @pytest.mark.parametrize("kind", ["text", "audio"])

@@ -158,16 +158,15 @@ def finish_row(
     chat_format: ChatFormat = _NO_FORMAT,
 ) -> EncodedRow:
     """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
-    adapter_id, virtual = adapters
-    num_virtual = 0 if virtual is None else virtual.num_tokens
-    text, rows = given.text, given.rows
-    token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
+    given.adapter, given.virtual = adapters
+    given.priority, text = row.priority, given.text
+    given.token_ids = token_ids = tuple(engine.truncate(given, row.sampling))
     engine.check_priority(row.priority)
     own = constrained_sampling(row, text, tokenizer, chat_format)
     with invalid_request():
         sampling = given.completed(own, RuledParams())
     try:
-        engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
+        engine.check(given, sampling)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)
@@ -176,7 +175,7 @@ def finish_row(
         message = f"the prompt has {num_tokens} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
         raise InvalidRequestError(message, "prompt_too_long")
     # A prompt that is only scored may fill the length: its one token is not computed.
-    num_left = max(engine.max_model_len - num_virtual - len(token_ids), 1)
+    num_left = max(engine.max_model_len - given.num_virtual_tokens - len(token_ids), 1)
     if limits.max_tokens is not None:
         num_left = min(num_left, limits.max_tokens)
     if sampling.min_tokens > num_left:
@@ -191,19 +190,11 @@ def finish_row(
         resolve_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
-        *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
+        *(row.index, row.custom_id, row.kind, given, sampling, row.model, reader),
         echo=echo,
         returns_token_ids=row.returns_token_ids,
-        adapter_id=adapter_id,
         adapter=row.adapter,
-        rows=rows,
-        virtual=virtual,
         prompt_adapter=row.prompt_adapter,
-        media=given.media,
-        media_items=given.media_items,
-        encoder=given.encoder,
-        encoder_text=given.encoder_text,
-        priority=row.priority,
         request_id=row.request_id,
         includes_reasoning=row.includes_reasoning,
     )

@@ -93,7 +93,7 @@ def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path):
         for content in (text, [{"type": "text", "text": text}]):
             row = served_row(tokenizer, messages=[{"role": "user", "content": content}])
             assert isinstance(row, EncodedRow), row
-            assert row.prompt == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
+            assert row.content.text == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
 
 
 def without_usage(body: JSON) -> JSON:
