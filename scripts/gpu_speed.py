@@ -311,7 +311,7 @@ class Model:
         params = SamplingParams(**{"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, **how})
         digests = engine.adapters.digests_of(adapters)
         for row, prompt in enumerate(prompts):
-            engine.requests.add(PromptContent(None, prompt, adapter=digests[row % len(digests)]), params)
+            engine.requests.add(PromptContent(prompt, adapter=digests[row % len(digests)]), params)
         steps.num_prefill = -(-sum(map(len, prompts)) // self._budget)
         self.wait()
         began = before = time.perf_counter()

@@ -222,7 +222,7 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 "SamplingParams"
             )
         with self.calls.lock:
-            prompt = PromptContent(None, token_ids, priority=priority)
+            prompt = PromptContent(token_ids, priority=priority)
             number = self.requests.add(prompt, sampling, custom_id=custom_id, index=index)
             self.named_requests.track(number, sampling, prompt)
         return number

@@ -155,7 +155,7 @@ def encode_prompt(
     text = plain_text(prompt)
     if pair is None and text is None:
         return _encode_ids(prompt)
-    encoded = Encoded(text, (), pair=pair)
+    encoded = Encoded((), text, pair=pair)
     try:
         tokenizer = need_tokenizer()
         if check_text is not None:
@@ -242,18 +242,18 @@ def _encode_mapping(
         known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
         if _PROCESSOR_KEY in unknown:
             if fault := sound_fault(prompt[_PROCESSOR_KEY]):
-                return Encoded(None, (), fault)
-            return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
-        return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
+                return Encoded((), error=fault)
+            return Encoded((), error=f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
+        return Encoded((), error=f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
     try:
         sources, media = media_of(prompt.get("multi_modal_data"), images)
     except MediaError as error:
-        return Encoded(None, (), str(error))
+        return Encoded((), error=str(error))
     if sources:
         return _encode_with_images(prompt, sources, media, need_tokenizer, check_text, images, architecture)
     if prompt.get("prompt_embeds") is not None:
         if "prompt_token_ids" in prompt:
-            return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
+            return Encoded((), error="a prompt has prompt_token_ids or prompt_embeds: leave one out")
         return _encode_rows(prompt, read_rows)
     if "prompt_token_ids" in prompt:
         encoded = _encode_ids(prompt["prompt_token_ids"])
@@ -263,9 +263,9 @@ def _encode_mapping(
         return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
     if prompt.get("prompt") is not None:
         text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
-        return Encoded(None, (), text)
+        return Encoded((), error=text)
     keys = "text under prompt, prompt_token_ids or prompt_embeds"
-    return Encoded(None, (), f"a prompt needs {keys}; this one has {[*prompt]}")
+    return Encoded((), error=f"a prompt needs {keys}; this one has {[*prompt]}")
 
 
 def _encode_with_images(
@@ -278,7 +278,7 @@ def _encode_with_images(
     architecture: str,
 ) -> Encoded:
     text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-    encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
+    encoded = Encoded((), text, is_ids="prompt_token_ids" in prompt)
     try:
         images = check_images(images, sources, media, is_truncated=check_text is None, architecture=architecture)
         if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
@@ -313,12 +313,12 @@ def _encode_rows(prompt: Mapping[str, Any], read_rows: ReadRows) -> Encoded:
     try:
         rows = read_rows(prompt["prompt_embeds"])
     except (TypeError, ValueError) as error:
-        return Encoded(text, (), str(error))
-    return Encoded(text, (PLACEHOLDER,) * rows.num_rows, is_ids=True, rows=rows)
+        return Encoded((), text, str(error))
+    return Encoded((PLACEHOLDER,) * rows.num_rows, text, is_ids=True, rows=rows)
 
 
 def _encode_ids(token_ids: Any) -> Encoded:
     try:
-        return Encoded(None, as_token_ids(token_ids))
+        return Encoded(as_token_ids(token_ids))
     except (TypeError, ValueError) as error:
-        return Encoded(None, (), str(error))
+        return Encoded((), error=str(error))

@@ -146,7 +146,7 @@ class Requests:
         if not isinstance(custom_id, str | None):
             raise TypeError(f"custom_id is a {type(custom_id).__name__}: give text")
         prompt.text, prompt.encoder_text = plain_text(prompt.text), plain_text(prompt.encoder_text)
-        prompt.token_ids = tuple(self.limits.truncate(prompt, sampling))
+        prompt.token_ids = self.limits.truncate(prompt, sampling)
         self.limits.check_priority(prompt.priority)
         self.check(prompt, sampling)
         return self.admit(prompt, sampling, custom_id=plain_text(custom_id), index=index)
@@ -168,7 +168,7 @@ class Requests:
             self._life.check_not_closed()
             self._life.check_awake()
             self._check_adapter(prompt.adapter)
-            token_ids, rows, virtual, encoder = prompt.token_ids, prompt.rows, prompt.virtual, prompt.encoder
+            token_ids, rows, virtual, encoder = tuple(prompt.token_ids), prompt.rows, prompt.virtual, prompt.encoder
             given_rows: tuple[InputRows, ...] = () if rows is None else (rows.at(0),)
             items, num_virtual = prompt.media_items, prompt.num_virtual_tokens
             if virtual is not None:

@@ -95,7 +95,7 @@ class RequestLimits:
         if self.encoder_prompts is not None and self.encoder_prompts.audio is not None:
             self.encoder_prompts.audio.close()
 
-    def truncate(self, prompt: PromptContent, sampling: SamplingParams) -> Sequence[int]:
+    def truncate(self, prompt: PromptContent, sampling: SamplingParams) -> tuple[int, ...]:
         """The ids of a prompt after `truncate_prompt_tokens`. Raises TypeError for an invalid type, RequestError for a
         prompt of embeddings.
         """

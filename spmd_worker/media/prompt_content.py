@@ -23,8 +23,8 @@ class PromptContent:
     given as one, or the only one of `media`, audio. The ids are then the decoder's prompt.
     """
 
+    token_ids: tuple[int, ...]
     text: str | None = field(default=None, metadata=NOT_SENT)
-    token_ids: tuple[int, ...] = ()
     _: KW_ONLY
     rope_regime: int | None = None
     pooling: PoolingParams | None = None
@@ -35,7 +35,7 @@ class PromptContent:
     encoder: EncoderInput | None = None
     priority: int = 0
     encoder_text: str | None = field(default=None, metadata=NOT_SENT)
-    media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
+    media: tuple[PreparedMedia, ...] = field(default=(), compare=False, metadata=NOT_SENT)
 
     @property
     def num_virtual_tokens(self) -> int:

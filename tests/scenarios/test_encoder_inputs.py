@@ -352,7 +352,7 @@ def test_encoded_rows_are_dropped_by_changes(llm: LLM, expected: list[Any], chan
 def test_audio_leaves_with_its_request(llm: LLM):
     engine, store, prompt = llm.llm_engine, store_of(llm), PROMPTS[3]
     engine.step()
-    content = PromptContent(None, tuple(prompt["ids"]), encoder=prompt["encoder"], media=prompt["media"])
+    content = PromptContent(tuple(prompt["ids"]), encoder=prompt["encoder"], media=prompt["media"])
     numbers = [engine.requests.add(content, PARAMS[3]) for _ in range(2)]
     assert store.num_held_bytes == 2 * prompt["media"][0].features.features.nbytes
     engine.requests.abort(numbers[1])
@@ -380,10 +380,10 @@ def test_inputs_that_never_fit_are_refused(llm: LLM, prompt: dict[str, Any], wor
 def test_rows_without_input_are_refused(llm: LLM, model: Path):
     check, plain = llm.llm_engine.requests.check, SamplingParams()
     with pytest.raises(RequestError, match="this model's encoder reads text: give its text under encoder_prompt"):
-        check(PromptContent(None, (2,)), plain)
+        check(PromptContent((2,)), plain)
     adapter = PromptAdapterRequest("a", 1, "folder", 3)
     with pytest.raises(RequestError, match="a prompt adapter and an encoder's input exclude each other"):
-        check(Encoded(None, (2,), prompt_adapter=adapter, encoder=PROMPTS[0]["encoder"]), plain)
+        check(Encoded((2,), prompt_adapter=adapter, encoder=PROMPTS[0]["encoder"]), plain)
 
 
 def test_answers_end_at_the_decoders_length(llm: LLM):

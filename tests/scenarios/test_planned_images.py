@@ -224,7 +224,7 @@ def test_pixels_leave_with_their_request(llm: LLM):
     # Those of the last requests leave with the next plan.
     engine.step()
     for _ in range(2):
-        prompt = PromptContent(None, PROMPTS[0]["prompt_token_ids"], media=images, media_items=items)
+        prompt = PromptContent(PROMPTS[0]["prompt_token_ids"], media=images, media_items=items)
         number = engine.requests.add(prompt, params)
     assert store.num_held_bytes == 2 * len(SentImage.of(images[0]).data)
     engine.requests.abort(number)

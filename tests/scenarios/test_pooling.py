@@ -214,9 +214,7 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
     config = llm.llm_engine.limits.pooling
     assert config is not None
     params = resolve_pooling(PoolingParams(), config)
-    return llm.llm_engine.requests.admit(
-        PromptContent(None, tuple(prompt), pooling=params), pooled_sampling(params, config)
-    )
+    return llm.llm_engine.requests.admit(PromptContent(tuple(prompt), pooling=params), pooled_sampling(params, config))
 
 
 def test_run_reports_its_tasks_and_rejects_others() -> None:

@@ -236,7 +236,7 @@ def test_warm_up_covers_steps_with_adapters(forms: set[tuple], monkeypatch: pyte
         digest = engine.adapters.digest_of(adapter)
         for counts in ((1,), (1, 70), (250,) * 5):
             for count in counts:
-                engine.requests.add(PromptContent(None, (5,) * count, adapter=digest), SamplingParams(max_tokens=2))
+                engine.requests.add(PromptContent((5,) * count, adapter=digest), SamplingParams(max_tokens=2))
             while engine.has_unfinished_requests():
                 engine.step()
         compiled = {form[0] for form in forms - before}

@@ -205,7 +205,7 @@ class CallRunner:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                each.token_ids = tuple(self._engine.limits.truncate(each, sampling))
+                each.token_ids = self._engine.limits.truncate(each, sampling)
                 self._engine.requests.check(each, sampling)
             except ValueError as error:
                 outputs[index] = RequestOutput(

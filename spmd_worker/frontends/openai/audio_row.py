@@ -97,7 +97,7 @@ def encode_audio(
     windows = _windows(prompt, prompts, media)
     encoded = []
     for window in windows:
-        given = Encoded(None, decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
+        given = Encoded(decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
         encoded.append(finish_row(row, given, adapters, tokenizer, engine, limits))
     times = tuple([WindowTimes(each.start_s, each.end_s) for each in windows])
     return EncodedAudioRow(row, prompt, tuple(encoded), times, windows[0].duration_s, prompts.generation, tokenizer)

@@ -160,13 +160,12 @@ def _truncated(
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, made = encode_with_images(*given, is_truncated=is_truncated)
-        encoded = Encoded(
-            text if isinstance(prompt, TextPrompt) else None, made.token_ids, media=made.media, media_items=made.items
-        )
+        encoded = Encoded(made.token_ids, text, media=made.media, media_items=made.items)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
-        # The text of a chat template is truncated as ids: its special tokens are part of the text.
-        encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
+        encoded = Encoded(token_ids, text)
+    # The text of a chat template is truncated as ids: its special tokens are part of the text.
+    encoded.text = encoded.text if isinstance(prompt, TextPrompt) else None
     with invalid_request():
         apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     if encoded.error is not None:

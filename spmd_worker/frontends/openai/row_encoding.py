@@ -113,14 +113,15 @@ def _read(
         raise InvalidRequestError(message, "encoder_unsupported")
     if isinstance(prompt, EmbedsPrompt):
         rows = _read_rows(row, prompt, engine)
-        return Encoded(None, (PLACEHOLDER,) * rows.num_rows, rows=rows)
+        return Encoded((PLACEHOLDER,) * rows.num_rows, rows=rows)
     if prompt.images:
         is_truncated = row.sampling.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, made = encode_with_images(*given, is_truncated=is_truncated)
-        return Encoded(text, made.token_ids, media=made.media, media_items=made.items)
-    return Encoded(*encode(prompt, tokenizer, check_text))
+        return Encoded(made.token_ids, text, media=made.media, media_items=made.items)
+    text, token_ids = encode(prompt, tokenizer, check_text)
+    return Encoded(token_ids, text)
 
 
 def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPrompts, check_text: CheckText) -> Encoded:
@@ -144,7 +145,7 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
         else:
             text, token_ids = encode(given.decoder, tokenizer, check_text, adds_special_tokens=False)
             made = prompts.decoder_of(token_ids)
-    return Encoded(text, made.token_ids, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
+    return Encoded(made.token_ids, text, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
 
 
 @invalid_request(errors=RequestError)
@@ -160,7 +161,7 @@ def finish_row(
     """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
     given.adapter, given.virtual = adapters
     given.priority, text = row.priority, given.text
-    given.token_ids = token_ids = tuple(engine.truncate(given, row.sampling))
+    given.token_ids = token_ids = engine.truncate(given, row.sampling)
     engine.check_priority(row.priority)
     own = constrained_sampling(row, text, tokenizer, chat_format)
     with invalid_request():

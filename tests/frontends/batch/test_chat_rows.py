@@ -180,8 +180,8 @@ def test_tools_choose_their_own_template(tmp_path: Path):
     with_tools, without = chat.row(tools=TOOLS), chat.row()
     assert isinstance(with_tools, EncodedRow), with_tools
     assert isinstance(without, EncodedRow), without
-    assert '"add"' in (with_tools.prompt or "")
-    assert without.prompt == "plain"
+    assert '"add"' in (with_tools.content.text or "")
+    assert without.content.text == "plain"
 
 
 def test_returned_calls_are_objects_for_the_template(tmp_path: Path):

@@ -39,7 +39,7 @@ def test_chat_row_has_requested_number_of_top_logprobs(sampled: int, rank: int, 
     """A sampled token as likely as the last of them was one more; -1, which asks for all, gave none."""
     likely = [(3, -1.0), (4, -1.5), (5, -2.0)]
     position = entries_of(sampled, -1.0, rank, likely if num_top < 0 else likely[:num_top])
-    row = EncodedRow(0, None, "chat", PromptContent(None, (1,)), SamplingParams(logprobs=num_top), None)
+    row = EncodedRow(0, None, "chat", PromptContent((1,)), SamplingParams(logprobs=num_top), None)
     completion = CompletionOutput(0, "", [sampled], None, [position], "stop", None)
     choice = chat_choice(completion, {"message": {}}, row)
     (record,) = choice["logprobs"]["content"]

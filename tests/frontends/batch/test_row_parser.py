@@ -499,7 +499,7 @@ def test_special_tokens_are_added_as_asked(tmp_path):
             fields = {**row, "body": {**row["body"], **given}} if "body" in row else {**row, **given}
             found = resolved(fields, tokenizer)
             adds = default if asked is None else asked
-            assert list(found.prompt_token_ids) == oracle.encode(found.prompt, add_special_tokens=adds)
+            assert list(found.content.token_ids) == oracle.encode(found.content.text, add_special_tokens=adds)
     # Control: there is something to add.
     assert oracle.encode("hello") != oracle.encode("hello", add_special_tokens=False)
     row = parse({"prompt": "a", "source_language": "fr", "add_special_tokens": False})
@@ -521,9 +521,9 @@ def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
     folder = write_byte_level(tmp_path, chat_template="{{ reasoning_effort | default('medium') }}:")
     reads = Tokenizer.open(folder)
     for effort, text in (("low", "low:"), (None, "medium:")):
-        assert resolved(chat(reasoning_effort=effort), reads).prompt == text
+        assert resolved(chat(reasoning_effort=effort), reads).content.text == text
     same = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
-    assert resolved(same, reads).prompt == "low:"
+    assert resolved(same, reads).content.text == "low:"
     differ = parse(chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"}))
     assert differ.code == "conflicting_keys"
     unread = resolved(chat(reasoning_effort="low"), tokenizer)
@@ -779,4 +779,4 @@ def test_row_with_priority_needs_its_policy(tokenizer):
         "priority=2 needs scheduler.policy=priority: set it, or leave priority out",
     )
     allowed = RequestLimits(400, 64, has_tokenizer=True, allows_priority=True)
-    assert resolve(row, tokenizer, allowed).priority == 2
+    assert resolve(row, tokenizer, allowed).content.priority == 2

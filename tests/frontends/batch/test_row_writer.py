@@ -19,7 +19,7 @@ LOGPROBS = [
 
 
 def encoded(kind="plain", custom_id="x", index=4, model=None, **sampling):
-    return EncodedRow(index, custom_id, kind, PromptContent("hi", (1, 2, 3)), SamplingParams(**sampling), model)
+    return EncodedRow(index, custom_id, kind, PromptContent((1, 2, 3), "hi"), SamplingParams(**sampling), model)
 
 
 def request_output(texts=("one",), **fields):

@@ -72,7 +72,7 @@ def answers(llm: LLM, requests: Sequence[LoRARequest | None], chosen: Sequence[i
     prompts, params = rows()
     numbers = [
         engine.requests.add(
-            PromptContent(None, tuple(prompts[row]["prompt_token_ids"]), adapter=digest), params[row], index=row
+            PromptContent(tuple(prompts[row]["prompt_token_ids"]), adapter=digest), params[row], index=row
         )
         for row, digest in zip(chosen, digests, strict=True)
     ]

@@ -308,7 +308,7 @@ def run_rank(engine: Engine) -> Engine:
         return engine
     for number in range(12):
         prompt = tuple(range(10 * (number % 3) + 1, 10 * (number % 3) + 14))
-        engine.requests.add(PromptContent(None, prompt), SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.requests.add(PromptContent(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
     engine.close_followers()

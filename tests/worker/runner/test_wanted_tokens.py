@@ -135,7 +135,7 @@ def test_adapters_of_wanted_tokens_are_their_rows(monkeypatch: pytest.MonkeyPatc
             for order in ((1, 0, 2, 1), (2, 1, 0, 0)):
                 engine.changes.reset_prefix_cache()
                 for prompt, adapter in zip(prompts, order, strict=True):
-                    engine.requests.add(PromptContent(None, prompt, adapter=digests[adapter]), params)
+                    engine.requests.add(PromptContent(prompt, adapter=digests[adapter]), params)
                 answers = {}
                 while engine.has_unfinished_requests():
                     answers |= {int(each.request_id): each.outputs[0].token_ids for each in engine.step()}
