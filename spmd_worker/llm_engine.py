@@ -27,6 +27,7 @@ from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -58,12 +59,11 @@ class NamedRequests:
         if lora_request is not None:
             self._lora_requests[request_id] = lora_request
 
-    def track(
-        self, request_id: RequestId, params: SamplingParams, text: str | None, encoder_text: str | None = None
-    ) -> None:
+    def track(self, request_id: RequestId, params: SamplingParams, prompt: PromptContent) -> None:
         """Prepare partial outputs of a request, if it wants them."""
         if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[request_id] = PartialOutputs(params.output_kind, text, self._tokenizer, encoder_text)
+            given = (prompt.text, self._tokenizer, prompt.encoder_text)
+            self._partials[request_id] = PartialOutputs(params.output_kind, *given)
 
     def ids_of(self, name: Any) -> list[RequestId]:
         """Id of the open request with this name or number, if any. Raises TypeError for an invalid id."""
@@ -194,32 +194,20 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
-        adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        encoded.adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        encoded.priority = priority
         if isinstance(params, PoolingParams):
             check_no_prompt_adapter(prompt_adapter_request)
-        (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
+        (encoded.virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self.named_requests.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
-            text = encoded.text if prompt_text is None else prompt_text
-            if isinstance(params, PoolingParams):
-                number = self._add_pooled(encoded, params, text, adapter, priority)
-            else:
-                given = (encoded.token_ids, encoded.completed(params, RuledParams()))
-                number = self.requests.add(
-                    *given,
-                    prompt=text,
-                    adapter=adapter,
-                    rows=encoded.rows,
-                    virtual=virtual,
-                    media=encoded.media,
-                    media_items=encoded.media_items,
-                    encoder=encoded.encoder,
-                    encoder_text=encoded.encoder_text,
-                    priority=priority,
-                )
-                self.named_requests.track(number, params, text, encoded.encoder_text)
+            sampling = self._pooled(encoded, params) if isinstance(params, PoolingParams) else params
+            encoded.text = encoded.text if prompt_text is None else prompt_text
+            number = self.requests.add(encoded, encoded.completed(sampling, RuledParams()))
+            if isinstance(params, SamplingParams):
+                self.named_requests.track(number, params, encoded)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
             self.named_requests.add(request_id, number, lora_request)
@@ -234,33 +222,20 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 "SamplingParams"
             )
         with self.calls.lock:
-            number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index, priority=priority)
-            self.named_requests.track(number, sampling, None)
+            prompt = PromptContent(token_ids, priority=priority)
+            number = self.requests.add(prompt, sampling, custom_id=custom_id, index=index)
+            self.named_requests.track(number, sampling, prompt)
         return number
 
-    def _add_pooled(
-        self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int, priority: int
-    ) -> RequestId:
+    def _pooled(self, encoded: Encoded, params: PoolingParams) -> SamplingParams:
+        """Prepare a prompt to pool, and return its sampling parameters. Raises ValueError."""
         config = self.limits.pooling
         apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
-        sampling = encoded.completed(pooled_sampling(encoded.pooling, config), RuledParams())
-        token_ids = encoded.token_ids
-        items = encoded.media_items
-        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
-        return self.requests.admit(
-            *(token_ids, sampling),
-            prompt=text,
-            pooling=encoded.pooling,
-            adapter=adapter,
-            rows=encoded.rows,
-            media=encoded.media,
-            media_items=items,
-            priority=priority,
-        )
+        return pooled_sampling(encoded.pooling, config)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an

@@ -347,8 +347,8 @@ def test_rows_have_the_tokens_of_calls() -> None:
             assert isinstance(made, EncodedPooledRow), made
             call = llm.embed if name in EMBED else lambda texts, **options: llm.score("hello world", texts, **options)
             outputs = call(TEXTS, truncate_prompt_tokens=-1, use_tqdm=False)
-            assert [list(ids) for ids, _ in made.texts] == [output.prompt_token_ids for output in outputs]
-            assert all(pooling.num_first_tokens is None for _, pooling in made.texts)
+            assert [list(each.token_ids) for each in made.texts] == [output.prompt_token_ids for output in outputs]
+            assert all(each.pooling.num_first_tokens is None for each in made.texts)
             # Workers of other processes get all of it.
             assert decode_value(encode_value(engine.limits.pooling)) == engine.limits.pooling
 

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -65,12 +65,7 @@ class BeamCalls:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
                     if each.media and each.encoder is None:
                         raise ValueError("images and audio are not supported by beam_search: its beams are token ids")
-                    engine.requests.check(
-                        each.token_ids,
-                        params.step_params,
-                        num_virtual=each.num_virtual_tokens,
-                        encoder=each.encoder,
-                    )
+                    engine.requests.check(each, params.step_params)
                 inputs = ["" if each.encoder is None else each.encoder.media_id.hex() for each in encoded]
                 return [each.token_ids for each in encoded], inputs, asdict(params)
 
@@ -112,8 +107,8 @@ class BeamCalls:
     @staticmethod
     def _encode(beams: Sequence[Mapping[str, Any]], given: Sequence[Encoded]) -> list[Encoded]:
         """Encode beams, each with the adapters and the encoder's input of its prompt in `given`."""
-        encoded = [Encoded(None, tuple(each["prompt_token_ids"]), is_ids=True) for each in beams]
-        for beam, prompt in zip(encoded, given, strict=True):
-            beam.lora_request, beam.prompt_adapter = prompt.lora_request, prompt.prompt_adapter
-            beam.encoder, beam.encoder_text, beam.media = prompt.encoder, prompt.encoder_text, prompt.media
-        return encoded
+        ids = [tuple(each["prompt_token_ids"]) for each in beams]
+        return [
+            replace(prompt, text=None, token_ids=own, rules=None, is_ids=True)
+            for own, prompt in zip(ids, given, strict=True)
+        ]

@@ -1,6 +1,7 @@
 """Calls that generate or score tokens: `LLM.generate`, `chat`, `chat_messages` and `score_tokens`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import ModelOptions
@@ -244,11 +245,9 @@ class PromptCalls:
                     raise ValueError(f"{name} has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
-                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
-                both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
-                both.media, both.media_items = encoded.media, encoded.media_items
-                both.encoder, both.encoder_text = encoded.encoder, encoded.encoder_text
-                both.prompt_adapter = adapter
+                both = replace(
+                    encoded, token_ids=(*encoded.token_ids, *tokens), error=error, prompt_adapter=adapter, rules=None
+                )
                 num_before = both.num_virtual_tokens + len(encoded.token_ids)
                 both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)
                 if has_arrays:

@@ -16,7 +16,6 @@ from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import exchange
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
-from spmd_worker.engine.data_parallel.prompts import admit_prompt
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
@@ -100,7 +99,8 @@ class QueueCalls:
                 is_own = (first + index) % engine.config.parallel.data_parallel_size == replica
                 self._open[name] = is_own
                 if is_own:
-                    self._names.add(name, admit_prompt(engine, call, index, prompt, prompt.media), adapter)
+                    number = engine.requests.admit(prompt.content, prompt.sampling, index=index, call=call)
+                    self._names.add(name, number, adapter)
             return ids
 
     def wait_for_completion(

@@ -1,7 +1,6 @@
 """Runs rows through one engine: every admitted row returns as its output line."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
@@ -63,26 +62,11 @@ class RowRunner:
         encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models, media)
         if isinstance(encoded, RowError):
             return error_result(encoded)
-        request_id = engine.requests.admit(
-            encoded.prompt_token_ids,
-            encoded.sampling,
-            prompt=encoded.prompt,
-            custom_id=encoded.custom_id,
-            index=row.index,
-            adapter=encoded.adapter_id,
-            rows=encoded.rows,
-            virtual=encoded.virtual,
-            media=encoded.media,
-            media_items=encoded.media_items,
-            encoder=encoded.encoder,
-            encoder_text=encoded.encoder_text,
-            priority=encoded.priority,
-        )
-        if encoded.media:
-            self._images[request_id] = ImagesOfRow.of(encoded.media)
-        # The engine holds its rows of embeddings and its images.
-        has_more = encoded.rows is not None or encoded.media
-        self._rows[request_id] = replace(encoded, rows=None, media=()) if has_more else encoded
+        content = encoded.content
+        request_id = engine.requests.admit(content, encoded.sampling, custom_id=encoded.custom_id, index=row.index)
+        if content.media:
+            self._images[request_id] = ImagesOfRow.of(content.media)
+        self._rows[request_id] = encoded.without_media() if content.media or content.rows is not None else encoded
         return None
 
     def step(self) -> list[RowAnswer]:

@@ -56,7 +56,7 @@ class EncodedAudioRow:
         return replace(self, windows=tuple([replace(each, custom_id=custom_id) for each in self.windows]))
 
     def without_media(self) -> "EncodedAudioRow":
-        return replace(self, windows=tuple([replace(each, media=()) for each in self.windows]))
+        return replace(self, windows=tuple([each.without_media() for each in self.windows]))
 
     @property
     def num_sequences(self) -> int:
@@ -97,7 +97,7 @@ def encode_audio(
     windows = _windows(prompt, prompts, media)
     encoded = []
     for window in windows:
-        given = Encoded(None, decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
+        given = Encoded(decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
         encoded.append(finish_row(row, given, adapters, tokenizer, engine, limits))
     times = tuple([WindowTimes(each.start_s, each.end_s) for each in windows])
     return EncodedAudioRow(row, prompt, tuple(encoded), times, windows[0].duration_s, prompts.generation, tokenizer)
@@ -176,7 +176,7 @@ def _language(encoded: EncodedAudioRow, parts: Sequence[CompletionOutput]) -> st
         return "english"
     if prompt.language is not None:
         return language_name(language_code(prompt.language))
-    token_ids = (*encoded.windows[0].prompt_token_ids, *parts[0].token_ids)
+    token_ids = (*encoded.windows[0].content.token_ids, *parts[0].token_ids)
     code = None if speech is None else detected_language(encoded.generation, token_ids)
     return None if code is None else language_name(code)
 

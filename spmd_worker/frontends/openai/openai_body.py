@@ -35,7 +35,7 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
         if row.echo is not None:
             drop_first_logprob(choice)
         if row.returns_token_ids:
-            choice["prompt_token_ids"] = list(row.prompt_token_ids)
+            choice["prompt_token_ids"] = list(row.content.token_ids)
     return body
 
 
@@ -47,7 +47,7 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
     if output.prompt_logprobs is not None:
         # The first token has none: `drop_first_logprob` leaves only its text.
         name = row.echo.first_token
-        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
+        first = {row.content.token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
         prompt = _in_text([first if each is None else each for each in output.prompt_logprobs], row.echo.text)
     return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
 
@@ -95,7 +95,7 @@ def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonOb
     choices = [_complete_chat_choice(completion, row) for completion in output.outputs]
     body = _body("chat.completion", f"chatcmpl-{answer_name(row)}", row, output, choices, model_name)
     if row.returns_token_ids:
-        body["prompt_token_ids"] = list(row.prompt_token_ids)
+        body["prompt_token_ids"] = list(row.content.token_ids)
     return body
 
 
@@ -112,7 +112,7 @@ def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: E
 def _complete_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
     answer = ChatAnswer(completion.text)
     if row.reader is not None:
-        answer = row.reader.read(row.reader.marked_text(row.prompt_token_ids, row.sampling).read(completion))
+        answer = row.reader.read(row.reader.marked_text(row.content.token_ids, row.sampling).read(completion))
     message = chat_message(answer, call_ids(row, completion.index))
     if not row.includes_reasoning:
         message.pop("reasoning_content", None)

@@ -113,14 +113,15 @@ def _read(
         raise InvalidRequestError(message, "encoder_unsupported")
     if isinstance(prompt, EmbedsPrompt):
         rows = _read_rows(row, prompt, engine)
-        return Encoded(None, (PLACEHOLDER,) * rows.num_rows, rows=rows)
+        return Encoded((PLACEHOLDER,) * rows.num_rows, rows=rows)
     if prompt.images:
         is_truncated = row.sampling.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, made = encode_with_images(*given, is_truncated=is_truncated)
-        return Encoded(text, made.token_ids, media=made.media, media_items=made.items)
-    return Encoded(*encode(prompt, tokenizer, check_text))
+        return Encoded(made.token_ids, text, media=made.media, media_items=made.items)
+    text, token_ids = encode(prompt, tokenizer, check_text)
+    return Encoded(token_ids, text)
 
 
 def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPrompts, check_text: CheckText) -> Encoded:
@@ -144,7 +145,7 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
         else:
             text, token_ids = encode(given.decoder, tokenizer, check_text, adds_special_tokens=False)
             made = prompts.decoder_of(token_ids)
-    return Encoded(text, made.token_ids, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
+    return Encoded(made.token_ids, text, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
 
 
 @invalid_request(errors=RequestError)
@@ -158,16 +159,15 @@ def finish_row(
     chat_format: ChatFormat = _NO_FORMAT,
 ) -> EncodedRow:
     """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
-    adapter_id, virtual = adapters
-    num_virtual = 0 if virtual is None else virtual.num_tokens
-    text, rows = given.text, given.rows
-    token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
+    given.adapter, given.virtual = adapters
+    given.priority, text = row.priority, given.text
+    given.token_ids = token_ids = engine.truncate(given, row.sampling)
     engine.check_priority(row.priority)
     own = constrained_sampling(row, text, tokenizer, chat_format)
     with invalid_request():
         sampling = given.completed(own, RuledParams())
     try:
-        engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
+        engine.check(given, sampling)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)
@@ -176,7 +176,7 @@ def finish_row(
         message = f"the prompt has {num_tokens} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
         raise InvalidRequestError(message, "prompt_too_long")
     # A prompt that is only scored may fill the length: its one token is not computed.
-    num_left = max(engine.max_model_len - num_virtual - len(token_ids), 1)
+    num_left = max(engine.max_model_len - given.num_virtual_tokens - len(token_ids), 1)
     if limits.max_tokens is not None:
         num_left = min(num_left, limits.max_tokens)
     if sampling.min_tokens > num_left:
@@ -191,19 +191,11 @@ def finish_row(
         resolve_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
-        *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
+        *(row.index, row.custom_id, row.kind, given, sampling, row.model, reader),
         echo=echo,
         returns_token_ids=row.returns_token_ids,
-        adapter_id=adapter_id,
         adapter=row.adapter,
-        rows=rows,
-        virtual=virtual,
         prompt_adapter=row.prompt_adapter,
-        media=given.media,
-        media_items=given.media_items,
-        encoder=given.encoder,
-        encoder_text=given.encoder_text,
-        priority=row.priority,
         request_id=row.request_id,
         includes_reasoning=row.includes_reasoning,
     )

@@ -29,10 +29,7 @@ def _admit_pooled(engine: Engine, encoded: Any) -> list[RequestId]:
     config = engine.limits.pooling
     assert config is not None, "checked by encode_pooled"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
-    # Only a row of one prompt has images.
-    images: dict[str, Any] = {"media": encoded.media, "media_items": encoded.media_items} if encoded.media else {}
-    common = {"index": index, "adapter": encoded.adapter_id, "priority": encoded.row.priority, **images}
-    return [engine.requests.admit(ids, sampling, pooling=params, **common) for ids, params in encoded.texts]
+    return [engine.requests.admit(each, sampling, index=index) for each in encoded.texts]
 
 
 def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
@@ -40,19 +37,9 @@ def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
     ids = []
     for number, window in enumerate(encoded.windows):
         name = window.custom_id
-        ids.append(
-            engine.requests.admit(
-                window.prompt_token_ids,
-                window.sampling,
-                custom_id=f"{name}#{number}" if name is not None and number else name,
-                index=window.index,
-                call=number,
-                adapter=window.adapter_id,
-                media=window.media,
-                encoder=window.encoder,
-                priority=window.priority,
-            )
-        )
+        name = f"{name}#{number}" if name is not None and number else name
+        given = (window.content, window.sampling)
+        ids.append(engine.requests.admit(*given, custom_id=name, index=window.index, call=number))
     return ids
 
 

@@ -471,16 +471,16 @@ def limits_of(tokenizer, vocab_size=400, max_model_len=64):
 def test_text_prompt_is_encoded_with_concrete_limit(tokenizer):
     row = resolved({"prompt": "hello", "custom_id": "a"}, tokenizer)
     assert isinstance(row, EncodedRow)
-    assert (row.index, row.custom_id, row.prompt) == (3, "a", "hello")
-    assert row.prompt_token_ids == tuple(tokenizer.encode("hello"))
+    assert (row.index, row.custom_id, row.content.text) == (3, "a", "hello")
+    assert row.content.token_ids == tuple(tokenizer.encode("hello"))
     assert row.sampling == DEFAULTS
 
 
 def test_conversation_is_rendered_and_encoded_without_special_tokens(tokenizer):
     """The template's own special tokens stay."""
     row = resolved(chat(), tokenizer)
-    assert row.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert row.prompt_token_ids == tuple(tokenizer.encode(row.prompt, add_special_tokens=False))
+    assert row.content.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert row.content.token_ids == tuple(tokenizer.encode(row.content.text, add_special_tokens=False))
 
 
 def test_special_tokens_are_added_as_asked(tmp_path):
@@ -499,7 +499,7 @@ def test_special_tokens_are_added_as_asked(tmp_path):
             fields = {**row, "body": {**row["body"], **given}} if "body" in row else {**row, **given}
             found = resolved(fields, tokenizer)
             adds = default if asked is None else asked
-            assert list(found.prompt_token_ids) == oracle.encode(found.prompt, add_special_tokens=adds)
+            assert list(found.content.token_ids) == oracle.encode(found.content.text, add_special_tokens=adds)
     # Control: there is something to add.
     assert oracle.encode("hello") != oracle.encode("hello", add_special_tokens=False)
     row = parse({"prompt": "a", "source_language": "fr", "add_special_tokens": False})
@@ -521,9 +521,9 @@ def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
     folder = write_byte_level(tmp_path, chat_template="{{ reasoning_effort | default('medium') }}:")
     reads = Tokenizer.open(folder)
     for effort, text in (("low", "low:"), (None, "medium:")):
-        assert resolved(chat(reasoning_effort=effort), reads).prompt == text
+        assert resolved(chat(reasoning_effort=effort), reads).content.text == text
     same = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
-    assert resolved(same, reads).prompt == "low:"
+    assert resolved(same, reads).content.text == "low:"
     differ = parse(chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"}))
     assert differ.code == "conflicting_keys"
     unread = resolved(chat(reasoning_effort="low"), tokenizer)
@@ -579,7 +579,7 @@ def test_answers_of_clients_are_sent_back(tokenizer):
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
     for answer, text in ((refused, "no"), ({"role": "assistant", "content": None, "tool_calls": None}, "")):
         row = resolved(chat(messages=[user, answer, user]), tokenizer)
-        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.prompt
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.content.text
     assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
 
 
@@ -595,7 +595,7 @@ def test_request_id_is_printable(value):
 
 def test_token_ids_need_no_tokenizer():
     row = resolved({"prompt_token_ids": [0, 399]}, None)
-    assert (row.prompt, row.prompt_token_ids, row.sampling.detokenize) == (None, (0, 399), False)
+    assert (row.content.text, row.content.token_ids, row.sampling.detokenize) == (None, (0, 399), False)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 54), (5, 5), (54, 54), (55, 54), (2**31 - 1, 54)])
@@ -725,8 +725,8 @@ def check_outcome(line, tokenizer):
     if isinstance(row, RowError):
         json.loads(format_error(row))
     else:
-        assert len(row.prompt_token_ids) + row.sampling.max_tokens <= 64
-        assert all(0 <= token_id < 400 for token_id in row.prompt_token_ids)
+        assert len(row.content.token_ids) + row.sampling.max_tokens <= 64
+        assert all(0 <= token_id < 400 for token_id in row.content.token_ids)
 
 
 @examples(300)
@@ -779,4 +779,4 @@ def test_row_with_priority_needs_its_policy(tokenizer):
         "priority=2 needs scheduler.policy=priority: set it, or leave priority out",
     )
     allowed = RequestLimits(400, 64, has_tokenizer=True, allows_priority=True)
-    assert resolve(row, tokenizer, allowed).priority == 2
+    assert resolve(row, tokenizer, allowed).content.priority == 2

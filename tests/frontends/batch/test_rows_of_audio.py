@@ -214,8 +214,8 @@ def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:
     start, language, task, last = (
         IDS[each] for each in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")
     )
-    assert [each.prompt_token_ids for each in encoded.windows] == [(start, language, task, last)] * 3
-    names = [each.encoder.media_id for each in encoded.windows if each.encoder is not None]
+    assert [each.content.token_ids for each in encoded.windows] == [(start, language, task, last)] * 3
+    names = [each.content.encoder.media_id for each in encoded.windows if each.content.encoder is not None]
     assert names == [bytes([number]) * 16 for number in range(3)]
     assert [each.sampling.max_tokens for each in encoded.windows] == [60] * 3
     assert encoded.num_sequences == 3
@@ -224,7 +224,7 @@ def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:
     # One file, however many windows.
     assert images.digest == ImagesOfRow.of(encoded.media[:1]).digest != ImagesOfRow.of([window(0, 1, b"2")]).digest
     detected = encoded_row(tokenizer, 1, response_format="srt")
-    assert detected.windows[0].prompt_token_ids == (start,)
+    assert detected.windows[0].content.token_ids == (start,)
     assert detected.has_timestamps
     with pytest.raises(InvalidRequestError, match="klingon"):
         encoded_row(tokenizer, 1, language="klingon")

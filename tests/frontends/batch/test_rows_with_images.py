@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,13 @@ def test_forms_of_a_row_have_the_same_tokens(door: Door):
     found = [door.resolve(each, root=door.folder) for each in rows]
     first = found[0]
     assert isinstance(first, EncodedRow)
-    assert len(first.prompt_token_ids) == len(ids) + 5
-    assert [each.num_rows for each in first.media_items] == [6]
+    assert len(first.content.token_ids) == len(ids) + 5
+    assert [each.num_rows for each in first.content.media_items] == [6]
     for each in found:
         assert isinstance(each, EncodedRow), each
-        assert (each.prompt_token_ids, each.media_items) == (first.prompt_token_ids, first.media_items)
+        assert replace(each.content, text=first.content.text) == first.content
         assert num_media_bytes(each.media) == NUM_BYTES
-    assert [each.prompt for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
+    assert [each.content.text for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +152,8 @@ def test_pooled_rows_take_messages_and_images(door: Door):
         limits = door.limits(images, pooling=last_token_pooling(8))
         found.append(encode_pooled(row, door.tokenizer, limits, RowLimits()))
         assert encode_pooled(row, door.tokenizer, limits, RowLimits(), media=found[-1].media) == found[-1]
-    assert {each.texts for each in found} == {found[0].texts}
-    assert [each.media_items for each in found] == [found[0].media_items] * 3
-    assert len(found[0].texts[0][0]) == len(door.tokenizer.encode(text)) + 5
+    assert [each.texts for each in found] == [found[0].texts] * 3
+    assert len(found[0].texts[0].token_ids) == len(door.tokenizer.encode(text)) + 5
     bad = parse({"embed": text, "images": ["a.png"], "truncate_prompt_tokens": 4})
     assert isinstance(bad, Row)
     with pytest.raises(InvalidRequestError, match="may cut an image"):
@@ -166,7 +166,7 @@ def test_server_prepares_the_images_of_a_request(door: Door):
     body = json.dumps({"messages": CHAT, "stream": True}).encode()
     (row,) = reader.read(0, CHAT_URL, body, None).rows
     assert isinstance(row, EncodedRow)
-    assert [each.num_rows for each in row.media_items] == [6]
+    assert [each.num_rows for each in row.content.media_items] == [6]
     with pytest.raises(InvalidRequestError, match="images are not counted here"):
         answer_tokens(reader, TOKENIZE_URL, json.dumps({"messages": CHAT}).encode())
 
@@ -296,7 +296,7 @@ def test_parquet_images_are_read_without_base64(door: Door, tmp_path: Path, form
     found = door.resolve(json.loads(line))
     assert isinstance(found, EncodedRow), found
     assert found.media[0].source_digest == sha256(data).digest()
-    assert found.prompt == f"<user>{WRITTEN}b<answer>"
+    assert found.content.text == f"<user>{WRITTEN}b<answer>"
     ((_, cut),) = RowReader((tmp_path / "a.parquet",), max_line_bytes=len(data))
     assert len(cut) == len(data) + 1
 
