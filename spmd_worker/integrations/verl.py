@@ -25,13 +25,12 @@ NAME: Final = "spmd_worker"
 """`actor_rollout_ref.rollout.name`, and the key of further keywords of `LLM` in `rollout.engine_kwargs`."""
 
 
-
-def _imported() -> tuple[Any, Any]:
+def _imported() -> list[Any]:
     """The modules `verl` and `verl.workers.rollout.base`. Raises ImportError, also for another release."""
     try:
         verl: Any = import_module("verl")
         check_release("verl", str(getattr(verl, "__version__", "of no version")), RELEASE)
-        return verl, import_module("verl.workers.rollout.base")
+        return [verl, import_module("verl.workers.rollout.base")]
     except ModuleNotFoundError as error:
         if error.name == "verl":
             raise ImportError(f"verl is not installed: pip install --no-deps 'verl=={RELEASE}.*'") from None
@@ -41,7 +40,9 @@ def _imported() -> tuple[Any, Any]:
         ) from error
 
 
-_verl, _base = installed(_imported, __name__)
+_modules: Any = installed(_imported, __name__)
+_verl: Any = _modules[0]
+_base: Any = _modules[1]
 _COPIED: Final = (
     *("dtype", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "seed"),
     *("enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy"),

@@ -263,7 +263,7 @@ def test_dimensions_and_lengths_are_as_for_other_vectors(tmp_path: Path) -> None
         (long,) = llm.encode([DOCUMENTS[2]], DOCUMENT, use_tqdm=False)
         params = PoolingParams(task="token_embed", input_type="document", truncate_prompt_tokens=9)
         (nine,) = llm.encode([DOCUMENTS[2]], params, use_tqdm=False)
-        with pytest.raises(ValueError, match="num_attended_tokens=3 is for queries of token ids: .*input_type=query"):
+        with pytest.raises(ValueError, match=r"num_attended_tokens=3 is for queries of token ids: .*input_type=query"):
             llm.encode(QUERIES[:1], attended, use_tqdm=False)
     (raw,) = vectors(
         "stanford", DOCUMENTS[:1], PoolingParams(task="token_embed", input_type="document", normalize=False)

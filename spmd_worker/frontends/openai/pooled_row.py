@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.late_texts import kept_tokens
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
+from spmd_worker.compat.text_offsets import text_offsets
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
@@ -17,6 +18,7 @@ from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.late_interaction import INPUT_TYPES
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata, chunks_of
 from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
@@ -28,7 +30,7 @@ class EncodedPooledRow:
     """A row that can run: ids and parameters of its texts, or pairs; `pooling`, the model's, says how vectors
     are compared, `labels` name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the
     tokens of its images, `media`. `places` are those of a plain row with numbers for each token; None without a
-    tokenizer.
+    tokenizer. `chunks` are parallel to `texts`, with late chunking.
     """
 
     row: Row
@@ -41,6 +43,7 @@ class EncodedPooledRow:
     media_items: tuple[MediaItem, ...] = ()
     labels: tuple[str | None, ...] = ()
     places: TokenPlaces | None = None
+    chunks: tuple[LateChunkingMetadata, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -92,6 +95,7 @@ def encode_pooled_in_turns(
             pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
         texts: list[tuple[tuple[int, ...], PoolingParams]] = []
+        chunks: list[LateChunkingMetadata] = []
         with_images, places, num_of_row = Encoded(None, ()), None, 0
         for index, prompt in enumerate(prompts):
             given = inputs.params
@@ -102,7 +106,7 @@ def encode_pooled_in_turns(
                 with_images = encoded
             engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
             num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
-            num_of_row += num_tokens
+            num_of_row += params.num_vectors(num_tokens)
             engine.check_token_numbers(num_of_row, params)
             if most is not None and num_tokens > most:
                 message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
@@ -124,10 +128,16 @@ def encode_pooled_in_turns(
                         ).of_tokens(kept)
                     else:
                         places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
+            if params.late_chunking_params is not None:
+                offsets, most = None, num_tokens if config.encodes_inside else None
+                if isinstance(prompt, TextPrompt) and not prompt.images and tokenizer is not None:
+                    offsets = text_offsets(prompt.text, encoded.token_ids, tokenizer, config.text, most)
+                chunks.append(chunks_of(params.late_chunking_params, num_tokens, offsets))
             yield
         images = (with_images.media, with_images.media_items)
         compared = (are_pairs, config)
-        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, config.labels, places)
+        named = (config.labels, places)
+        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, *named, chunks=tuple(chunks))
 
 
 def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:

@@ -331,6 +331,9 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
         if key != "seed" and isinstance(value, int) and abs(value) > _MAX_INTEGER:
             raise InvalidRequestError(f"{key}={shown(value)} must be at most {_MAX_INTEGER}")
     check_num_logprobs("logprobs", overrides.get("logprobs"))
+    if overrides.get("logprob_token_ids"):
+        # These replace a default number.
+        overrides.setdefault("logprobs", None)
     if all(overrides.get(key) is None for key in _SCORE_KEYS):
         check_num_logprobs("prompt_logprobs", overrides.get("prompt_logprobs"))
     with invalid_request():

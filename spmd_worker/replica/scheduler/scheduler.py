@@ -413,7 +413,7 @@ class Scheduler:
                 sequence.kept_ids.append(kept_ids)
             if logprobs is not None:
                 sequence.cumulative_logprob += logprobs[token_id].logprob
-                if sequence.request.sampling.logprobs is not None:
+                if sequence.request.sampling.returns_logprobs:
                     sequence.logprobs.append(logprobs)
             has_ended = self._stop_checker.has_ended(sequence)
         if has_ended:
