@@ -19,6 +19,7 @@ from spmd_worker.compat.metrics import Metric, Vector, engine_metrics
 from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.compat.text_offsets import late_chunks
 from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.lora_adapters import LoRAAdapters
@@ -29,6 +30,7 @@ from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
@@ -50,12 +52,21 @@ class NamedRequests:
         self._names: dict[RequestId, str] = {}
         self._lora_requests: dict[RequestId, LoRARequest] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
+        self._chunks: dict[RequestId, LateChunkingMetadata] = {}
 
     def has(self, name: str) -> bool:
         return name in self._ids
 
-    def add(self, name: str, request_id: RequestId, lora_request: LoRARequest | None) -> None:
+    def add(
+        self,
+        name: str,
+        request_id: RequestId,
+        lora_request: LoRARequest | None,
+        chunks: LateChunkingMetadata | None = None,
+    ) -> None:
         self._ids[name], self._names[request_id] = request_id, name
+        if chunks is not None:
+            self._chunks[request_id] = chunks
         if lora_request is not None:
             self._lora_requests[request_id] = lora_request
 
@@ -76,14 +87,14 @@ class NamedRequests:
     def final(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
         request_id = RequestId(int(output.request_id))
         partial = self._partials.pop(request_id, None)
-        name = self._names.pop(request_id, None)
+        name, chunks = self._names.pop(request_id, None), self._chunks.pop(request_id, None)
         set_in_output(output, self._lora_requests.pop(request_id, None))
         if name is not None:
             del self._ids[name]
             output.request_id = name
             if output.vector is not None or output.token_vectors is not None:
                 vector, token_ids = PoolingOutput(output.pooled), output.prompt_token_ids
-                return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens)
+                return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens, late_chunking=chunks)
         return output if partial is None else partial.final(output)
 
     def partial_outputs(
@@ -210,7 +221,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 self.named_requests.track(number, params, encoded)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
-            self.named_requests.add(request_id, number, lora_request)
+            chunks = late_chunks(encoded, self.limits.pooling, self.need_tokenizer)
+            self.named_requests.add(request_id, number, lora_request, chunks)
         return request_id
 
     def _add_unnamed(

@@ -183,6 +183,11 @@ def apply_pooling(
     encoded.pooling = pooling = resolve_pooling(params, config)
     assert config is not None, "checked by resolve_pooling"
     if config.late is not None and params.input_type is not None and encoded.text is not None and not encoded.is_ids:
+        if params.num_attended_tokens is not None:
+            raise ValueError(
+                f"num_attended_tokens={params.num_attended_tokens} is for queries of token ids: a text that is written "
+                f"with input_type={params.input_type} has its own number: leave it out"
+            )
         if encoded.error is None:
             length = max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             given = (config.late, need_tokenizer(), encoded.text, params.input_type, length, max_model_len)

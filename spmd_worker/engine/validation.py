@@ -174,14 +174,14 @@ class RequestLimits:
             message = f"priority={priority} needs scheduler.policy=priority: set it, or leave priority out"
             raise RequestError("unsupported_value", message)
 
-    def check_token_numbers(self, num_tokens: int, pooling: PoolingParams) -> None:
-        """Raise RequestError for a row whose tokens have more numbers than a message holds."""
+    def check_token_numbers(self, num_vectors: int, pooling: PoolingParams) -> None:
+        """Raise RequestError for a row whose tokens, or late chunks, have more numbers than a message holds."""
         if not pooling.is_for_tokens or self.pooling is None:
             return
         size, given = self.pooling.token_size, f"{pooling.task} with {self.pooling.token_size} numbers for each token"
-        if num_tokens * size > MAX_TOKEN_NUMBERS:
+        if num_vectors * size > MAX_TOKEN_NUMBERS:
             most = MAX_TOKEN_NUMBERS // size
-            raise RequestError("limit_exceeded", f"{given} is for rows of at most {most} tokens, not {num_tokens}")
+            raise RequestError("limit_exceeded", f"{given} is for rows of at most {most} tokens, not {num_vectors}")
         if self.max_step_tokens * size > MAX_STEP_NUMBERS:
             raise RequestError(
                 "limit_exceeded",
@@ -217,7 +217,7 @@ class RequestLimits:
         if not token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         if pooling is not None:
-            self.check_token_numbers(len(token_ids), pooling)
+            self.check_token_numbers(pooling.num_vectors(len(token_ids)), pooling)
         least, most = min(token_ids), max(token_ids)
         if self._is_of_images(most, token_ids, prompt.media_items):
             # Its embedding is not looked up, and in some models there is none.

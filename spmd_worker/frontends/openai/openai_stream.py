@@ -157,7 +157,7 @@ class ChunkWriter:
     def chunks(self, output: RequestOutput) -> list[JsonObject]:
         """Chunks of the new parts of `output`."""
         if self.row.echo is not None:
-            if self.row.sampling.logprobs is not None and output.prompt_logprobs is None:
+            if self.row.sampling.returns_logprobs and output.prompt_logprobs is None:
                 # The prompt's log-probabilities come first, and are complete at the end.
                 return []
             output = echoed(self.row, output)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.late_texts import kept_tokens
 from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
+from spmd_worker.compat.text_offsets import text_offsets
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
@@ -18,6 +19,7 @@ from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.late_interaction import INPUT_TYPES
 from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata, chunks_of
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -26,7 +28,8 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
     """A row that can run: its texts, or pairs, as ids; `pooling`, the model's, says how vectors are compared, and
-    `labels` name scores. `places` are those of a plain row with numbers for each token; None without a tokenizer.
+    `labels` name scores. `places` are those of a plain row with numbers for each token; None without a tokenizer. `chunks` are parallel
+    to `texts`, with late chunking.
     """
 
     row: Row
@@ -36,6 +39,7 @@ class EncodedPooledRow:
     pooling: PoolingConfig | None = None
     labels: tuple[str | None, ...] = ()
     places: TokenPlaces | None = None
+    chunks: tuple[LateChunkingMetadata, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -91,6 +95,7 @@ def encode_pooled_in_turns(
             pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
         texts: list[PromptContent] = []
+        chunks: list[LateChunkingMetadata] = []
         places, num_of_row = None, 0
         for index, prompt in enumerate(prompts):
             given = inputs.params
@@ -99,7 +104,7 @@ def encode_pooled_in_turns(
             encoded = _truncated(prompt, tokenizer, engine, given, media)
             engine.check(encoded, pooled_sampling(params, config))
             num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
-            num_of_row += num_tokens
+            num_of_row += params.num_vectors(num_tokens)
             engine.check_token_numbers(num_of_row, params)
             if most is not None and num_tokens > most:
                 message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
@@ -123,8 +128,14 @@ def encode_pooled_in_turns(
                         ).of_tokens(kept)
                     else:
                         places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
+            if params.late_chunking_params is not None:
+                offsets, most = None, num_tokens if config.encodes_inside else None
+                if isinstance(prompt, TextPrompt) and not prompt.images and tokenizer is not None:
+                    offsets = text_offsets(prompt.text, encoded.token_ids, tokenizer, config.text, most)
+                chunks.append(chunks_of(params.late_chunking_params, num_tokens, offsets))
             yield
-        return EncodedPooledRow(row, params, tuple(texts), are_pairs, config, config.labels, places)
+        named = (config.labels, places, tuple(chunks))
+        return EncodedPooledRow(row, params, tuple(texts), are_pairs, config, *named)
 
 
 def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:

@@ -541,7 +541,6 @@ VLLM_KEYS = {
     "truncation_side": ("left", "right", "a text that is cut"),
     "return_weight_versions": (False, True, "weight_versions of LLM.generate's outputs"),
     "return_tokens_as_token_ids": (False, True, "return_token_ids"),
-    "logprob_token_ids": (None, [5], "logprobs"),
     "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),
     "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={'a': 1} is not supported: leave it out"),
 }
@@ -557,6 +556,25 @@ def test_values_of_vllm_that_change_nothing_are_accepted(make):
         assert words in row.message
     assert parse(chat(documents=[], mm_processor_kwargs={}, chat_template=None)) == parse(chat())
     assert "give chat_template_kwargs" in parse(chat(chat_template="{{ messages }}")).message
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_listed_ids_replace_the_top_tokens(make):
+    asks = {"logprobs": True, "top_logprobs": 2} if make is chat else {"logprobs": 2}
+    sampling = parse(make(logprob_token_ids=[7, 5], **asks)).sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids, sampling.num_top_logprobs) == (None, (7, 5), 0)
+    assert parse(make(logprob_token_ids=[], **asks)) == parse(make(**asks))
+    plain = parse({"prompt": "a", "logprob_token_ids": [7, 5]}, SamplingParams(logprobs=3))
+    assert (plain.sampling.logprobs, plain.sampling.logprob_token_ids) == (None, (7, 5))
+    for more, code, words in (
+        ({"logprob_token_ids": [7]}, "conflicting_keys", "logprob_token_ids needs logprobs: add logprobs="),
+        ({"logprob_token_ids": ["a"], **asks}, "invalid_value", "'a' must be a token id"),
+        ({"logprob_token_ids": [0] * 129, **asks}, "invalid_value", "has 129 ids: give at most 128"),
+    ):
+        row = parse(make(**more))
+        assert (row.code, words in row.message) == (code, True), row.message
+    assert parse(completion(logprobs=1, echo=True, logprob_token_ids=[7])).code == "conflicting_keys"
+    assert "leave logprobs out" in parse({"prompt": "a", "logprob_token_ids": [7, 5], "logprobs": 1}).message
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/classify", "/pooling"])
