@@ -157,6 +157,7 @@ _SPILLED_BYTES: dict[int, dict[str, int]] = {
     80: {
         "attend 512 many": 40,
         "expert_linear fp8 rows 64x64x128 stages 4": 64,
+        "expert_linear fp8 rows by slot 64x64x128 stages 4": 64,
         "gate_up fp8 rows 16x64x128 stages 4": 112,
     },
     100: {"gate_up fp8 rows 16x64x128 stages 4": 96, "gated_norm 8192": 8, "linear_of_leaf_pairs": 104},
@@ -459,6 +460,7 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
         (expert_kernels.count_slots, sizes | {"BLOCK": expert_kernels.BLOCK}),
         (expert_kernels.place_slots, sizes | {"OWN": 128, "OWN_PADDED": 128, "BM": 64, "BLOCK": expert_kernels.BLOCK}),
         (expert_kernels.weighted_sum, sizes | {"ALL": False, "BH": 1024}),
+        (expert_kernels.clamp_columns, {"BN": 1024}),
     ):
         yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
     options = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -495,33 +497,38 @@ _OF_ADAPTERS = {
 
 
 def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
-    """Merged q, k and v of rank 16, down of an 8B model of rank 64, with and without leaves, two parts of rank 256, and
-    rows placed by adapter. `is_short`: the first of few rows and that with leaves, and rows.
+    """Merged q, k and v of rank 16, down of an 8B model of rank 64, with and without leaves, two parts of rank 256,
+    gates of experts, 8 of a token, routers beside them, and rows placed by adapter. `is_short`: the first of few rows
+    and that with leaves, and rows.
     """
     sizes = {"CHOSEN": 1, "PADDED": False, "BLOCK": expert_kernels.BLOCK}
     for kernel, constants, absent in (
         (expert_kernels.count_slots, sizes, "totals"),
         (expert_kernels.place_slots, sizes | {"OWN": 12, "OWN_PADDED": 16, "BM": 16}, "own"),
+        (expert_kernels.place_slots, sizes | {"OWN": 1024, "OWN_PADDED": 1024, "BM": 64}, "own"),
     ):
         types = _of_experts(kernel, "bf16") | {"ids": "*i32"}
         types = {name: kind for name, kind in types.items() if name not in ("slots", absent)}
-        yield Variant(f"{kernel.__name__} of adapters", kernel, types, constants, expert_kernels.LAUNCH)
+        word = " and experts" * (constants.get("OWN", 0) > 12)
+        yield Variant(f"{kernel.__name__} of adapters{word}", kernel, types, constants, expert_kernels.LAUNCH)
     for word, tile, dtype in (
         ("few", adapters.FEW_ROWS, torch.bfloat16),
         ("many", adapters.MANY_ROWS, torch.bfloat16),
         ("float16", adapters.FLOAT16, torch.float16),
         ("float32", adapters.FLOAT32, torch.float32),
+        ("float32 beside bfloat16", adapters.FLOAT32.with_rows(adapters.MANY_ROWS.rows), torch.float32),
     ):
         element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
         ends = leaf_bounds(14336, 8)[1:]
-        for rank, num_parts, num_inputs, leaf_ends in (
-            *((16, 3, 4096, ()), (64, 1, 14336, ()), (64, 1, 14336, ends), (256, 2, 4096, ())),
+        for rank, num_parts, num_inputs, leaf_ends, num_each in (
+            *((16, 3, 4096, (), 1), (64, 1, 14336, (), 1), (64, 1, 14336, ends, 1), (256, 2, 4096, (), 1)),
+            (16, 2, 2048, (), 8),
         ):
-            if is_short and (word != "few" or not (rank == 16 or leaf_ends)):
+            if is_short and (word != "few" or not (rank == 16 or leaf_ends) or num_each > 1):
                 continue
             pieces = adapters.pieces_of(num_inputs, leaf_ends)
             kernels = [
-                (adapter_kernels.shrink, tile.shrink_constants(pieces, rank, num_parts)),
+                (adapter_kernels.shrink, tile.shrink_constants(pieces, rank, num_parts, num_each)),
                 (adapter_kernels.expand, tile.expand_constants(pieces, rank, num_parts, dtype)),
             ]
             kernels += [(adapter_kernels.join, tile.join_constants(pieces, rank))] if leaf_ends else []
@@ -533,7 +540,8 @@ def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
                 is_shrink = kernel is adapter_kernels.shrink
                 staged = constants["BK"] * (tile.rows + constants["BR"]) * dtype.itemsize if is_shrink else 0
                 yield Variant(
-                    f"{kernel.__name__} {word} rank {rank} of {num_parts}{' in leaves' * bool(leaf_ends)}",
+                    f"{kernel.__name__} {word} rank {rank} of {num_parts}{' in leaves' * bool(leaf_ends)}"
+                    f"{' of experts' * (num_each > 1)}",
                     *(kernel, types, constants, options, ("R", "N", "K", "stride_x", "stride_out")),
                     multiplies=kernel is not adapter_kernels.join
                     and (dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink)),
@@ -559,8 +567,11 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
         if is_short and (pair[0].rows != 16 or word == "fp8 rows"):
             continue
         for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
-            for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
+            launches = [(expert_kernels.gate_up, False), (expert_kernels.expert_linear, False)]
+            launches += [] if is_short else [(expert_kernels.expert_linear, True)]
+            for kernel, gathers in launches:
                 is_gated = kernel is expert_kernels.gate_up
+                tile = pair[not is_gated]
                 is_clamped = is_gated and stored.is_mxfp4
                 if (is_short and is_gated != stored.is_mxfp4) or (
                     by_tma and not experts.gates_by_tma(is_clamped, divmod(chip, 10))
@@ -572,15 +583,15 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
                 if by_tma:
                     num_bytes = tile.inputs // 2 if stored.is_mxfp4 else tile.inputs
                     types["weight"] = f"tensordesc<u8[{tile.columns}, {num_bytes}]>"
-                    if not is_gated:
+                    if not is_gated and not gathers:
                         types["x"] = f"tensordesc<{element}[{tile.rows}, {tile.inputs}]>"
                 if not is_clamped:
                     del types["bias"]
                 constants = experts.constants(8, tl.bfloat16, tile, stored) | {"BIAS": is_clamped, "BY_TMA": by_tma}
-                constants |= {"CLAMPED": is_clamped} if is_gated else {"GATHERS": False}
+                constants |= {"CLAMPED": is_clamped} if is_gated else {"GATHERS": gathers, "BY_SLOT": True}
                 options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
                 yield Variant(
-                    f"{kernel.__name__} {word} {shape}{' tma' if by_tma else ''}",
+                    f"{kernel.__name__} {word} {'by slot ' * gathers}{shape}{' tma' if by_tma else ''}",
                     *(kernel, types, constants, options, ("N", "K"), True),
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,
@@ -593,10 +604,11 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
     for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
         for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
             is_gated = kernel is expert_kernels.gate_up
-            for flag in (is_gated,) if is_short else (False, True):
+            words = ("", "clamped ") if is_gated else ("", "gathers ", "gathers by slot ")
+            for word in words[is_gated : 1 + is_gated] if is_short else words:
+                flag = word != ""
                 if by_tma and is_gated and not experts.gates_by_tma(flag, divmod(chip, 10)):
                     continue
-                word = "" if not flag else "clamped " if is_gated else "gathers "
                 shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
                 types = _of_experts(kernel, element)
                 del types["scales"]
@@ -608,7 +620,8 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
                 if not has_bias:
                     del types["bias"]
                 constants = experts.constants(8, tl.bfloat16, tile) | {"BIAS": has_bias, "BY_TMA": by_tma}
-                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag}
+                by_slot = word != "gathers "
+                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag, "BY_SLOT": by_slot}
                 options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
                 yield Variant(
                     f"{kernel.__name__} {word}{shape}{' tma' if by_tma else ''}",

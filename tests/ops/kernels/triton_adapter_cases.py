@@ -64,6 +64,7 @@ class Layer:
         """`inputs` are a rank's, of a layer that ranks share."""
         device = torch.device(torch.get_default_device())
         self.kernels = ReferenceAdapterKernels() if is_reference else TritonAdapterKernels()
+        self.num_slots = len(order)
         sizes = (len(order), max_rank, inputs[1] - inputs[0], parts, dtype, device, leaf_ends)
         self.stack = self.kernels.new_stack(AdapterSizes(*sizes))
         for slot, number in enumerate(order):
@@ -74,7 +75,7 @@ class Layer:
 
     def __call__(self, outputs: Tensor, x: Tensor, slots: Sequence[int]) -> Tensor:
         found = outputs.clone()
-        self.stack.add_(found, x, self.kernels.step(torch.tensor(slots, dtype=torch.int32)))
+        self.stack.add_(found, x, self.kernels.step(torch.tensor(slots, dtype=torch.int32), self.num_slots))
         return found
 
 
@@ -220,7 +221,7 @@ def on_ranks(dtype: torch.dtype, size: int, add: Callable[[list[Tensor]], Tensor
     bounds, each = leaf_bounds(INPUTS, NUM_LEAVES), NUM_LEAVES // size
     shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
     layers = [Layer(dtype, ONE, inputs=share, leaf_ends=leaf_ends(share, INPUTS, NUM_LEAVES)) for share in shares]
-    placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32))
+    placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32), len(ADAPTERS))
     sums = [layer.stack.input_sums(x[:, slice(*share)], placed) for layer, share in zip(layers, shares, strict=True)]
     none = torch.tensor(slots, dtype=torch.int32) < 0
     assert not any(each[none].any() for each in sums)

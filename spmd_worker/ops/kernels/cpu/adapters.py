@@ -20,7 +20,7 @@ from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
-from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters, rows_of_each
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
 _MAX_RANK, _MAX_PARTS, _MAX_LEAVES = 512, 6, 64  # as in native/adapters.h
@@ -125,7 +125,8 @@ class NativeStack:
         assert not tensors, len(tensors)
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
-        x = self._checked_inputs(x, step)
+        num_each = rows_of_each(outputs, x)
+        x = self._checked_inputs(x if num_each == 1 else x.repeat_interleave(num_each, 0), step)
         self._check_outputs(outputs, step)
         self._functions[f"add_adapters_{self._name}"](
             *(self.address, step.layout.address, x.data_ptr(), x.stride(0)),
@@ -178,8 +179,9 @@ class NativeAdapterKernels:
     def new_stack(self, sizes: AdapterSizes) -> NativeStack:
         return NativeStack(self._library, sizes)
 
-    def step(self, slots: Tensor) -> StepAdapters:
+    def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """Rows of an adapter are divided into blocks, which threads share."""
+        del num_slots
         of_rows = slots.numpy()
         rows = np.argsort(of_rows, kind="stable")
         rows = rows[np.searchsorted(of_rows[rows], 0) :]
