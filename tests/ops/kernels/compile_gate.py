@@ -159,10 +159,8 @@ _SPILLED_BYTES: dict[int, dict[str, int]] = {
     80: {
         "attend 512 many": 40,
         "expert_linear fp8 rows 64x64x128 stages 4": 64,
-        "gate_up fp8 rows 16x64x128 stages 4": 112,
     },
     100: {
-        "gate_up fp8 rows 16x64x128 stages 4": 96,
         "gated_norm 8192": 8,
         "linear_of_leaf_pairs": 104,
         "choose_keys": 8,
