@@ -100,9 +100,11 @@ _COMPRESSED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention"]
-    + ["heavily_compressed_attention", "compressed_sparse_attention"],
-    "mlp_layer_types": ["hash_moe"] + ["moe"] * 3,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     "sliding_window": 128,
     "index_n_heads": 32,

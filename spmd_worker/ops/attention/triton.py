@@ -141,8 +141,8 @@ class TritonFixedAttention:
     def _placed(self, num_tokens: int, most_keys: int) -> PlacedTokens | None:
         if self._lists_above is None:
             return None
-        tokens = [each[:num_tokens] for each in (self._sequences, self._positions)]
-        return PlacedTokens(*tokens, self._tables, self._slots[:num_tokens], most_keys)
+        sequences, positions, slots = (each[:num_tokens] for each in (self._sequences, self._positions, self._slots))
+        return PlacedTokens(sequences, positions, self._tables, slots, most_keys)
 
     def _fill_segments(self, segments: StateSegments | None) -> None:
         """Those of a step, whose starts are filled; the others are padding."""

@@ -309,7 +309,9 @@ class TritonDevice(DeviceBackend):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         layers = self.resolved.model_config.layers
         max_head_size = max(layer.head_size for layer in layers)
-        max_group = max(1 if layer.latent or layer.compressed else layer.num_heads // layer.num_kv_heads for layer in layers)
+        max_group = max(
+            1 if layer.latent or layer.compressed else layer.num_heads // layer.num_kv_heads for layer in layers
+        )
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         sizes = ((properties.major, properties.minor), max_head_size, max_group, itemsize)
         tiles = (attention.few_tile(*sizes), attention.many_tile(*sizes))

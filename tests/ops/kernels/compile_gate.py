@@ -361,7 +361,18 @@ _LIST_BYTES = 1152
 def _of_lists(kernel: Any) -> dict[str, str]:
     """Integers of 32 bits, and pointers to such."""
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-    tensors = ("starts", "lengths", "sequences", "positions", "slots", "tables", "chosen", "numbers", "listed", "counts")
+    tensors = (
+        "starts",
+        "lengths",
+        "sequences",
+        "positions",
+        "slots",
+        "tables",
+        "chosen",
+        "numbers",
+        "listed",
+        "counts",
+    )
     return {name: "*i32" if name in tensors else "i32" for name in names}
 
 

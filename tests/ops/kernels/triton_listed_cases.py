@@ -197,44 +197,61 @@ def lists_have_the_bits_of_copied_keys() -> None:
         assert not torch.equal(step.alone(keys.flip(0), step.queries[74:])[0], found[74])
 
 
+class Means:
+    """Rows and entries of one layer, in one cache; what nobody has written is NaN."""
+
+    def __init__(self, size: int, *, overlaps: bool) -> None:
+        self.size, self.overlaps, self.width = size, overlaps, size * (1 + overlaps)
+        self.layer = torch.full((24, BLOCK * 2 * self.width + PLACES * size + 8), torch.nan)
+        self.rows = view_of(self.layer, 8, BLOCK, 2 * self.width)
+        self.entries = view_of(self.layer, 8 + BLOCK * 2 * self.width, PLACES, size)
+        self.values, self.bias = torch.randn(sum(LENGTHS), 2 * self.width), torch.randn(RATE, self.width)
+
+    def of_step(self, chunks: list[Chunk]) -> Tensor:
+        step, listed_keys = step_of(chunks), TritonBackend().listed_keys()
+        listed_keys.write(self.values[rows_of(chunks)], self.rows, step, BLOCK, cleared=self.entries)
+        sizes = (RATE, self.size)
+        return listed_keys.compress(self.rows, self.bias, step, sizes, torch.float32, overlaps=self.overlaps)
+
+    def expected(self, token: int, position: int) -> Tensor:
+        """The mean of the group that a token ends, in float64."""
+        size, width, bias = self.size, self.width, self.bias
+        own = self.values[token + 1 - RATE : token + 1].double()
+        parts = [(own[:, width - size : width], own[:, -size:] + bias[:, -size:])]
+        if self.overlaps and position >= RATE:
+            before = self.values[token + 1 - 2 * RATE : token + 1 - RATE].double()
+            parts.insert(0, (before[:, :size], before[:, width : width + size] + bias[:, :size]))
+        numbers, gates = (torch.cat(each) for each in zip(*parts, strict=True))
+        return (numbers * gates.softmax(0)).sum(0)
+
+
 def entries_are_means_of_their_groups() -> None:
-    """In whole prompts and in chunks; the places of a block that has begun are 0 until then."""
-    size, listed_keys = 20, TritonBackend().listed_keys()
+    """In complete prompts and in chunks; the places of a block that has begun are 0 until then."""
+    begun = torch.zeros(24, dtype=torch.bool)
+    begun[step_of(WHOLE).token_blocks] = True
     for overlaps in (False, True):
-        width = size * (1 + overlaps)
-        layer = torch.full((24, BLOCK * (2 * width + 8) + PLACES * size), torch.nan)
-        rows, entries = view_of(layer, 8, BLOCK, 2 * width), view_of(layer, 8 + BLOCK * 2 * width, PLACES, size)
-        values, bias = torch.randn(sum(LENGTHS), 2 * width), torch.randn(RATE, width)
-
-        def means(chunks: list[Chunk]) -> Tensor:
-            step = step_of(chunks)
-            listed_keys.write(values[rows_of(chunks)], rows, step, BLOCK, cleared=entries)
-            return listed_keys.compress(rows, bias, step, (RATE, size), torch.float32, overlaps=overlaps)
-
-        found = means(WHOLE)
-        begun = torch.zeros(24, dtype=torch.bool)
-        begun[step_of(WHOLE).token_blocks] = True
-        assert (entries[begun] == 0).all()
-        assert entries[~begun].isnan().all()
-        assert layer[:, :8].isnan().all()
+        means = Means(20, overlaps=overlaps)
+        found = means.of_step(WHOLE)
+        assert (means.entries[begun] == 0).all()
+        assert means.entries[~begun].isnan().all()
+        assert means.layer[:, :8].isnan().all()
         for token, position in enumerate(step_positions(WHOLE).tolist()):
-            if (position + 1) % RATE:
-                continue
-            own = values[token + 1 - RATE : token + 1].double()
-            parts = [(own[:, width - size : width], own[:, -size:] + bias[:, -size:])]
-            if overlaps and position >= RATE:
-                before = values[token + 1 - 2 * RATE : token + 1 - RATE].double()
-                parts.insert(0, (before[:, :size], before[:, width : width + size] + bias[:, :size]))
-            numbers, gates = (torch.cat(each) for each in zip(*parts))
-            assert_near(found[token], (numbers * gates.softmax(0)).sum(0), torch.float32)
+            if (position + 1) % RATE == 0:
+                assert_near(found[token], means.expected(token, position), torch.float32)
         for cut in CUTS:
             ends = (step_positions(cut) + 1) % RATE == 0
-            assert torch.equal(means(cut)[ends], found[rows_of(cut)][ends])
+            assert torch.equal(means.of_step(cut)[ends], found[rows_of(cut)][ends])
+    # Control: another bias.
+    means.bias = means.bias + torch.arange(RATE).unsqueeze(1)
+    assert not torch.equal(means.of_step(WHOLE)[27], found[27])
 
 
 def padding_writes_nothing_and_has_no_keys() -> None:
     """Steps in tensors that stay, as those of graphs."""
-    step, fixed = Attended(4, 16, 5, chooses=False), TritonFixedAttention(8, 4, 8, BLOCK, torch.get_default_device(), lists_above=9)
+    step, fixed = (
+        Attended(4, 16, 5, chooses=False),
+        TritonFixedAttention(8, 4, 8, BLOCK, torch.get_default_device(), lists_above=9),
+    )
     found = step.attend(WHOLE)
     for cut in CUTS[1:]:
         metadata, rows = step_of(cut), rows_of(cut)

@@ -31,6 +31,8 @@ SETTINGS = {
     "max_num_batched_tokens": 40,
     "max_num_seqs": 4,
     "num_blocks": 24,
+    # The default of a device that is not named triton.
+    "invariant_tensor_parallel": False,
     "block_size": 8,
 }
 HEAD = [5 + index * 7 % 80 for index in range(26)]

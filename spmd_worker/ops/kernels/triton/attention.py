@@ -323,9 +323,7 @@ def attend_latents(
 ) -> Tensor:
     """Queries [T, Hq * D], a token's contiguous; `layer_cache` [blocks, 1, 1, block, D] -> [T, Hq, value_size]."""
     keys = layer_cache[:, 0].expand(-1, latent_groups(num_heads), -1, -1)
-    return attend_pages(
-        queries, keys, keys[..., :value_size], plan, num_heads, scale, sinks=sinks, is_latent=True
-    )
+    return attend_pages(queries, keys, keys[..., :value_size], plan, num_heads, scale, sinks=sinks, is_latent=True)
 
 
 def attend_pages(

@@ -126,8 +126,8 @@ def choice_options() -> dict[str, int]:
 def compress(
     rows: Tensor, bias: Tensor, tokens: PlacedTokens, rate: int, size: int, *, overlaps: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Entries [T, `size`] of groups of `rate` tokens before their norm, of the tokens that end one, from `rows` [blocks,
-    block size, R] (see `listed_kernels.compress`); other rows are arbitrary.
+    """Entries [T, `size`] before their norm, of tokens that end groups of `rate`, from `rows` [blocks, block size, R]
+    (see `listed_kernels.compress`); other tokens' are arbitrary.
     """
     out = torch.empty((len(tokens.positions), size), dtype=dtype, device=rows.device)
     if not len(out):

@@ -32,7 +32,10 @@ def place_tokens(starts, lengths, sequences, positions, S, T, EACH: tl.constexpr
         before += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
     inside = token < T
     is_there = inside & (before < S)
-    length, end = tl.load(lengths + before, mask=is_there, other=0), tl.load(starts + before + 1, mask=is_there, other=0)
+    length, end = (
+        tl.load(lengths + before, mask=is_there, other=0),
+        tl.load(starts + before + 1, mask=is_there, other=0),
+    )
     tl.store(sequences + token, tl.where(is_there, before, 0), mask=inside)
     tl.store(positions + token, tl.where(is_there, length - end + token, -1), mask=inside)
 
@@ -55,12 +58,11 @@ def write_places(
             value = tl.load(values + token.to(tl.int64) * stride_value + n, mask=n < N)
             row = cache + page * stride_page + (offset // RATE) * stride_row
             tl.store(row + n, to_cache(value, cache), mask=n < N)
-        if CLEARED:
-            if offset == 0:
-                block, step = cleared + page * stride_cleared, tl.num_programs(1) * EACH
-                for first in tl.range(tl.program_id(1) * EACH, CLEARED, step):
-                    at = first + tl.arange(0, EACH)
-                    tl.store(block + at, tl.zeros([EACH], cleared.dtype.element_ty), mask=at < CLEARED)
+        if (CLEARED > 0) & (offset == 0):
+            block, step = cleared + page * stride_cleared, tl.num_programs(1) * EACH
+            for first in tl.range(tl.program_id(1) * EACH, CLEARED, step):
+                at = first + tl.arange(0, EACH)
+                tl.store(block + at, tl.zeros([EACH], cleared.dtype.element_ty), mask=at < CLEARED)
 
 
 @triton.jit(do_not_specialize=["first", "num_chosen"])
@@ -93,9 +95,7 @@ def score_keys(
             at = (n + 1) * RATE - 1
             page = tl.load(table + at // BLOCK, mask=is_there, other=0).to(tl.int64) * stride_page
             keys = cache + page + (at % BLOCK // RATE) * stride_row
-            products = tl.dot(
-                load_cached(keys, is_there, 0, K0, D, q0.dtype), tl.trans(q0), input_precision="ieee"
-            )
+            products = tl.dot(load_cached(keys, is_there, 0, K0, D, q0.dtype), tl.trans(q0), input_precision="ieee")
             if K1:
                 k1 = load_cached(keys, is_there, K0, K1, D, q0.dtype)
                 products = tl.dot(k1, tl.trans(q1), products, input_precision="ieee")
@@ -223,9 +223,7 @@ def compress(
             before = tl.maximum(start - RATE, 0)
         for at in tl.range(before, position + 1):
             part = tl.where(at < start, 0, width - N)
-            _, gate = _member(
-                rows, bias, table, d, inside, at, at % RATE, part, stride_page, stride_row, BLOCK, width
-            )
+            _, gate = _member(rows, bias, table, d, inside, at, at % RATE, part, stride_page, stride_row, BLOCK, width)
             top = tl.maximum(top, gate)
         total, mean = tl.zeros([EACH], tl.float32), tl.zeros([EACH], tl.float32)
         for at in tl.range(before, position + 1):
