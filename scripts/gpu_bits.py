@@ -9,7 +9,8 @@ encoder's vectors: in another order, alone, and near transformers'. `stored`: ex
 dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). `adapters`: rows with one of two
 adapters, and rows without, which have the bits of a run that has none. `states`, `mamba` and `conv` have recurrent
 states (gated delta nets, Mamba2, short convolutions): rows begin from snapshots when repeated. `latent` has latent
-attention and experts, `shapes` heads of two sizes. Controls: rows were preempted, other seeds give other tokens. A line
+attention and experts, `chosen` keys that an indexer chooses, too, `compressed` windows and entries, `shapes` heads of
+two sizes. Controls: rows were preempted, other seeds give other tokens. A line
 a finding, and one JSON object last; exits with 1 where something is wrong.
 """
 
@@ -45,6 +46,8 @@ FAMILIES = {
     "experts": "qwen3_moe",
     **STATES,
     "latent": "deepseek_v3",
+    "chosen": "deepseek_v32",
+    "compressed": "deepseek_v4",
     "shapes": "gemma4",
 }
 BLOCK_SIZE = 16

@@ -91,6 +91,28 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+_CHOICE = {**_LATENT, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 64}
+_COMPRESSED = {
+    "head_dim": 512,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "sliding_window": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 32,
+    "partial_rotary_factor": 0.125,
+    "num_key_value_heads": 1,
+}
 _SHAPES = {
     **_GEMMA,
     "global_head_dim": 512,
@@ -109,9 +131,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _NEMOTRON),
     "lfm2": ("Lfm2", _CONVOLUTION),
     "deepseek_v3": ("DeepseekV3", _LATENT),
+    "deepseek_v32": ("DeepseekV32", _CHOICE),
+    "deepseek_v4": ("DeepseekV4", _COMPRESSED),
     "gemma4": ("Gemma4Text", _SHAPES),
 }
 """Families by name: transformers' name of the classes, and what differs from the common sizes."""
+_TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+}
 _SMALL_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 TINY_OF: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -126,16 +161,21 @@ TINY_OF: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "ssm_state_size": 16,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 32,
+    "deepseek_v3": _TINY_LATENT,
+    "deepseek_v32": {**_TINY_LATENT, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 6},
+    "deepseek_v4": {
+        **{key: _TINY_LATENT[key] for key in ("q_lora_rank", "n_routed_experts", "moe_intermediate_size")},
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "o_lora_rank": 24,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+        "sliding_window": 7,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 3,
+        "partial_rotary_factor": 0.5,
     },
     "gemma4": {"global_head_dim": 32},
 }

@@ -28,8 +28,8 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
     """A row that can run: its texts, or pairs, as ids; `pooling`, the model's, says how vectors are compared, and
-    `labels` name scores. `places` are those of a plain row with numbers for each token; None without a tokenizer. `chunks` are parallel
-    to `texts`, with late chunking.
+    `labels` name scores. `places` are those of a plain row with numbers for each token; None without a tokenizer.
+    `chunks` are parallel to `texts`, with late chunking.
     """
 
     row: Row

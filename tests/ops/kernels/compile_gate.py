@@ -44,6 +44,8 @@ from spmd_worker.ops.kernels.triton import (
     int8_kernels,
     leaf_kernels,
     leaf_matmul,
+    listed,
+    listed_kernels,
     matmul,
     matmul_kernels,
     penalty_kernels,
@@ -158,9 +160,12 @@ _SPILLED_BYTES: dict[int, dict[str, int]] = {
         "attend 512 many": 40,
         "expert_linear fp8 rows 64x64x128 stages 4": 64,
         "expert_linear fp8 rows by slot 64x64x128 stages 4": 64,
-        "gate_up fp8 rows 16x64x128 stages 4": 112,
     },
-    100: {"gate_up fp8 rows 16x64x128 stages 4": 96, "gated_norm 8192": 8, "linear_of_leaf_pairs": 104},
+    100: {
+        "gated_norm 8192": 8,
+        "linear_of_leaf_pairs": 104,
+        "choose_keys": 8,
+    },
     120: {"attend deberta distances few": 8, "attend fp8 cache many": 80, "linear_of_leaves 2 of 1792": 144},
 }
 """By capability and beginning of a variant's name: what Triton 3.7.1 spills on chips on which no tile was measured."""
@@ -231,6 +236,7 @@ _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 def variants(element: str = "bf16") -> Iterator[Variant]:
     """Every kernel that a step of a dense model launches, in the shapes of three models."""
     yield from attention_variants(element)
+    yield from listed_variants(element)
     yield from (norm_variant(width, element) for width in (576, 896, 4096))
     types, constants = _typed(row_kernels.silu_and_mul, element), {"BN": 1024}
     yield Variant("silu_and_mul", row_kernels.silu_and_mul, types, constants, row_kernels.LAUNCH, ("N", "stride"))
@@ -317,6 +323,60 @@ def head_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(name, kernel, types, tile.constants(), tile.options(), aligned, tile.rows >= 64)
 
 
+LISTS = {"latent lists deepseek-v3": (128, 576, 512), "latent lists sinks deepseek-v4": (64, 512, 512)}
+"""Query heads, sizes of a key and of its value."""
+
+
+def listed_variants(element: str = "bf16") -> Iterator[Variant]:
+    """What layers launch that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
+    for name, (heads, size, _) in LISTS.items():
+        for way in ("few", "few joined", "many"):
+            variant = attend_variant(f"attend {name} {way}", heads, listed.num_groups((9, 0), heads), size, element)
+            yield replace(variant, stack_bytes=_LIST_BYTES)
+    scored = {"queries": f"*{element}", "cache": f"*{element}", "weights": "*fp32", "scores": "*fp32"}
+    types = _of_lists(listed_kernels.score_keys) | scored
+    for rate in (1, 4):
+        constants, options = listed.score_constants(64, 128, 16, rate), listed.score_options()
+        aligned = ("stride_page", "stride_row")
+        yield Variant(f"score_keys {rate}", listed_kernels.score_keys, types, constants, options, aligned, True)
+    options = listed.choice_options()
+    constants, types = {"RATE": 1, "BATCH": options.pop("BATCH")}, _of_lists(listed_kernels.choose_keys)
+    yield Variant("choose_keys", listed_kernels.choose_keys, types | {"scores": "*fp32"}, constants, options)
+    for word, is_chosen in (("first", False), ("chosen", True)):
+        constants = {"RATE": 4, "BLOCK": 16, "CHOSEN": is_chosen, "EACH": 1024}
+        yield Variant(f"list_keys {word}", listed_kernels.list_keys, _of_lists(listed_kernels.list_keys), constants, {})
+    constants = {"EACH": 64, "BATCH": 256}
+    yield Variant("place_tokens", listed_kernels.place_tokens, _of_lists(listed_kernels.place_tokens), constants, {})
+    types = _of_lists(listed_kernels.write_places) | dict.fromkeys(("values", "cache", "cleared"), f"*{element}")
+    constants = listed.write_constants(2560, 16, 4, 2048)
+    yield Variant("write_places", listed_kernels.write_places, types, constants, listed_kernels.LAUNCH)
+    types = _of_lists(listed_kernels.compress) | {"rows": f"*{element}", "out": f"*{element}", "bias": "*fp32"}
+    constants = listed.compress_constants(4, 512, 16, overlaps=True)
+    yield Variant("compress", listed_kernels.compress, types, constants, listed_kernels.LAUNCH)
+
+
+_LIST_BYTES = 1152
+"""Sums of 512 numbers lie on the stack between segments."""
+
+
+def _of_lists(kernel: Any) -> dict[str, str]:
+    """Integers of 32 bits, and pointers to such."""
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    tensors = (
+        "starts",
+        "lengths",
+        "sequences",
+        "positions",
+        "slots",
+        "tables",
+        "chosen",
+        "numbers",
+        "listed",
+        "counts",
+    )
+    return {name: "*i32" if name in tensors else "i32" for name in names}
+
+
 LATENTS = {"latent deepseek-v3": (128, 8, 576), "latent glm": (20, 2, 576), "latent mistral-4": (32, 2, 320)}
 """Query heads, groups of them, size of a key."""
 
@@ -328,11 +388,12 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
     capped, sinks = "cap" in name, "sinks" in name
     is_latent = "latent" in name
-    value_size = size - 64 if is_latent else size
+    value_size = size - 64 if is_latent and size != 512 else size
     kind = {"is_capped": capped, "has_sinks": sinks, "is_latent": is_latent, "has_sight": "sight" in name}
     kind |= {"is_biased": "bias" in name}
     kind |= dict.fromkeys(("has_query_scores", "has_key_scores"), "distances" in name)
-    constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, 16, **kind)
+    block_size = 1 if "lists" in name else 16
+    constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, block_size, **kind)
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
@@ -891,7 +952,9 @@ def _on(variant: Variant, capability: int) -> Variant:
     if variant.kernel is not attention_kernels.attend:
         return variant
     constants = variant.constants
-    heads = (constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"])
+    heads = [constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"]]
+    if "lists" in variant.name:
+        heads[1] = listed.num_groups(_COMPUTE[capability], heads[0])
     chosen = attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
     share = 2 if "fp8 cache" in variant.name else 1
     return replace(chosen, stack_bytes=variant.stack_bytes, pipelined_bytes=chosen.pipelined_bytes // share)
@@ -1045,6 +1108,10 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "write_rows llama-8b",
         "attend fp8 cache few joined",
         "attend latent deepseek-v3 few",
+        "attend latent lists sinks deepseek-v4 many",
+        "score_keys 4",
+        "choose_keys",
+        "compress",
         "write_rows latent",
         "linear_of_heads 16",
         *(each.name for each in draw_variants()),

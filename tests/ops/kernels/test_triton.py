@@ -25,6 +25,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_adapter_cases.py": (("gate",), 7),
     "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 5),
+    "triton_listed_cases.py": ((), 6),
     "triton_tower_cases.py": (("gate",), 1),
     "triton_cross_cases.py": (("gate",), 1),
 }
@@ -50,6 +51,7 @@ ENGINES = {
     "triton_adapters_engine.py": 17,
     "triton_states_engine.py": 10,
     "triton_windows_engine.py": 4,
+    "triton_listed_engine.py": 10,
 }
 """Scripts, and how many comparisons of an engine they make."""
 LONGEST_S = 500.0

@@ -91,6 +91,9 @@ def _stored_tiles(
     elif num_slots <= MAX_SOME_ROWS * num_experts:
         pair = STORED_SOME_ROWS if chip[0] in _WITH_WGMMA else STORED_SOME_ROWS_OTHER_CHIPS
     gate_tile, tile = pair
+    if not stored.is_mxfp4 and stored.group_rows == 1 and not stored.group_inputs:
+        # Scales of both halves' outputs, beside their sums, spill with fewer warps.
+        gate_tile = replace(gate_tile, num_warps=8)
     return _fitted_stored(gate_tile, 2, dtype, room_bytes, stored), _fitted_stored(tile, 1, dtype, room_bytes, stored)
 
 
