@@ -40,7 +40,6 @@ from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, Samp
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.adapter_methods import AdapterMethods
-from spmd_worker.worker.prompt_adapter_methods import PromptAdapterMethods
 
 
 class NamedRequests:
@@ -116,7 +115,7 @@ class NamedRequests:
 
 @with_keyword_hints()
 @explain_in_keywords
-class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
+class LLMEngine(AdapterMethods, Engine):
     """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).
 
     Under torchrun every rank of a replica makes the same calls, in the same order; or one rank makes them, while the

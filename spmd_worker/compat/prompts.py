@@ -137,37 +137,103 @@ def _reject_rows(value: Any) -> PromptRows:
     raise ValueError("prompt_embeds are not supported here: give text or token ids")
 
 
-def encode_prompt(
-    prompt: Any,
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None = None,
-    read_rows: ReadRows = _reject_rows,
-    images: ImagePrompts | None = None,
-    architecture: str = "",
-) -> Encoded:
-    """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
-    tokenizer. `check_text` is None for a prompt that will be truncated, `images` for a model without images, whose
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Encodes the prompts of a decoder alone. `need_tokenizer` is called for text only, and raises ConfigError if there
+    is no tokenizer. `check_text` is None for prompts that will be truncated, `images` for a model without images, whose
     `architecture` errors name.
     """
-    if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows, images, architecture)
-    pair = prompt if isinstance(prompt, TextPair) else None
-    text = plain_text(prompt)
-    if pair is None and text is None:
-        return _encode_ids(prompt)
-    encoded = Encoded((), text, pair=pair)
-    try:
-        tokenizer = need_tokenizer()
-        if check_text is not None:
-            check_text(tokenizer, *((text,) if pair is None else (pair.first, pair.second)))
-        if pair is None:
-            encoded.token_ids = tuple(tokenizer.encode(text or ""))
-        else:
-            token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
-            encoded.token_ids = tuple(token_ids)
-    except (ConfigError, ValueError) as error:
-        encoded.error = str(error)
-    return encoded
+
+    need_tokenizer: Callable[[], Tokenizer]
+    check_text: CheckText | None = None
+    read_rows: ReadRows = _reject_rows
+    images: ImagePrompts | None = None
+    architecture: str = ""
+
+    def encode(self, prompt: Any) -> Encoded:
+        """The prompt, or the TextPair, or the error for which it is not one."""
+        if isinstance(prompt, Mapping):
+            return self._encode_mapping(prompt)
+        pair = prompt if isinstance(prompt, TextPair) else None
+        text = plain_text(prompt)
+        if pair is None and text is None:
+            return _encode_ids(prompt)
+        encoded = Encoded((), text, pair=pair)
+        try:
+            tokenizer = self.need_tokenizer()
+            if self.check_text is not None:
+                self.check_text(tokenizer, *((text,) if pair is None else (pair.first, pair.second)))
+            if pair is None:
+                encoded.token_ids = tuple(tokenizer.encode(text or ""))
+            else:
+                token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
+                encoded.token_ids = tuple(token_ids)
+        except (ConfigError, ValueError) as error:
+            encoded.error = str(error)
+        return encoded
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> Encoded:
+        if _SALT_KEY in prompt:
+            salted = self._encode_mapping({key: each for key, each in prompt.items() if key != _SALT_KEY})
+            salted.cache_salt = prompt[_SALT_KEY]
+            return salted
+        given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
+        given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
+        given = [key for key in given if key != _PROCESSOR_KEY or prompt[key] != _KEPT_SIZES]
+        unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
+        if unknown:
+            known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
+            if _PROCESSOR_KEY in unknown:
+                if fault := sound_fault(prompt[_PROCESSOR_KEY]):
+                    return Encoded((), error=fault)
+                return Encoded((), error=f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
+            return Encoded((), error=f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
+        try:
+            sources, media = media_of(prompt.get("multi_modal_data"), self.images)
+        except MediaError as error:
+            return Encoded((), error=str(error))
+        if sources:
+            return self._encode_with_images(prompt, sources, media)
+        if prompt.get("prompt_embeds") is not None:
+            if "prompt_token_ids" in prompt:
+                return Encoded((), error="a prompt has prompt_token_ids or prompt_embeds: leave one out")
+            return _encode_rows(prompt, self.read_rows)
+        if "prompt_token_ids" in prompt:
+            encoded = _encode_ids(prompt["prompt_token_ids"])
+            encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+            return encoded
+        if isinstance(prompt.get("prompt"), str):
+            return self.encode(prompt["prompt"])
+        if prompt.get("prompt") is not None:
+            text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
+            return Encoded((), error=text)
+        keys = "text under prompt, prompt_token_ids or prompt_embeds"
+        return Encoded((), error=f"a prompt needs {keys}; this one has {[*prompt]}")
+
+    def _encode_with_images(
+        self, prompt: Mapping[str, Any], sources: Sequence[Any], media: Sequence[MediumName]
+    ) -> Encoded:
+        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+        encoded = Encoded((), text, is_ids="prompt_token_ids" in prompt)
+        try:
+            is_cut, name = self.check_text is None, self.architecture
+            images = check_images(self.images, sources, media, is_truncated=is_cut, architecture=name)
+            if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
+                raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
+            tokenizer = self.need_tokenizer()
+            if encoded.is_ids:
+                token_ids = as_token_ids(prompt["prompt_token_ids"])
+                encoded.media = _prepared(prompt, sources, media, images)
+                made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
+            else:
+                if self.check_text is not None:
+                    self.check_text(tokenizer, text)
+                encoded.media = _prepared(prompt, sources, media, images)
+                made = images.of_text(text or "", encoded.media, tokenizer.encode)
+            encoded.token_ids, encoded.media_items, encoded.media = made
+        except (ConfigError, ValueError, TypeError) as error:
+            encoded.error = str(error)
+        return encoded
 
 
 def apply_pooling(
@@ -224,84 +290,6 @@ def apply_pooling(
         if encoded.num_first_tokens is None:
             raise ValueError("the tokenizer's order of token types is not supported by any model here")
         encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
-
-
-def _encode_mapping(
-    prompt: Mapping[str, Any],
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None,
-    read_rows: ReadRows,
-    images: ImagePrompts | None,
-    architecture: str,
-) -> Encoded:
-    if _SALT_KEY in prompt:
-        plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
-        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows, images, architecture)
-        salted.cache_salt = prompt[_SALT_KEY]
-        return salted
-    given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
-    given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
-    given = [key for key in given if key != _PROCESSOR_KEY or prompt[key] != _KEPT_SIZES]
-    unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
-    if unknown:
-        known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
-        if _PROCESSOR_KEY in unknown:
-            if fault := sound_fault(prompt[_PROCESSOR_KEY]):
-                return Encoded((), error=fault)
-            return Encoded((), error=f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
-        return Encoded((), error=f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
-    try:
-        sources, media = media_of(prompt.get("multi_modal_data"), images)
-    except MediaError as error:
-        return Encoded((), error=str(error))
-    if sources:
-        return _encode_with_images(prompt, sources, media, need_tokenizer, check_text, images, architecture)
-    if prompt.get("prompt_embeds") is not None:
-        if "prompt_token_ids" in prompt:
-            return Encoded((), error="a prompt has prompt_token_ids or prompt_embeds: leave one out")
-        return _encode_rows(prompt, read_rows)
-    if "prompt_token_ids" in prompt:
-        encoded = _encode_ids(prompt["prompt_token_ids"])
-        encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-        return encoded
-    if isinstance(prompt.get("prompt"), str):
-        return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
-    if prompt.get("prompt") is not None:
-        text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
-        return Encoded((), error=text)
-    keys = "text under prompt, prompt_token_ids or prompt_embeds"
-    return Encoded((), error=f"a prompt needs {keys}; this one has {[*prompt]}")
-
-
-def _encode_with_images(
-    prompt: Mapping[str, Any],
-    sources: Sequence[Any],
-    media: Sequence[MediumName],
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None,
-    images: ImagePrompts | None,
-    architecture: str,
-) -> Encoded:
-    text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-    encoded = Encoded((), text, is_ids="prompt_token_ids" in prompt)
-    try:
-        images = check_images(images, sources, media, is_truncated=check_text is None, architecture=architecture)
-        if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
-            raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
-        tokenizer = need_tokenizer()
-        if encoded.is_ids:
-            token_ids = as_token_ids(prompt["prompt_token_ids"])
-            encoded.media = _prepared(prompt, sources, media, images)
-            made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
-        else:
-            if check_text is not None:
-                check_text(tokenizer, text)
-            encoded.media = _prepared(prompt, sources, media, images)
-            made = images.of_text(text or "", encoded.media, tokenizer.encode)
-        encoded.token_ids, encoded.media_items, encoded.media = made
-    except (ConfigError, ValueError, TypeError) as error:
-        encoded.error = str(error)
-    return encoded
 
 
 def _prepared(

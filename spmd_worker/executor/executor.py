@@ -29,7 +29,6 @@ from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_leve
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
-from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
@@ -58,7 +57,7 @@ class EventEngine(Protocol):
     def reset_mm_cache(self) -> None: ...
 
 
-class Executor(AdapterMethods, PromptAdapterMethods, ABC):
+class Executor(AdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
     `shutdown`.
     """
@@ -208,7 +207,7 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         return self.adapters
 
     @property
-    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+    def _prompt_adapter_calls(self) -> AdapterCalls:
         return self.prompt_adapters
 
     def attach_engine(self, engine: EventEngine) -> None:

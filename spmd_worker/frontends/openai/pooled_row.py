@@ -3,16 +3,15 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.late_texts import kept_tokens
-from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
+from spmd_worker.compat.prompts import Encoded, PromptReader, TextPair, apply_pooling
 from spmd_worker.compat.text_offsets import text_offsets
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
-from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.token_places import TokenPlaces
 from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.media.prompt_content import PromptContent
@@ -53,33 +52,20 @@ class EncodedPooledRow:
         return replace(self, texts=tuple([replace(each, media=()) for each in self.texts])) if self.media else self
 
 
-def encode_pooled(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedPooledRow:
-    """Encode a row's texts as ids within the limits of `engine`. `media` are its images, prepared before. Raises
-    InvalidRequestError.
-    """
-    return result_of(encode_pooled_in_turns(row, tokenizer, engine, limits, models, media))
+def encode_pooled(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedPooledRow:
+    """Encode a row's texts as ids. `media` are its images, prepared before. Raises InvalidRequestError."""
+    return result_of(encode_pooled_in_turns(row, context, media))
 
 
 def encode_pooled_in_turns(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
+    row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None
 ) -> Turns[EncodedPooledRow]:
     """`encode_pooled`, with a pause after each text."""
+    tokenizer, engine = context.tokenizer, context.engine
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
     with invalid_request(errors=RequestError):
-        adapter_id = models.adapters_of(row).adapter_id
+        adapter_id = context.models.adapters_of(row).adapter_id
         engine.check_runner(inputs.params)
         engine.check_priority(row.priority)
         config = engine.pooling
@@ -101,9 +87,9 @@ def encode_pooled_in_turns(
             given = inputs.params
             if config.late is not None and inputs.num_firsts:
                 given = replace(given, input_type=INPUT_TYPES[index >= inputs.num_firsts])
-            encoded = _truncated(prompt, tokenizer, engine, given, media)
+            encoded = _truncated(prompt, context, given, media)
             engine.check(encoded, pooled_sampling(params, config))
-            num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
+            num_tokens, most = len(encoded.token_ids), context.limits.max_prompt_tokens
             num_of_row += params.num_vectors(num_tokens)
             engine.check_token_numbers(num_of_row, params)
             if most is not None and num_tokens > most:
@@ -145,13 +131,10 @@ def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:
 
 
 def _truncated(
-    prompt: ReadPrompt | TextPair,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    params: PoolingParams,
-    media: Sequence[PreparedMedia] | None,
+    prompt: ReadPrompt | TextPair, context: RowContext, params: PoolingParams, media: Sequence[PreparedMedia] | None
 ) -> Encoded:
     """Encode a prompt, truncated like `apply_pooling`."""
+    tokenizer, engine = context.tokenizer, context.engine
 
     def need_tokenizer() -> Tokenizer:
         assert tokenizer is not None, "text needs a tokenizer"
@@ -165,7 +148,7 @@ def _truncated(
         if tokenizer is None:
             raise InvalidRequestError("the model folder has no tokenizer.json: give ids", "tokenizer_missing")
         check_text(prompt.first, prompt.second)
-        encoded = encode_prompt(prompt, need_tokenizer)
+        encoded = PromptReader(need_tokenizer).encode(prompt)
     elif prompt.images:
         is_truncated = params.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)

@@ -1,7 +1,7 @@
 """Encodes a Row within the limits of an engine; any error becomes a RowError, never an exception."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spmd_worker.base.config.schema import RowLimits
@@ -41,72 +41,59 @@ _NO_FORMAT: Final = ChatFormat()
 _MAX_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
-def resolve(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits = _DEFAULT_LIMITS,
-    chat_format: ChatFormat = _NO_FORMAT,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedRow | RowError:
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """All that rows are encoded with: the limits of an engine and of rows, the model's tokenizer and format of tool
+    calls and reasoning, and the names that rows may give.
+    """
+
+    tokenizer: Tokenizer | None
+    engine: RequestLimits
+    limits: RowLimits = _DEFAULT_LIMITS
+    chat_format: ChatFormat = _NO_FORMAT
+    models: ServedModels = ANY_MODEL
+
+
+def resolve(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedRow | RowError:
     """`encode_row`, with an error row for a row that cannot run."""
     try:
-        return encode_row(row, tokenizer, engine, limits, chat_format, models, media)
+        return encode_row(row, context, media)
     except InvalidRequestError as error:
         return row_error(row, error.code, str(error))
 
 
 @invalid_request(errors=RequestError)
-def encode_row(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    chat_format: ChatFormat,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedRow:
-    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
+def encode_row(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedRow:
+    """Encode the row's prompt and make its limits concrete: a request within the limits of the engine. Raises
     InvalidRequestError.
 
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
-    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning. `media` are the row's
-    images, prepared before; None: they are prepared here.
+    at most `limits.max_tokens`. `media` are the row's images, prepared before; None: they are prepared here.
     """
-    adapters = models.adapters_of(row)
-    engine.check_runner(None)
+    adapters = context.models.adapters_of(row)
+    context.engine.check_runner(None)
     if row.request is not None:
-        check_takes_tools(row.request, chat_format)
-    check_text = text_check(row, tokenizer, engine, limits)
-    if engine.encoder_prompts is not None:
-        given = _read_for_encoder(row, tokenizer, engine.encoder_prompts, check_text)
-    else:
-        given = _read(row, tokenizer, engine, check_text, media)
-    return finish_row(row, given, adapters, tokenizer, engine, limits, chat_format)
+        check_takes_tools(row.request, context.chat_format)
+    prompts = context.engine.encoder_prompts
+    given = _read(row, context, media) if prompts is None else _read_for_encoder(row, context, prompts)
+    return finish_row(row, given, adapters, context)
 
 
-def text_check(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits) -> CheckText:
+def text_check(row: Row, context: RowContext) -> CheckText:
     """The check of a row's text, before it is encoded."""
 
     def check_text(text: str) -> None:
-        if tokenizer is not None:
+        if context.tokenizer is not None:
             is_cut = row.sampling.truncate_prompt_tokens is not None
-            most = None if is_cut else limits.max_prompt_tokens
-            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
+            most = None if is_cut else context.limits.max_prompt_tokens
+            context.engine.check_text(context.tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
 
     return check_text
 
 
-def _read(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    check_text: CheckText,
-    media: Sequence[PreparedMedia] | None,
-) -> Encoded:
+def _read(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None) -> Encoded:
     """The prompt of a decoder alone."""
-    prompt = row.prompt
+    prompt, tokenizer, engine, check_text = row.prompt, context.tokenizer, context.engine, text_check(row, context)
     if isinstance(prompt, EncoderPrompt | AudioPrompt):
         kind = "audio" if isinstance(prompt, AudioPrompt) else "encoder_prompt, decoder_prompt or language"
         message = f"this model has no encoder: give a prompt, and no {kind}"
@@ -124,8 +111,9 @@ def _read(
     return Encoded(token_ids, text)
 
 
-def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPrompts, check_text: CheckText) -> Encoded:
+def _read_for_encoder(row: Row, context: RowContext, prompts: EncoderPrompts) -> Encoded:
     """The text of an encoder, and the prompt of the decoder."""
+    tokenizer, check_text = context.tokenizer, text_check(row, context)
     if row.sampling.truncate_prompt_tokens is not None:
         raise InvalidRequestError(NO_TRUNCATION, "conflicting_keys")
     if isinstance(row.prompt, ChatPrompt):
@@ -149,16 +137,9 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
 
 
 @invalid_request(errors=RequestError)
-def finish_row(
-    row: Row,
-    given: Encoded,
-    adapters: RowAdapters,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    chat_format: ChatFormat = _NO_FORMAT,
-) -> EncodedRow:
+def finish_row(row: Row, given: Encoded, adapters: RowAdapters, context: RowContext) -> EncodedRow:
     """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
+    tokenizer, engine, limits, chat_format = context.tokenizer, context.engine, context.limits, context.chat_format
     given.adapter, given.virtual = adapters
     given.priority, text = row.priority, given.text
     given.token_ids = token_ids = engine.truncate(given, row.sampling)

@@ -10,9 +10,9 @@ from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.pooled_row import encode_pooled
 from spmd_worker.frontends.openai.pooling_body import pooled_line
 from spmd_worker.frontends.openai.row import ImagesOfRow, Row, row_error
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_error
-from spmd_worker.frontends.openai.served_models import ServedModels
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
@@ -57,8 +57,8 @@ class _SplitRow:
 class SplitRows:
     """Part of `RowRunner` for rows of several requests."""
 
-    def __init__(self, engine: Engine, models: ServedModels) -> None:
-        self._engine, self._models = engine, models
+    def __init__(self, engine: Engine, context: RowContext) -> None:
+        self._engine, self._context = engine, context
         self._rows: dict[RequestId, _SplitRow] = {}
         self.num_rows = self.num_sequences = self.num_media_bytes = 0
         """Rows that are not answered yet, their texts and samples, and bytes of their prepared images and audio."""
@@ -75,13 +75,12 @@ class SplitRows:
         """Queue a row's requests for the next step; returns the answer of one that cannot run. `media` are its images,
         or the windows of its audio.
         """
-        engine = self._engine
         encode = encode_pooled if row.pooling is not None else encode_audio
         try:
-            encoded = encode(row, engine.tokenizer, engine.limits, engine.config.limits, self._models, media)
+            encoded = encode(row, self._context, media)
         except InvalidRequestError as error:
             return error_result(row_error(row, error.code, str(error)))
-        ids, images = admit_split(engine, encoded), ImagesOfRow.of(encoded.media)
+        ids, images = admit_split(self._engine, encoded), ImagesOfRow.of(encoded.media)
         num_sequences = encoded.num_sequences // len(ids)
         # The engine holds the images and the audio.
         self._rows |= dict.fromkeys(ids, _SplitRow(encoded.without_media(), ids, images, num_sequences))
@@ -107,9 +106,9 @@ class SplitRows:
             code = error_code_of(failed)
             line = format_error(row_error(encoded.row, code, str(failed.error)))
         elif isinstance(encoded, EncodedAudioRow):
-            line = audio_line(encoded, output.outputs, self._models.base)
+            line = audio_line(encoded, output.outputs, self._context.models.base)
         else:
-            line = pooled_line(encoded, output.outputs, self._models.base)
+            line = pooled_line(encoded, output.outputs, self._context.models.base)
         return RowAnswer(
             encoded.row.index,
             line,

@@ -20,12 +20,11 @@ from tokenizer_folders import write_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.row_writer import format_result
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
@@ -52,7 +51,7 @@ class Chat:
         if isinstance(parsed, RowError):
             return parsed
         limits = RequestLimits(self.tokenizer.vocab_size, 65536, has_tokenizer=True)
-        return resolve(parsed, self.tokenizer, limits, RowLimits(), self.format)
+        return resolve(parsed, RowContext(self.tokenizer, limits, chat_format=self.format))
 
     def completion(self, text: str, index: int = 0) -> CompletionOutput:
         token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), EOS]
@@ -164,7 +163,7 @@ def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path, shape: st
             line = json.dumps(row if shape == "chat" else body).encode()
             parsed = parse_row(0, line, SamplingParams())
             assert not isinstance(parsed, RowError), parsed
-            encoded = resolve(parsed, own, limits)
+            encoded = resolve(parsed, RowContext(own, limits))
             assert isinstance(encoded, EncodedRow), encoded
             assert encoded.content.text == expected, content
 

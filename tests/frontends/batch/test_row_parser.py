@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
 from spmd_worker.frontends.openai.row_writer import format_error
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
@@ -461,7 +461,7 @@ def test_values_in_messages_are_cut():
 
 
 def resolved(fields, tokenizer, vocab_size=400, max_model_len=64):
-    return resolve(parse(fields), tokenizer, limits_of(tokenizer, vocab_size, max_model_len))
+    return resolve(parse(fields), RowContext(tokenizer, limits_of(tokenizer, vocab_size, max_model_len)))
 
 
 def limits_of(tokenizer, vocab_size=400, max_model_len=64):
@@ -738,7 +738,7 @@ def check_outcome(line, tokenizer):
     row = parse_row(0, line, DEFAULTS)
     assert isinstance(row, Row | RowError)
     if isinstance(row, Row):
-        row = resolve(row, tokenizer, limits_of(tokenizer))
+        row = resolve(row, RowContext(tokenizer, limits_of(tokenizer)))
     assert isinstance(row, EncodedRow | RowError)
     if isinstance(row, RowError):
         json.loads(format_error(row))
@@ -791,10 +791,10 @@ def test_row_of_any_kind_has_priority(fields):
 
 def test_row_with_priority_needs_its_policy(tokenizer):
     row = parse({"prompt": "hello", "priority": 2})
-    refused = resolve(row, tokenizer, limits_of(tokenizer))
+    refused = resolve(row, RowContext(tokenizer, limits_of(tokenizer)))
     assert (refused.code, refused.message) == (
         "unsupported_value",
         "priority=2 needs scheduler.policy=priority: set it, or leave priority out",
     )
     allowed = RequestLimits(400, 64, has_tokenizer=True, allows_priority=True)
-    assert resolve(row, tokenizer, allowed).content.priority == 2
+    assert resolve(row, RowContext(tokenizer, allowed)).content.priority == 2

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 from serving import JSON, ServedHere, joined, without_names
 from tokenizer_folders import write_byte_level
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.openai_stream import AnswerName, ChunkWriter, response_body
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
@@ -42,7 +42,7 @@ def served_row(tokenizer: Tokenizer, **body: Any) -> EncodedRow:
     chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
     grammars = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
     limits = RequestLimits(tokenizer.vocab_size, 4096, has_tokenizer=True, grammars=grammars)
-    reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
+    reader = RequestReader(SamplingParams(max_tokens=200), RowContext(tokenizer, limits, chat_format=chat_format))
     (row,) = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None).rows
     assert isinstance(row, EncodedRow), row
     return row
