@@ -50,12 +50,18 @@ class AdapterSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter. `layout` is for
-    the kernels that made it.
+    """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter, of `num_slots`.
+    `layout` is for the `kernels` that made it.
     """
 
     slots: Tensor
+    num_slots: int
+    kernels: "AdapterKernels"
     layout: Any = None
+
+    def of_rows(self, slots: Tensor) -> "StepAdapters":
+        """Those of other rows, for the same stacks."""
+        return self.kernels.step(slots, self.num_slots)
 
 
 class AdapterStack(Protocol):
@@ -208,9 +214,9 @@ class ReferenceAdapterKernels:
 
     def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """`layout`: the rows of each adapter, int64, by slot."""
-        del num_slots
         used = [slot for slot in sorted(dict.fromkeys(slots.tolist())) if slot >= 0]
-        return StepAdapters(slots, {slot: (slots == slot).nonzero().squeeze(1) for slot in used})
+        rows = {slot: (slots == slot).nonzero().squeeze(1) for slot in used}
+        return StepAdapters(slots, num_slots, self, rows)
 
 
 def rows_of_each(outputs: Tensor, x: Tensor) -> int:

@@ -606,7 +606,7 @@ def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
                     *(kernel, types, constants, options, ("R", "N", "K", "stride_x", "stride_out")),
                     multiplies=kernel is not adapter_kernels.join
                     and (dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink)),
-                    pipelined_bytes=staged * tile.num_stages,
+                    pipelined_bytes=staged * tile.num_stages if tile.num_stages > 1 else 0,
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,
                     chips=(80, 90, 120) if word == "few" else tuple(SHARED_BYTES),

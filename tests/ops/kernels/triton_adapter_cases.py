@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton_cases import report, set_device
 
+from spmd_worker.model.layers.distances import _by_adapter
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.triton import adapters, expert_kernels, matmul, placing, rows, tiles
 from spmd_worker.ops.kernels.triton.adapters import AdapterTile, TritonAdapterKernels
@@ -254,6 +255,23 @@ def control_other_orders_and_boundaries_are_found() -> None:
     assert not torch.equal(Layer(dtype, ONE)(outputs, x, slots), one)
 
 
+def rows_of_distances_have_their_adapters() -> None:
+    """They had none: new kernels knew no slots."""
+    outputs, x, slots = step(37, torch.float32)
+    layer = Layer(torch.float32)
+    placed, found = layer.kernels.step(torch.tensor(slots, dtype=torch.int32), layer.num_slots), []
+    for tokens, own in _by_adapter(placed, 9):
+        assert tokens is not None
+        slot = slots[int(tokens[0])]
+        assert (own is None) == (slot < 0)
+        if own is not None:
+            found.append(slot)
+            added = outputs[:9].clone()
+            layer.stack.add_(added, x[:9], own)
+            assert torch.equal(added, layer(outputs[:9], x[:9], [slot] * 9)), slot
+    assert found == ADAPTERS
+
+
 def broken(change: Callable[[], Any]) -> bool:
     """Whether answers of a step are others with `change`."""
     outputs, x, slots = step(37, torch.float32)
@@ -302,6 +320,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     zeros_that_fill_up_the_rank_change_no_bit,
     a_slot_that_is_filled_again_has_nothing_of_the_last,
     numbers_between_the_products_keep_float32,
+    rows_of_distances_have_their_adapters,
     control_pieces_of_another_size_have_other_bits,
     control_matrices_of_the_next_adapter_are_found,
 )

@@ -181,7 +181,6 @@ class NativeAdapterKernels:
 
     def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """Rows of an adapter are divided into blocks, which threads share."""
-        del num_slots
         of_rows = slots.numpy()
         rows = np.argsort(of_rows, kind="stable")
         rows = rows[np.searchsorted(of_rows[rows], 0) :]
@@ -194,7 +193,7 @@ class NativeAdapterKernels:
         sizes = np.minimum(counts.repeat(num_blocks) - offsets, _BLOCK_ROWS)
         blocks = np.stack((ordered[firsts], firsts, sizes), axis=1).astype(np.int64)
         structure = _Rows(rows.ctypes.data, blocks.ctypes.data, len(blocks))
-        return StepAdapters(slots, NativeRows(rows, blocks, structure))
+        return StepAdapters(slots, num_slots, self, NativeRows(rows, blocks, structure))
 
 
 def _packed_inputs(a: Tensor, leaf_ends: Sequence[int]) -> Tensor:

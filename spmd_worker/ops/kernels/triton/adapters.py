@@ -293,4 +293,4 @@ class TritonAdapterKernels:
         ids = slots.view(-1, 1)
         num_rows = tile_for(len(ids), self._dtype, capability(slots.device)).rows
         counts = placing.count(ids, None, num_slots, None)
-        return StepAdapters(slots, placing.place(ids, None, counts, None, num_rows))
+        return StepAdapters(slots, num_slots, self, placing.place(ids, None, counts, None, num_rows))
