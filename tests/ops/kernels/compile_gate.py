@@ -327,7 +327,7 @@ LISTS = {"latent lists deepseek-v3": (128, 576, 512), "latent lists sinks deepse
 
 
 def listed_variants(element: str = "bf16") -> Iterator[Variant]:
-    """What layers launch that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
+    """Kernels of layers that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
     for name, (heads, size, _) in LISTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", heads, listed.num_groups((9, 0), heads), size, element)
