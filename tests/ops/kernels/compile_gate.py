@@ -377,6 +377,7 @@ def _of_lists(kernel: Any) -> dict[str, str]:
 
 
 LATENTS = {"latent deepseek-v3": (128, 8, 576), "latent glm": (20, 2, 576), "latent mistral-4": (32, 2, 320)}
+LATENTS |= {"latent sinks deepseek-v4": (64, 4, 512)}
 """Query heads, groups of them, size of a key."""
 
 
