@@ -19,6 +19,7 @@ from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.chosen_keys import lists_keys
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_dtype_of
 from spmd_worker.ops.attention.triton import HEAD_SIZES, LATENT_SIZES, TritonBackend, TritonFixedAttention
@@ -158,14 +159,6 @@ class TritonDevice(DeviceBackend):
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
         return "with block tables of several groups of layers (cache.window_groups)" if has_groups else ""
 
-    @property
-    def _lists_above(self) -> int | None:
-        """Keys of a sequence that all of its tokens see in each layer; more are listed. None if no layer lists keys."""
-        layers = self.resolved.model_config.layers
-        most = [each.chooser.most_seen for each in layers if each.chooser is not None and lists_keys(each)]
-        most += [0 for each in layers if each.compressed is not None and each.compressed.rate]
-        return min(most, default=None)
-
     def new_graphs(
         self, model: DecoderForCausalLM, tensor: GroupHandle, adapters: LoadedAdapters | None = None
     ) -> StepGraphs | None:
@@ -181,7 +174,9 @@ class TritonDevice(DeviceBackend):
             # Steps have no block tables: a column that nobody reads.
             max_blocks = 1
         sizes, has_states = (max_tokens, max_seqs, max_blocks, block_size), self.resolved.model_config.has_states
-        fixed = TritonFixedAttention(*sizes, self.device, has_states=has_states, lists_above=self._lists_above)
+        fixed = TritonFixedAttention(
+            *sizes, self.device, has_states=has_states, lists_above=_lists_above(self.resolved.model_config)
+        )
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
         return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums, adapters)
 
@@ -214,7 +209,7 @@ class TritonDevice(DeviceBackend):
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
         runner = new_runner(None)
         num_tokens = min(_WARM_UP_ROWS, scheduler.max_num_batched_tokens)
-        num_keys = max(attention_kernels.SEGMENT, self._lists_above or 0) + 1
+        num_keys = max(attention_kernels.SEGMENT, _lists_above(self.resolved.model_config) or 0) + 1
         num_keys = 1 if pooling is not None else max(1, min(num_keys, max_model_len - 1))
         steps = warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)
         if self.resolved.model_config.is_encoder:
@@ -326,6 +321,14 @@ class TritonDevice(DeviceBackend):
                 f"{self.resolved.dtype}, and {name} has {available:,}"
             )
         return None
+
+
+def _lists_above(model_config: ModelConfig) -> int | None:
+    """Keys of a sequence that all of its tokens see in each layer; more are listed. None if no layer lists keys."""
+    layers = model_config.layers
+    most = [each.chooser.most_seen for each in layers if each.chooser is not None and lists_keys(each)]
+    most += [0 for each in layers if each.compressed is not None and each.compressed.rate]
+    return min(most, default=None)
 
 
 def _on_all_ranks(control: GroupHandle, call: Callable[[], _Made]) -> _Made | None:

@@ -328,7 +328,7 @@ LISTS = {"latent lists deepseek-v3": (128, 576, 512), "latent lists sinks deepse
 
 
 def listed_variants(element: str = "bf16") -> Iterator[Variant]:
-    """What layers launch that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
+    """Kernels of layers that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
     for name, (heads, size, _) in LISTS.items():
         for way in ("few", "few joined", "many"):
             variant = attend_variant(f"attend {name} {way}", heads, listed.num_groups((9, 0), heads), size, element)
@@ -378,6 +378,7 @@ def _of_lists(kernel: Any) -> dict[str, str]:
 
 
 LATENTS = {"latent deepseek-v3": (128, 8, 576), "latent glm": (20, 2, 576), "latent mistral-4": (32, 2, 320)}
+LATENTS |= {"latent sinks deepseek-v4": (64, 4, 512)}
 """Query heads, groups of them, size of a key."""
 
 

@@ -45,7 +45,7 @@ CUTS = ([(20, 23), (0, 0), (31, 50)], [(22, 23), (1, 2), (49, 50)], [(0, 0), (0,
 
 
 def rows_of(chunks: list[Chunk]) -> Tensor:
-    """Where tokens of a step are among all."""
+    """Indices of the tokens of a step among all."""
     before = (0, *accumulate(LENGTHS))
     return torch.cat([torch.arange(start + first, start + end) for start, (first, end) in zip(before, chunks)])
 
@@ -226,7 +226,7 @@ class Means:
 
 
 def entries_are_means_of_their_groups() -> None:
-    """In complete prompts and in chunks; the places of a block that has begun are 0 until then."""
+    """Complete prompts and chunks; the places of a block that has begun are 0 until then."""
     begun = torch.zeros(24, dtype=torch.bool)
     begun[step_of(WHOLE).token_blocks] = True
     for overlaps in (False, True):

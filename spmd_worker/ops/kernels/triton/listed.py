@@ -40,7 +40,7 @@ class PlacedTokens:
 
 
 def place_tokens(starts: Tensor, lengths: Tensor, num_sequences: int, sequences: Tensor, positions: Tensor) -> None:
-    """See `listed_kernels.place_tokens`: fills `sequences` and `positions`."""
+    """Fills `sequences` and `positions`: see `listed_kernels.place_tokens`."""
     count = len(positions)
     if count:
         listed_kernels.place_tokens[(-(-count // _TOKENS),)](
@@ -114,12 +114,12 @@ def score_constants(num_heads: int, size: int, block_size: int, rate: int) -> di
 
 
 def score_options() -> dict[str, int]:
-    """How `score_keys` is launched. A sum over heads has an order that no warps change."""
+    """Launch options of `score_keys`. A sum over heads has an order that no warps change."""
     return listed_kernels.LAUNCH | {"num_warps": 4, "num_stages": 2}
 
 
 def choice_options() -> dict[str, int]:
-    """Constexpr of `listed_kernels.choose_keys`, and how it is launched."""
+    """Constexpr and launch options of `listed_kernels.choose_keys`."""
     return {"BATCH": _CHOICE, "num_warps": 8, **listed_kernels.LAUNCH}
 
 
