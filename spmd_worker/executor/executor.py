@@ -137,7 +137,7 @@ class Executor(AdapterMethods, ABC):
         """Run a method on every worker of this executor. Returns results, or futures of them, in rank order.
 
         A callable gets the worker as its first argument; it must live in the worker's process. Raises TypeError or
-        ValueError, before anything runs, for an invalid `timeout` (`check_call_timeout`).
+        ValueError, before anything runs, for an invalid `method` or `timeout` (`check_call`).
         """
 
     def load_model(self) -> None:
@@ -454,8 +454,13 @@ class Executor(AdapterMethods, ABC):
         }
 
 
-def check_call_timeout(timeout: float | None) -> None:
-    """Raise TypeError unless `timeout` is None, an int or a float; ValueError for one out of range or NaN."""
+def check_call(method: object, timeout: float | None) -> None:
+    """Raise TypeError unless `method` is a name or callable and `timeout` None, an int or a float; ValueError for a
+    timeout out of range or NaN.
+    """
+    if not isinstance(method, str) and not callable(method):
+        kind = type(method).__name__
+        raise TypeError(f"method is a {kind}: give the name of a worker's method, or a function that gets the worker")
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
