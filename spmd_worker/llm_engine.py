@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from spmd_worker.base.names import hint, with_keyword_hints
+from spmd_worker.compat.adapter_requests import check_no_prompt_adapter, check_request, set_in_output
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras, priorities_of
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
-from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, Vector, engine_metrics
-from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.calls.given_prompts import encode_given
@@ -28,6 +27,7 @@ from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.media.prompt_content import PromptContent
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -170,8 +170,8 @@ class LLMEngine(AdapterMethods, Engine):
         check_extras(tokenization_kwargs)
         (priority,) = priorities_of(1, [priority])
         self.limits.check_priority(priority)
-        check_lora_request(lora_request)
-        check_prompt_adapter(prompt_adapter_request)
+        check_request(lora_request, LORA)
+        check_request(prompt_adapter_request, PROMPT)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
