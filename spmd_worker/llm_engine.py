@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
@@ -203,10 +204,10 @@ class LLMEngine(AdapterMethods, Engine):
             if self.named_requests.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             sampling = self._pooled(encoded, params) if isinstance(params, PoolingParams) else params
-            encoded.text = encoded.text if prompt_text is None else prompt_text
-            number = self.requests.add(encoded, encoded.completed(sampling, RuledParams()))
+            shown = encoded if prompt_text is None else replace(encoded, text=prompt_text)
+            number = self.requests.add(shown, encoded.completed(sampling, RuledParams()))
             if isinstance(params, SamplingParams):
-                self.named_requests.track(number, params, encoded)
+                self.named_requests.track(number, params, shown)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
             self.named_requests.add(request_id, number, lora_request)
