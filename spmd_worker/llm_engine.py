@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
@@ -9,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from spmd_worker.base.names import hint, with_keyword_hints
+from spmd_worker.compat.adapter_requests import check_no_prompt_adapter, check_request, set_in_output
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras, priorities_of
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
-from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, Vector, engine_metrics
-from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.compat.text_offsets import late_chunks
@@ -29,6 +29,7 @@ from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
 from spmd_worker.media.prompt_content import PromptContent
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
 from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -181,8 +182,8 @@ class LLMEngine(AdapterMethods, Engine):
         check_extras(tokenization_kwargs)
         (priority,) = priorities_of(1, [priority])
         self.limits.check_priority(priority)
-        check_lora_request(lora_request)
-        check_prompt_adapter(prompt_adapter_request)
+        check_request(lora_request, LORA)
+        check_request(prompt_adapter_request, PROMPT)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
@@ -214,10 +215,10 @@ class LLMEngine(AdapterMethods, Engine):
             if self.named_requests.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
             sampling = self._pooled(encoded, params) if isinstance(params, PoolingParams) else params
-            encoded.text = encoded.text if prompt_text is None else prompt_text
-            number = self.requests.add(encoded, encoded.completed(sampling, RuledParams()))
+            shown = encoded if prompt_text is None else replace(encoded, text=prompt_text)
+            number = self.requests.add(shown, encoded.completed(sampling, RuledParams()))
             if isinstance(params, SamplingParams):
-                self.named_requests.track(number, params, encoded)
+                self.named_requests.track(number, params, shown)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
             chunks = late_chunks(encoded, self.limits.pooling, self.need_tokenizer)

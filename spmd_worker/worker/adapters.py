@@ -17,28 +17,28 @@ from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.adapter_kind import LORA, AdapterKind
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 
-_Source = TypeVar("_Source", bound=AdapterSource | PromptAdapter)
+_Adapter = TypeVar("_Adapter", bound=AdapterSource | PromptAdapter)
 
 
 class AdapterRefusal(AdapterError):
     """Rank 0 has refused a change, for reasons that it alone knows: requests that wait, adapters that are pinned."""
 
 
-class RankAdapters(ABC, Generic[_Source]):
+class RankAdapters(ABC, Generic[_Adapter]):
     """Adapters of one kind on one rank: `ids` maps the user's ids to contents."""
 
     kind: ClassVar[AdapterKind]
 
-    def __init__(self, read_folder: Callable[[str], _Source]) -> None:
+    def __init__(self, read_folder: Callable[[str], _Adapter]) -> None:
         self.ids: dict[int, int] = {}
         self._read_folder = read_folder
-        self._read: tuple[int, _Source | None, str] | None = None
+        self._read: tuple[int, _Adapter | None, str] | None = None
 
     @abstractmethod
     def _drop_content(self, digest: int) -> None:
         """Drop a content that no id has."""
 
-    def _stage_source(self, int_id: int, read: Callable[[], _Source]) -> tuple[int, str]:
+    def _stage_source(self, int_id: int, read: Callable[[], _Adapter]) -> tuple[int, str]:
         """Read an adapter for the event that follows, or `unstage`. Returns its digest and "", or 0 and the reason."""
         self._read = None
         try:
@@ -59,7 +59,7 @@ class RankAdapters(ABC, Generic[_Source]):
         """Ids of the loaded adapters."""
         return set(self.ids)
 
-    def _source(self, change: AdapterChange) -> _Source:
+    def _source(self, change: AdapterChange) -> _Adapter:
         """The adapter that this rank's caller has given; without one, as in `follow`, that of rank 0's folder."""
         read, self._read = self._read, None
         if read is not None and read[0] == change.int_id:
@@ -73,7 +73,7 @@ class RankAdapters(ABC, Generic[_Source]):
             )
         return self._read_folder(change.path)
 
-    def _same_source(self, change: AdapterChange) -> _Source:
+    def _same_source(self, change: AdapterChange) -> _Adapter:
         """`_source`. Raises AdapterError for a content that differs from rank 0's."""
         source = self._source(change)
         if source.digest != change.digest:

@@ -7,9 +7,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from spmd_worker.compat.adapter_requests import LoRARequests, PromptAdapterRequests, set_adapters
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, check_options, without_error
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
@@ -53,8 +52,7 @@ class BeamCalls:
                 if not isinstance(params, BeamSearchParams):
                     raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
                 encoded = self._encoder.encode(prompts)
-                set_lora_requests(encoded, lora_request)
-                set_prompt_adapters(encoded, prompt_adapter_request)
+                set_adapters(encoded, lora_request, prompt_adapter_request)
                 first.extend(encoded)
                 for each in encoded:
                     if each.error is not None:

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, get_args
 from spmd_worker.base.config.plain_values import plain_bool
 from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.adapter_requests import set_in_output
 from spmd_worker.compat.call_images import half_window_bytes
-from spmd_worker.compat.lora_requests import set_in_output
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import Params, PromptEncoder

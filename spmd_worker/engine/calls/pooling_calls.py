@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from spmd_worker.compat.adapter_requests import LoRARequests, check_no_prompt_adapter, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
 from spmd_worker.compat.text_offsets import late_chunks
 from spmd_worker.engine.calls.call_runner import CallRunner, without_error
@@ -226,7 +225,7 @@ class PoolingCalls:
             check_extras(given.tokenization_kwargs)
             loras, prompt_adapter = given.adapters
             check_no_prompt_adapter(prompt_adapter)
-            set_lora_requests(encoded, loras)
+            set_adapters(encoded, loras, None)
             for index, (each, params) in enumerate(zip(encoded, _listed(given.params, len(encoded)), strict=True)):
                 if task is not None and params.task not in (None, task):
                     raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")
