@@ -7,10 +7,11 @@ A small random model in bfloat16; rows that are sampled in many ways, each with 
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
 encoder's vectors: in another order, alone, and near transformers'. `stored`: experts in MXFP4 and FP8, with the bits of
 dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). `adapters`: rows with one of two
-adapters, and rows without, which have the bits of a run that has none; `expert_adapters`: of experts and routers. `states`, `mamba` and `conv` have recurrent
-states (gated delta nets, Mamba2, short convolutions): rows begin from snapshots when repeated. `latent` has latent
-attention and experts, `shapes` heads of two sizes. Controls: rows were preempted, other seeds give other tokens. A line
-a finding, and one JSON object last; exits with 1 where something is wrong.
+adapters, and rows without, which have the bits of a run that has none; `expert_adapters`: of experts and routers.
+`states`, `mamba` and `conv` have recurrent states (gated delta nets, Mamba2, short convolutions): rows begin from
+snapshots when repeated. `latent` has latent attention and experts, `shapes` heads of two sizes. Controls: rows were
+preempted, other seeds give other tokens. A line a finding, and one JSON object last; exits with 1 where something is
+wrong.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from gpu_checkpoints import (
     MissingFamilyError,
     long_and_short_prompts,
     make_adapter,
-    make_expert_adapter,
     make_checkpoint,
     make_encoder,
+    make_expert_adapter,
     make_prompts,
 )
 from gpu_figures import Findings, NotOfferedError
