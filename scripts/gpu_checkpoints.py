@@ -256,7 +256,7 @@ def make_expert_adapter(config: dict[str, Any], seed: int, rank: int) -> tuple[d
         config["hidden_size"],
         config["moe_intermediate_size"],
     )
-    count = config["num_experts"]
+    count = config.get("num_experts") or config["num_local_experts"]
     stacks = {"experts.base_layer": (hidden, 2 * size, count), "experts": (size, hidden, count)}
     for layer in range(config["num_hidden_layers"]):
         for module, (num_inputs, num_outputs, num_each) in (stacks | {"gate": (hidden, count, 1)}).items():

@@ -551,7 +551,8 @@ class SparseFeedForward(nn.Module):
         if joined is not None:
             columns = joined.columns(x, ids, self._totals)
             added.add_to_columns_(columns, x)
-            gated = next(iter(self.experts.values())).gate_up_proj.activated(columns)
+            first: Any = next(iter(self.experts.values()))
+            gated = first.gate_up_proj.activated(columns)
             return self._with_added(joined.down(gated, ids), gated, x.dtype, added)
         num_chosen, calls = ids.shape[1], self._calls(ids)
         results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
