@@ -288,6 +288,26 @@ def make_adapter(
     return tensors, settings
 
 
+def make_expert_adapter(config: dict[str, Any], seed: int, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`make_adapter` of all experts' stacks, routers and queries, for a Qwen3-MoE."""
+    tensors, settings = make_adapter(config | {"intermediate_size": 0}, seed, rank, ("self_attn.q_proj",))
+    generator, hidden, size = (
+        torch.Generator().manual_seed(seed),
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+    )
+    count = config.get("num_experts") or config["num_local_experts"]
+    stacks = {"experts.base_layer": (hidden, 2 * size, count), "experts": (size, hidden, count)}
+    for layer in range(config["num_hidden_layers"]):
+        for module, (num_inputs, num_outputs, num_each) in (stacks | {"gate": (hidden, count, 1)}).items():
+            name = f"base_model.model.model.layers.{layer}.mlp.{module}"
+            a = torch.randn(num_each * rank, num_inputs, generator=generator) * num_inputs**-0.5
+            b = torch.randn(num_outputs, num_each * rank, generator=generator) * 0.3
+            tensors |= {f"{name}.lora_A.weight": a.bfloat16(), f"{name}.lora_B.weight": b.bfloat16()}
+    settings |= {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    return tensors, settings
+
+
 def long_and_short_prompts(count: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
     """Token ids of short rows, with every eighth longer than a segment of attention's keys. Where the cache is small,
     rows that started together have to give way as they grow.

@@ -437,8 +437,8 @@ class SparseFeedForward(nn.Module):
         if adapters is not None and of_experts is not None and not of_experts.is_empty:
             added = of_experts.step(adapters, chosen)
         if added is not None and kernels is None:
-            joined = None
-            results = self._adapted_results(inputs, chosen, added)
+            joined = joined if joined is not None and joined.has_columns else None
+            results = self._adapted_results(inputs, chosen, added, joined)
         elif joined is not None:
             results = self._summed(joined.outputs(inputs, chosen, self._totals), x.dtype)
         elif kernels is None:
@@ -544,8 +544,16 @@ class SparseFeedForward(nn.Module):
             results[slots] = expert(x[slots // num_chosen], is_fused=is_fused)
         return results
 
-    def _adapted_results(self, x: Tensor, ids: Tensor, added: AddedToExperts) -> Tensor:
+    def _adapted_results(
+        self, x: Tensor, ids: Tensor, added: AddedToExperts, joined: JoinedExperts | None = None
+    ) -> Tensor:
         """`_results` with what adapters add, summed over ranks if each expert's output is, and rounded."""
+        if joined is not None:
+            columns = joined.columns(x, ids, self._totals)
+            added.add_to_columns_(columns, x)
+            first: Any = next(iter(self.experts.values()))
+            gated = first.gate_up_proj.activated(columns)
+            return self._with_added(joined.down(gated, ids), gated, x.dtype, added)
         num_chosen, calls = ids.shape[1], self._calls(ids)
         results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
         if not calls:
@@ -558,8 +566,12 @@ class SparseFeedForward(nn.Module):
         gated = gates.activated(columns)
         for expert, slots in calls:
             results[slots] = expert.down(gated[slots])
+        return self._with_added(results, gated, x.dtype, added)
+
+    def _with_added(self, results: Tensor, gated: Tensor, dtype: torch.dtype, added: AddedToExperts) -> Tensor:
+        """Results of down projections, summed over ranks if each is, with what adapters add."""
         if self._sums_each:
-            results = self._group.sum_parts(results, x.dtype)
+            results = self._group.sum_parts(results, dtype)
             added.add_to_sums_(results, gated, self._group)
         else:
             added.add_to_parts_(results, gated)

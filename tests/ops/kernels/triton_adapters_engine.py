@@ -89,8 +89,8 @@ def ids_of(found: list) -> list:
     return [row[0] for row in found]
 
 
-def alone(llm: LLM) -> list:
-    return [answers(llm, [request], [row])[0] for row, request in enumerate(MIXED)]
+def alone(llm: LLM, requests: Sequence[LoRARequest | None] = MIXED) -> list:
+    return [answers(llm, [request], [row])[0] for row, request in enumerate(requests)]
 
 
 def check_eager(folder: Path, found: dict[str, bool]) -> list:
