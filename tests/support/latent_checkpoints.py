@@ -80,6 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniCPM3",
         {**LATENT, "q_lora_rank": None, "scale_depth": None, "dim_model_base": None, "mlp_bias": True},
     ),
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 32, "attention_bias": True}),
     "mistral3_mistral4": (
         "Mistral3",
         {**LATENT, **_EXPERTS, "model_type": "mistral4", "q_lora_rank": 32}
