@@ -27,6 +27,7 @@ from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
+from newer_checkpoints import NEWER
 from omni_models import omni_reference
 from qwen4_checkpoints import QWEN4_CASES, qwen4_reference
 from recent_checkpoints import CASES as RECENT

@@ -479,7 +479,9 @@ def readings(architecture: str) -> list[Any]:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("architecture", [each for each in (*LATENT_ROWS, *MISTRAL_LARGE_ROWS, *LONGCAT_ROWS) if each not in NEWER])
+@pytest.mark.parametrize(
+    "architecture", [each for each in (*LATENT_ROWS, *MISTRAL_LARGE_ROWS, *LONGCAT_ROWS) if each not in NEWER]
+)
 def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name, (family, _) in CASES.items() if architecture.startswith(f"{family}For")]
     right, silent = readings(architecture), []

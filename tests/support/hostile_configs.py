@@ -152,7 +152,9 @@ class Broken:
 def _real(architecture: str) -> dict[str, Any]:
     """config.json as transformers writes it for the class's defaults."""
     model_type = {**MODEL_TYPES, **ENCODER_TYPES, **CLASSIFIER_TYPES}[architecture]
-    config = dict(record(model_type)["defaults"]) if architecture in NEWER else AutoConfig.for_model(model_type).to_dict()
+    config = (
+        dict(record(model_type)["defaults"]) if architecture in NEWER else AutoConfig.for_model(model_type).to_dict()
+    )
     # What no model reads, and towers, but those of thinkers.
     others = ("perceiver_config", "vq_config", "id2label", "label2id", "transformers_version")
     for key in (*others, *(f"{part}_config" for part in ("talker", "token2wav", "code2wav"))):

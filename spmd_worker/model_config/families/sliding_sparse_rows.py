@@ -187,6 +187,7 @@ _MIMO_DEFAULTS: Final[dict[str, Any]] = {
     "attention_value_scale": 0.707,
 }
 
+
 def _flint_kinds(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The config with a kind of attention for each layer: the first two, every fourth and the last are full. Null is
     the default list of dense layers.
