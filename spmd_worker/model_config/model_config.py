@@ -918,7 +918,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     raise ModelConfigError(f"{path}: architectures={shown(given)} {rule}{_near([] if reasons else names)}")
 
 
-def _own_row(architecture: Any, model_type: Any) -> Any:
+def _own_row(architecture: str, model_type: Any) -> str:
     """The row of a model that transformers builds by the class of another family's."""
     borrowed, own = CLASSES_OF_OTHERS.get(model_type if isinstance(model_type, str) else "", ("", ""))
     return own if architecture == borrowed else architecture

@@ -101,6 +101,7 @@ _GLM4: Final = Family(
     },
 )
 
+_SARVAM_EXPERTS: Final = {**_DEEPSEEK_V3, "count_keys": ("n_routed_experts", "num_local_experts", "num_experts")}
 _SARVAM_ATTENTION: Final = {
     "self_attn.o_proj": "attention.dense",
     "self_attn.q_norm": "attention.query_layernorm",
@@ -121,9 +122,7 @@ _SARVAM: Final = replace(
         ignores_later_layers=True,
     ),
     attention=replace(_GLM4.attention, head_size=64),
-    experts=ExpertsFamily(
-        default_count=128, **{**_DEEPSEEK_V3, "count_keys": ("n_routed_experts", "num_local_experts", "num_experts")}
-    ),
+    experts=ExpertsFamily(default_count=128, **_SARVAM_EXPERTS),
     older_keys={"n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"},
     required={"score_function": "sigmoid", "use_bias": False, "moe_router_enable_expert_bias": True},
     defaults={
@@ -339,7 +338,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     "Param2MoEForCausalLM": replace(
         _SARVAM,
         models="Param 2 17B-A2.4B",
-        experts=replace(_SARVAM.experts, default_count=64),
+        experts=ExpertsFamily(default_count=64, **_SARVAM_EXPERTS),
         defaults={
             **_SARVAM.defaults,
             "num_key_value_heads": 8,
