@@ -209,7 +209,7 @@ OTHER_KEYS: list[dict[str, Any]] = [
     {"mlp_layer_types": ["dense", "sparse"] * 2, "num_hidden_layers": 4},
     {"rope_scaling": {"type": "deepseek_yarn", "factor": 2.0}},
     {"head_dim": 577, "num_key_value_heads": 3},
-    {"hidden_size": 2048},
+    {"hidden_size": 1024},
     {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
 ]
 """What a row may read otherwise than the plain one."""
@@ -227,7 +227,7 @@ SAME_FUNCTION = {
 def test_comparison_detects_each_row_entry_set_to_plain(architecture: str, monkeypatch: pytest.MonkeyPatch):
     name, row = NEWER[architecture], FAMILIES[architecture]
     written, few = record(name)["config"] | config_with(architecture), few_keys(architecture)
-    others = {"hidden_act": "gelu", "n_shared_experts": 3, "attention_bias": not written["attention_bias"]}
+    others = {"hidden_act": "gelu", "n_shared_experts": 3, "attention_bias": True}
     older = {old: {**written, **others}[key] for key, old in row.older_keys.items()}
     files = [written, few, config_with(architecture), {**written, "rope_parameters": None}]
     files += [{**{key: written[key] for key in written if key not in row.older_keys}, **older}]
