@@ -233,7 +233,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kolibri1_full": (
         "Kolibri1",
-        {**EXPERTS, "head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 4}
+        {**EXPERTS, "head_dim": 32, "sliding_window": 7, "layer_types": ["full_attention"] * 4}
         | {"norm_topk_prob": True, "tie_word_embeddings": True},
     ),
     "flint": (
