@@ -123,14 +123,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[run_folder.VARIABLE] = tempfile.mkdtemp(prefix="tests-run-")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """pytest-xdist's processes are forked: tests/support/forked_pytest.py."""
-    from forked_pytest import fork_processes
-
-    fork_processes(config)
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Importing every test makes many objects and no garbage: a fifth of the time was spent looking for some, and each

@@ -106,10 +106,10 @@ class ForkServer:
         assert pid is not None, "waited for"
         return ForkedProcess(self, pid)
 
-    def wait_until_ready(self, timeout_s: float = START_S) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the server has imported everything."""
-        if not self._wait_until(lambda: self._is_ready, timeout_s):
-            raise ForkServerError(f"the fork server is not ready after {timeout_s} s")
+        if not self._wait_until(lambda: self._is_ready, START_S):
+            raise ForkServerError(f"the fork server is not ready after {START_S} s")
 
     def exit_code_of(self, pid: int, timeout_s: float) -> int | None:
         """Once it is known, which is when the process has ended; None after `timeout_s`."""
@@ -315,10 +315,8 @@ def import_everything() -> None:
 
 
 def check_that_forks_are_safe() -> None:
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    # That of pyarrow's allocator, which stops it for a fork and starts it again.
-    others = [name for name in names if name != "jemalloc_bg_thd"]
-    assert len(others) == 1, f"a process of {len(others)} threads cannot be forked safely: {others}"
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a process of {len(threads)} threads cannot be forked safely"
 
 
 def try_products_once() -> None:
@@ -418,7 +416,7 @@ def run(command: list[str]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
-def run_to_its_end(command: list[str], run: Callable[[list[str]], None] = run) -> NoReturn:
+def run_to_its_end(command: list[str]) -> NoReturn:
     """As `run`, and then what an interpreter does at its end, but for taking every module apart: that copies most of
     what a forked process shares with the server, for a quarter of a second.
     """
