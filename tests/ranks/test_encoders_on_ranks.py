@@ -9,7 +9,7 @@ import test_pooling_on_ranks
 from encoder_models import encoder_folder
 from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
 
-from spmd_worker import LLM
+from spmd_worker import LLM, PoolingParams
 
 NAMES = (
     "bert_mean",

@@ -30,9 +30,16 @@ class TorchExperts:
     """Implements `ExpertKernels` from the stack alone, for gates in turns."""
 
     def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        choice_bias: Tensor | None,
+        experts: ExpertsConfig,
+        add: object = None,
     ) -> tuple[Tensor, Tensor, None]:
         assert bias is not None
+        assert add is None, "no adapters"
         return *select_experts(x.float() @ weight.T + bias, choice_bias, experts), None
 
     def outputs(
