@@ -43,9 +43,18 @@ class TorchExperts:
         return *select_experts(x.float() @ weight.T + bias, choice_bias, experts), None
 
     def outputs(
-        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        stack: ExpertStack,
+        slots: Tensor | None,
+        totals: Tensor,
+        *,
+        others_are_zero: bool,
+        added: object = None,
     ) -> Tensor:
         del slots, others_are_zero
+        assert added is None
         assert stack.gate_up_bias is not None
         assert stack.down_bias is not None
         totals += ids.flatten().bincount(minlength=len(totals))
