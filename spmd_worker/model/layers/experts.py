@@ -436,7 +436,7 @@ class SparseFeedForward(nn.Module):
             joined = None
             results = self._adapted_results(inputs, chosen, of_experts.step(adapters, chosen))
         elif joined is not None:
-            results = self._summed(joined.outputs(inputs, chosen, self._totals), x.dtype)
+            results = self._summed(joined.outputs(inputs, chosen, self._totals, padding), x.dtype)
         elif kernels is None:
             results = self._summed(self._results(inputs, chosen, is_fused), x.dtype)
         else:

@@ -170,10 +170,10 @@ class ExpertSizes:
 class JoinedExperts(Protocol):
     """The experts of a sparse layer in one call, with their weights. T, C and E as in `ExpertKernels`."""
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor, slots: Tensor | None = None) -> Tensor:
         """x [T, H], `ids` int64 [T, C] -> outputs [T * C, H] of each token's experts, of `ExpertSizes.part_dtype`, with
         the bits that each has by itself; zero for experts of other ranks. Adds the tokens of each expert, on any rank,
-        to `totals`, int64 [E].
+        to `totals`, int64 [E]. `slots` as of `ExpertKernels`, where steps are padded: outputs of padding are zero.
         """
 
     def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 ALL_CASES = {
     "triton_experts_cases.py": ((), 19),
     "triton_stored_experts_cases.py": ((), 12),
-    "triton_quantised_cases.py": ((), 22),
+    "triton_quantised_cases.py": ((), 23),
     "triton_adapter_cases.py": ((), 13),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 16),
@@ -46,7 +46,7 @@ ENGINES = {
     "triton_engine.py": 12,
     "triton_graphs.py": 16,
     "triton_leaves_engine.py": 7,
-    "triton_experts_engine.py": 22,
+    "triton_experts_engine.py": 26,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
     "triton_states_engine.py": 10,

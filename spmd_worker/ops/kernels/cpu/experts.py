@@ -86,7 +86,9 @@ class NativeExperts:
             *(sizes.part_dtype == torch.float32, _kind(experts), sizes.limit),
         )
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor, slots: Tensor | None = None) -> Tensor:
+        # Steps of CPUs are not padded.
+        del slots
         sizes, (num_tokens, num_chosen) = self._sizes, ids.shape
         x = contiguous_rows(x)
         assert x.shape == (num_tokens, sizes.hidden_size), (x.shape, ids.shape)

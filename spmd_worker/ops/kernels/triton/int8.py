@@ -1,5 +1,6 @@
 """Launches of int8_kernels.py: quantised activations, tiles by shape, and the kernels of a model in int8."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import QUANTISATION, Region
 from spmd_worker.ops.kernels import int8
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights, JoinedExperts
 from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows
 from spmd_worker.ops.kernels.triton import int8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
@@ -128,6 +130,19 @@ class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype, self.weights = dtype, ByteRows(dtype)
+        self._joined: dict[tuple[int, ...], JoinedExperts] = {}
+        """Of layers, by addresses. They are not dropped: graphs read their tables."""
+
+    def join_experts(self, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> JoinedExperts | None:
+        # Imported here, because these kernels are launched by that module.
+        from spmd_worker.ops.kernels.triton import int8_experts
+
+        if not int8_experts.can_join(experts):
+            return None
+        addresses = int8_experts.addresses_of(experts)
+        if addresses not in self._joined:
+            self._joined[addresses] = int8_experts.Int8Experts(experts, sizes, self.plain)
+        return self._joined[addresses]
 
     @property
     def integer(self) -> "Int8TritonKernels":
