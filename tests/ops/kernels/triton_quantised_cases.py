@@ -390,6 +390,7 @@ def int8_bits_are_those_of_the_cpu() -> None:
         for added, added_there in ((None, None), (bias, on_cpu[2])):
             expected = bits(reference.linear(on_cpu[0], expected_pack, added_there))
             assert torch.equal(bits(kernels.linear(x, packed, added)).cpu(), expected), dtype
+            assert kernels.linear(x[:0], packed, added).shape == (0, len(weight))
             operands = (*int8.quantise(x), kernels.weights.numbers(packed), kernels.weights.scales(packed))
             for tile in INT8_TILES:
                 for by_tma in (False, True):

@@ -170,7 +170,7 @@ class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         quantised, numbers, scales = quantise(_as_rows(x)), self.weights.numbers(weight), self.weights.scales(weight)
         result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated)
-        return result.view(*x.shape[:-1], -1)
+        return result.view(*x.shape[:-1], result.shape[1])
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -48,8 +48,10 @@ class Int8Experts:
         first = next(iter(experts.values()))
         self._sizes, self._kernels, self._device = sizes, kernels, first.gates.device
         self._ids = to_device(torch.tensor(list(experts), dtype=torch.int32), self._device)
+        # Aligned as tensors are, and there as long as the tables.
+        self._base = torch.zeros(_ALIGNED, dtype=torch.int8, device=self._device)
         self._gates, self._gates_bias, self._down, self._down_bias = (
-            None if of_experts[0] is None else to_device(_addresses(of_experts), self._device)
+            None if of_experts[0] is None else to_device(self._table(of_experts), self._device)
             for of_experts in zip(*[each.tensors() for each in experts.values()], strict=True)
         )
         self._width, self._gate_bytes, self._down_bytes = len(first.gates), first.gates.shape[-1], first.down.shape[-1]
@@ -72,6 +74,11 @@ class Int8Experts:
     def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
         ids = torch.empty(weights.shape, dtype=torch.int64, device=weights.device)
         return self._experts.weighted_sum(results, ids, weights, None, None)
+
+    def _table(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """int64 [own]: addresses, as bytes from `_base` on."""
+        start = self._base.data_ptr()
+        return torch.tensor([each.data_ptr() - start for each in tensors if each is not None], dtype=torch.int64)
 
     def _activated(self, columns: Tensor) -> Tensor:
         sizes = self._sizes
@@ -100,7 +107,7 @@ class Int8Experts:
         numbers, scales = int8.quantise(x.contiguous())
         most = placing.most_tiles(placed.num_slots, placed.num_own, tile.rows) * -(-size // tile.columns)
         int8_kernels.expert_linear[(min(most, num_programs(x.device, 2)),)](
-            *(numbers, scales, addresses, biases, out, placed.order, placed.tiles, placed.num_tiles),
+            *(numbers, scales, self._base, addresses, biases, out, placed.order, placed.tiles, placed.num_tiles),
             *(size, x.shape[1], row_bytes),
             CHOSEN=placed.num_chosen,
             ELEMENT=ELEMENTS[out.dtype],
@@ -126,7 +133,3 @@ def addresses_of(experts: Mapping[int, ExpertWeights]) -> tuple[int, ...]:
     """Ids of experts, and addresses of their weights and biases."""
     tensors = [tensor for each in experts.values() for tensor in each.tensors() if tensor is not None]
     return (*experts, *[each.data_ptr() for each in tensors])
-
-
-def _addresses(tensors: tuple[Tensor | None, ...]) -> Tensor:
-    return torch.tensor([each.data_ptr() for each in tensors if each is not None], dtype=torch.int64)

@@ -104,13 +104,14 @@ def linear(
 
 @triton.jit
 def expert_linear(
-    x, x_scales, addresses, biases, out, order, tiles, num_tiles, N, K, row_bytes,
+    x, x_scales, base, weights, biases, out, order, tiles, num_tiles, N, K, row_bytes,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, GATHERS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`expert_kernels.expert_linear` of int8: `addresses` int64 [own] are those of packed weights [N, row_bytes], rows
-    of K numbers and a float32 scale (`byte_rows.py`), a multiple of 16 each, and `biases` of ELEMENT [N]. x is int8
-    and `x_scales` float32, of tokens if it GATHERS, else by place.
+    """`expert_kernels.expert_linear` of int8. `weights` int64 [own] are addresses of packed weights [N, row_bytes], a
+    row of K numbers and a float32 scale (`byte_rows.py`), `biases` of ELEMENT [N], both in bytes from the pointer
+    `base` on, multiples of 16: an address alone would tell the compiler nothing of alignment. x is int8 and `x_scales`
+    float32, of tokens if it GATHERS, else by place.
     """
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
@@ -120,7 +121,7 @@ def expert_linear(
         source = slot // CHOSEN if GATHERS else tl.where(r < places, first + r, first)
         n = tile_n * BN + tl.arange(0, BN)
         row = tl.where(n < N, n, 0).to(tl.int64) * row_bytes
-        weight = tl.multiple_of(tl.load(addresses + expert), 16).to(tl.pointer_type(tl.int8))
+        weight = base + tl.multiple_of(tl.load(weights + expert), 16)
         sums = tl.zeros([BM, BN], tl.int32)
         for k in tl.range(0, K, BK):
             c = k + tl.arange(0, BK)
@@ -132,7 +133,7 @@ def expert_linear(
         of_columns = tl.load((weight + row + K).to(tl.pointer_type(tl.float32), bitcast=True))
         result = sums.to(tl.float32) * of_rows[:, None] * of_columns[None, :]
         if BIAS:
-            bias = tl.multiple_of(tl.load(biases + expert), 16).to(tl.pointer_type(ELEMENT))
+            bias = (base + tl.multiple_of(tl.load(biases + expert), 16)).to(tl.pointer_type(ELEMENT), bitcast=True)
             result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         to = out + (first + r if GATHERS else slot).to(tl.int64)[:, None] * N + n[None, :]
         tl.store(to, result.to(ELEMENT), mask=(r < places)[:, None] & (n < N)[None, :])
