@@ -30,7 +30,8 @@ from spmd_worker.ops.kernels.fp8 import Fp8Weights, ReferenceFp8Kernels, product
 from spmd_worker.ops.kernels.int8 import Int8Kernels, row_maxima
 from spmd_worker.ops.kernels.triton import attention_kernels, fp8, int8, rows
 from spmd_worker.ops.kernels.triton.fp8 import Fp8Tile, Fp8TritonKernels
-from spmd_worker.ops.kernels.triton.int8 import Int8Tile, Int8TritonKernels
+from spmd_worker.ops.kernels.triton.int8 import Int8Tile
+from spmd_worker.ops.kernels.triton.int8_model import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 
 _PROCESSES = 10
