@@ -437,10 +437,10 @@ class SparseFeedForward(nn.Module):
         if adapters is not None and of_experts is not None and not of_experts.is_empty:
             added = of_experts.step(adapters, chosen)
         if added is not None and kernels is None:
-            joined = joined if joined is not None and joined.has_columns else None
-            results = self._adapted_results(inputs, chosen, added, joined)
+            joined = joined if joined is not None and joined.takes_activation and len(x) else None
+            results = self._adapted_results(inputs, chosen, added, joined, padding)
         elif joined is not None:
-            results = self._summed(joined.outputs(inputs, chosen, self._totals), x.dtype)
+            results = self._summed(joined.outputs(inputs, chosen, self._totals, padding), x.dtype)
         elif kernels is None:
             results = self._summed(self._results(inputs, chosen, is_fused), x.dtype)
         else:
@@ -545,15 +545,20 @@ class SparseFeedForward(nn.Module):
         return results
 
     def _adapted_results(
-        self, x: Tensor, ids: Tensor, added: AddedToExperts, joined: JoinedExperts | None = None
+        self, x: Tensor, ids: Tensor, added: AddedToExperts, joined: JoinedExperts | None, slots: Tensor | None
     ) -> Tensor:
         """`_results` with what adapters add, summed over ranks if each expert's output is, and rounded."""
         if joined is not None:
-            columns = joined.columns(x, ids, self._totals)
-            added.add_to_columns_(columns, x)
             first: Any = next(iter(self.experts.values()))
-            gated = first.gate_up_proj.activated(columns)
-            return self._with_added(joined.down(gated, ids), gated, x.dtype, added)
+            seen: list[Tensor] = []
+
+            def activated(columns: Tensor) -> Tensor:
+                added.add_to_columns_(columns, x)
+                seen.append(first.gate_up_proj.activated(columns))
+                return seen[0]
+
+            results = joined.outputs(x, ids, self._totals, slots, activated)
+            return self._with_added(results, seen[0], x.dtype, added)
         num_chosen, calls = ids.shape[1], self._calls(ids)
         results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
         if not calls:

@@ -170,20 +170,23 @@ class ExpertSizes:
 class JoinedExperts(Protocol):
     """The experts of a sparse layer in one call, with their weights. T, C and E as in `ExpertKernels`; S = T * C."""
 
-    has_columns: bool
-    """Whether `columns` and `down` compute the two projections apart, with the same bits."""
+    takes_activation: bool
+    """Whether `outputs` takes one of the caller's, with the same bits."""
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+    def outputs(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        totals: Tensor,
+        slots: Tensor | None = None,
+        activated: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """x [T, H], `ids` int64 [T, C] -> outputs [T * C, H] of each token's experts, of `ExpertSizes.part_dtype`, with
         the bits that each has by itself; zero for experts of other ranks. Adds the tokens of each expert, on any rank,
-        to `totals`, int64 [E].
+        to `totals`, int64 [E]. `slots` as of `ExpertKernels`, where steps are padded: outputs of padding are zero.
+        `activated` replaces the activation: [S, outputs of the gate and up projections] -> inputs of the down
+        projections [S, I].
         """
-
-    def columns(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
-        """x [T, H] -> [S, outputs of the gate and up projections] before the activation, as `outputs`."""
-
-    def down(self, gated: Tensor, ids: Tensor) -> Tensor:
-        """Activated columns [S, I] -> the rest of `outputs`."""
 
     def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
         """Outputs [T * C, H] of the model's dtype and float32 weights [T, C] -> [T, H]: products added in float32 from

@@ -29,7 +29,7 @@ from spmd_worker.ops.kernels.triton import adapters as triton_adapters
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, fp8, matmul
 from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
-from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
+from spmd_worker.ops.kernels.triton.int8_model import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes

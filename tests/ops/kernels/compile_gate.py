@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from spmd_worker.ops.kernels.triton import (
     head_kernels,
     head_products,
     int8,
+    int8_experts,
     int8_kernels,
     leaf_kernels,
     leaf_matmul,
@@ -925,6 +926,25 @@ def int8_variants(element: str = "bf16") -> Iterator[Variant]:
             yield int8_variant(tile, element, is_gated)
     yield int8_variant(int8.HOPPER_TILES[2], element, False, by_tma=False)
     yield int8_variant(int8.HOPPER_TILES[-1], "i32", False)
+    types = _of_experts(int8_kernels.expert_linear, "i8") | {"x_scales": "*fp32", "out": f"*{element}"}
+    types |= dict.fromkeys(("weights", "biases"), "*i64") | {"row_bytes": "i32"}
+    elsewhere = (int8_experts.FEW_ELSEWHERE, int8.OTHER_CHIPS)
+    hopper = (int8_experts.FEW, int8_experts.SOME, int8_experts.MANY)
+    for chips, of_chips in (((90,), hopper), (others, elsewhere)):
+        for tile, gathers, by_slot in product(of_chips, (False, True), (False, True)):
+            if not gathers and not by_slot:
+                continue
+            kind = {"CHOSEN": 8, "ELEMENT": _NUMBERS[element], "GATHERS": gathers, "BY_SLOT": by_slot, "BIAS": gathers}
+            name = f"int8 experts{' gathers' * gathers}{' by slot' * by_slot} {tile.rows}x{tile.columns}"
+            staged = tile.inputs * tile.num_stages * (tile.rows + tile.columns)
+            yield Variant(
+                *(name, int8_kernels.expert_linear, types, tile.constants() | kind, tile.options()),
+                aligned=("N", "K", "row_bytes"),
+                multiplies=tile.rows >= 64 and 90 in chips,
+                pipelined_bytes=staged if 90 in chips else 0,
+                instruction="mma.sync" if tile.rows < 64 else "",
+                chips=chips,
+            )
 
 
 def int8_variant(
@@ -1125,6 +1145,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
             "fp8 linear rows 64x128x1",
             "fp8 linear gated rows 64x64x1",
             "int8 linear 128x256",
+            "int8 experts gathers 64x128",
         ),
     )
     found = [each for each in variants() if not is_short or each.name.startswith(first)]

@@ -23,16 +23,19 @@ from spmd_worker import LLM, LoRARequest
 from spmd_worker.ops.kernels.triton import adapters
 
 HIDDEN, INNER, NUM_EXPERTS, RANK = SIZES["hidden_size"], SIZES["moe_intermediate_size"], 6, 4
-STACKS = {"mlp.experts.base_layer": (HIDDEN, 2 * INNER), "mlp.experts": (INNER, HIDDEN)}
+INT8_INNER = 32
 ROUTERS = {"Qwen3MoeForCausalLM": "mlp.gate", "GptOssForCausalLM": "mlp.router"}
 REPLAYED = "Qwen3MoeForCausalLM"
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def adapter(family: str, int_id: int, seed: int, *, of_all: bool = True, load_inplace: bool = False) -> LoRARequest:
+def adapter(
+    family: str, int_id: int, seed: int, *, of_all: bool = True, load_inplace: bool = False, inner: int = INNER
+) -> LoRARequest:
     """A random adapter of all experts, and of the router and queries unless it is not `of_all`."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    sizes = {name: (inputs, outputs, NUM_EXPERTS * RANK) for name, (inputs, outputs) in STACKS.items()}
+    stacks = {"mlp.experts.base_layer": (HIDDEN, 2 * inner), "mlp.experts": (inner, HIDDEN)}
+    sizes = {name: (inputs, outputs, NUM_EXPERTS * RANK) for name, (inputs, outputs) in stacks.items()}
     if of_all:
         sizes |= {ROUTERS[family]: (HIDDEN, NUM_EXPERTS, RANK), "self_attn.q_proj": (HIDDEN, HIDDEN, RANK)}
     for name, (inputs, outputs, rank) in sizes.items():
@@ -82,6 +85,22 @@ def check(folder: Path, family: str, found: dict[str, bool]) -> None:
         found[f"{family}: and replayed"] = again == eager and num_recorded == 0
 
 
+def check_int8(folder: Path, found: dict[str, bool]) -> None:
+    """Experts in int8, whose rows are of 32 numbers at least, joined into one call."""
+    first, second = (adapter(REPLAYED, number, number, inner=INT8_INNER) for number in (1, 2))
+    mixed = (first, None, second, first, None)
+    int8 = {"quantization": "int8", "invariant_tensor_parallel": False}
+    with opened(folder, **int8) as llm:
+        expected = answers(llm, mixed)
+    with opened(folder, EAGER, **int8) as llm:
+        eager = answers(llm, mixed)
+        found["int8: ids are the CPU's"] = ids_of(eager) == ids_of(expected)
+        found["int8: same bits alone"] = alone(llm, mixed) == eager
+    with opened(folder, GRAPHS, **int8) as llm:
+        replayed, _, num_replayed = counted(lambda: answers(llm, mixed))
+        found["int8: same bits replayed"] = replayed == eager and num_replayed > 4
+
+
 def main() -> None:
     use_small_steps()
     adapters.MIN_PIECE = 128
@@ -91,6 +110,9 @@ def main() -> None:
         for family in ROUTERS:
             (folder / "config.json").write_text(json.dumps({"architectures": [family], **SIZES, **FAMILIES[family]}))
             check(folder, family, found)
+        sizes = SIZES | FAMILIES[REPLAYED] | {"moe_intermediate_size": INT8_INNER}
+        (folder / "config.json").write_text(json.dumps({"architectures": [REPLAYED], **sizes}))
+        check_int8(folder, found)
     print(json.dumps(found))
 
 

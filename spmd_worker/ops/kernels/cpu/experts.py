@@ -6,7 +6,7 @@ T: tokens of the step; C: experts of a token; E: experts of the layer; H: hidden
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class NativeExperts:
         addresses = [
             _Expert(*(None if each is None else each.data_ptr() for each in tensors)) for tensors in self._memory
         ]
-        self.has_columns = _gating(sizes) != _IN_PANELS or next(iter(experts.values())).gates_bias is None
+        self.takes_activation = _gating(sizes) != _IN_PANELS or next(iter(experts.values())).gates_bias is None
         numbers = [-1] * sizes.num_experts
         for number, index in enumerate(experts):
             numbers[index] = number
@@ -90,15 +90,21 @@ class NativeExperts:
             *(sizes.part_dtype == torch.float32, _kind(experts), sizes.limit),
         )
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
-        return self._computed(_ALL, x, ids, totals, (len(ids), self._sizes.hidden_size))
-
-    def columns(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
-        found = self._computed(_COLUMNS, x, ids, totals, (len(ids), self._sizes.hidden_size))
+    def outputs(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        totals: Tensor,
+        slots: Tensor | None = None,
+        activated: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        del slots  # steps of CPUs are not padded
+        of_tokens = (len(ids), self._sizes.hidden_size)
+        if activated is None:
+            return self._computed(_ALL, x, ids, totals, of_tokens)
+        columns = self._computed(_COLUMNS, x, ids, totals, of_tokens)
         # Gate and up panels are interleaved.
-        return in_row_order(found) if self._layer.gating == _IN_PANELS else found
-
-    def down(self, gated: Tensor, ids: Tensor) -> Tensor:
+        gated = activated(in_row_order(columns) if self._layer.gating == _IN_PANELS else columns)
         return self._computed(_DOWN, gated, ids, None, (ids.numel(), self._sizes.intermediate_size))
 
     def _computed(self, phase: int, x: Tensor, ids: Tensor, totals: Tensor | None, shape: tuple[int, int]) -> Tensor:

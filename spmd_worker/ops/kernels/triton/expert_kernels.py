@@ -101,7 +101,7 @@ def place_slots(
 
 
 @triton.jit
-def _tile(work, tiles, num_m, num_n, GROUP: tl.constexpr):
+def expert_tile(work, tiles, num_m, num_n, GROUP: tl.constexpr):
     """Expert, first place, places and column tile. GROUP row tiles, of one expert if it has as many, share a column
     tile of weights in L2; the order changes no bits.
     """
@@ -179,7 +179,7 @@ def gate_up(
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     step: tl.constexpr = 2 if CLAMPED else 1
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
+        expert, first, places, tile_n = expert_tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
         slot = tl.load(order + first + r, mask=r < places, other=0)
         source = x + (slot // CHOSEN).to(tl.int64)[:, None] * K
@@ -240,7 +240,7 @@ def expert_linear(
     """
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
+        expert, first, places, tile_n = expert_tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
         slot = tl.load(order + first + r, mask=r < places, other=0)
         row, n = tile_n * BN, tile_n * BN + tl.arange(0, BN)
