@@ -146,7 +146,7 @@ class LoadedAdapters:
             name, problem = self.targets.find(module)
             problem = problem or self._problem(source, module, name)
             if not problem and name in taken:
-                problem = "a second adapter of its module"
+                problem = f"a second adapter of its module, as {taken[name]} is"
             if problem and problem == self.targets.why_no_experts:
                 of_experts.append(module)
             elif problem:
@@ -258,6 +258,8 @@ class LoadedAdapters:
         found, problems = {}, []
         for given_name, tensor in source.saved.items():
             name, problem = self.targets.find_score(given_name, tensor.shape)
+            if not problem and name in found:
+                problem = f"a second {name}"
             found[name] = tensor
             if problem:
                 problems.append(f"{given_name} (modules_to_save): {problem}")

@@ -190,7 +190,10 @@ def _source(subject: str, config: PeftConfig, tensors: Mapping[str, Tensor]) -> 
         elif "lora_" in name:
             problems.append(f"{name}: {_reason(name)}")
         else:
-            saved[_SAVED.sub("", name.removeprefix(_PREFIX))] = tensor
+            saved_name = _SAVED.sub("", name.removeprefix(_PREFIX))
+            if saved_name in saved:
+                problems.append(f"{name}: a second {saved_name}: save the adapter with save_pretrained")
+            saved[saved_name] = tensor
     modules = {}
     for path, pair in pairs.items():
         module, parameter = _target(config, path)

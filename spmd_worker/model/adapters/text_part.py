@@ -43,8 +43,11 @@ def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
 
 
 def _divided(source: AdapterSource, names: CheckpointNames) -> dict[str, AdapterModule]:
-    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`)."""
+    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`). Raises
+    AdapterError for a module that is given twice, alone and as a part.
+    """
     modules: dict[str, AdapterModule] = {}
+    given: dict[str, str] = {}
     problems: list[str] = []
     for module, matrices in source.modules.items():
         try:
@@ -52,10 +55,11 @@ def _divided(source: AdapterSource, names: CheckpointNames) -> dict[str, Adapter
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        for name, (start, stop) in rows.items():
-            modules[name.removesuffix(".weight")] = replace(matrices, b=matrices.b[start:stop])
-        if not rows:
-            modules[module] = matrices
+        parts = {name.removesuffix(".weight"): slice(*each) for name, each in rows.items()} or {module: slice(None)}
+        if twice := next((name for name in parts if name in given), ""):
+            problems.append(f"{module}: has matrices of {twice}, as {given[twice]} has: train with one of the two")
+        given |= dict.fromkeys(parts, module)
+        modules |= {name: replace(matrices, b=matrices.b[each]) for name, each in parts.items()}
     raise_problems(source.subject, problems)
     return modules
 

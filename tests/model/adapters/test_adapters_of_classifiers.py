@@ -1,5 +1,6 @@
 """Adapters of models that classify: scores that were trained along are the row's own, as PEFT computes them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,27 @@ def test_scores_of_another_shape_are_refused():
     source = adapter_from_tensors({"peft_type": "LORA", "r": 1, "lora_alpha": 1}, tensors)
     with pytest.raises(AdapterError, match=r"classifier.weight \(modules_to_save\): has the shape \[2, 64\], but"):
         LoadedAdapters(model, AdapterLimits(1, 64, 1)).prepare(source)
+
+
+@pytest.mark.parametrize("names", [("qkv_proj", "k_proj"), ("k_proj", "qkv_proj")])
+def test_joined_module_and_its_part_are_refused(names: tuple[str, str]):
+    """One of them had the other's place, without a word."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        at, outputs = f"gte.layers.0.self_attn.{name}", 192 if name == "qkv_proj" else 64
+        tensors |= {f"{at}.lora_A.weight": torch.ones(1, 64), f"{at}.lora_B.weight": torch.ones(outputs, 1)}
+    source = adapter_from_tensors({"peft_type": "LORA", "r": 1, "lora_alpha": 1}, tensors)
+    first, second = (f"gte.layers.0.self_attn.{name}" for name in names)
+    source = replace(source, modules={name: source.modules[name] for name in (first, second)})
+    with pytest.raises(AdapterError) as caught:
+        LoadedAdapters(load_model(encoder_folder("gte_labels")), AdapterLimits(1, 64, 1)).prepare(source)
+    part = "gte.layers.0.self_attn.k_proj"
+    assert f"{second}: has matrices of {part}, as {first} has: train with one of the two" in str(caught.value)
+
+
+def test_score_given_twice_is_refused():
+    """PEFT's name in memory, and that of its file."""
+    one = {"layers.0.attn.Wo.lora_A.weight": torch.ones(1, 64), "layers.0.attn.Wo.lora_B.weight": torch.ones(64, 1)}
+    saved = dict.fromkeys(("classifier.weight", "classifier.modules_to_save.default.weight"), torch.ones(3, 64))
+    with pytest.raises(AdapterError, match=r"classifier.weight: a second classifier.weight: save"):
+        adapter_from_tensors({"peft_type": "LORA", "r": 1, "lora_alpha": 1}, one | saved)
