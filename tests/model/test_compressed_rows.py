@@ -335,12 +335,31 @@ def test_defaults_of_omitted_keys_equal_transformers():
     assert (ours.eos_token_ids, layer.norm.eps) == ((theirs.eos_token_id,), theirs.rms_norm_eps)
 
 
+def nested_ropes(main: Any, compress: Any) -> dict[str, Any]:
+    """The keys of a file that has an object for each kind of layer, as transformers writes it."""
+    of_kind = {"main": (main, 10000.0), "compress": (compress, 160000.0)}
+    return {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": factor}
+            for kind, (factor, theta) in of_kind.items()
+        }
+    }
+
+
+def test_nested_rotary_factor_counts_before_the_outer():
+    for outer in ({}, {"partial_rotary_factor": 0.5}, {"qk_rope_head_dim": 64}):
+        ours = model_config_of({**MINIMAL, **outer, **nested_ropes(0.25, 0.25)}, Path("config.json"))
+        assert [rope.size for rope in ours.ropes] == [128, 128]
+        assert {layer.compressed.rope_size for layer in ours.layers if layer.compressed} == {128}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"o_groups": 3}, "o_groups=3 must divide num_attention_heads=64"),
     ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported, only 'sqrtsoftplus'"),
     ({"layer_types": ["full_attention"] * 43}, "layer_types=['full_attention'"),
     ({"layer_types": [SPARSE]}, "must list 43 layers, num_hidden_layers, and lists 1"),
     ({"compress_ratios": [8] * 43}, "must list 0, 4 or 128"),
+    ({"compress_ratios": [False, *[4] * 42]}, "compress_ratios=[False, 4"),
     ({"compress_rates": {SPARSE: 0}}, f"compress_rates.{SPARSE}=0 must be a whole number from 1"),
     ({"compress_rates": 4}, "compress_rates=4 must be an object"),
     ({"compress_rate_hca": 1.5}, "compress_rate_hca=1.5 must be a whole number from 1"),
@@ -348,6 +367,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mlp_layer_types": ["dense"] * 43}, "mlp_layer_types=['dense'"),
     ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 rotates 7 of head_dim=512 numbers"),
     ({"partial_rotary_factor": 2}, "partial_rotary_factor=2 rotates 1024 of head_dim=512"),
+    (nested_ropes(0.3, 0.3), "rope_parameters.main.partial_rotary_factor=0.3 rotates 153 of head_dim=512"),
+    (nested_ropes(0.25, True), "rope_parameters.compress.partial_rotary_factor=True must be a number"),
+    (nested_ropes(0.25, 0.5), "compress.partial_rotary_factor=0.5 rotates 256 numbers of a head, and rope_parameters."),
     ({"hc_mult": 0}, "hc_mult=0 must be a whole number from 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported: entries"),
     ({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "int4"}, "expert_dtype='int4' is not supported"),

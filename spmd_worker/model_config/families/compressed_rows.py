@@ -46,29 +46,31 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-def _rope_size(reader: ConfigReader) -> int:
-    """Rotated numbers at the end of a head."""
-    head_size, least = reader.count("head_dim"), 64
-    if reader.get(_PARTIAL) is not None:
-        least = int(head_size * reader.number(_PARTIAL))
-        key = _PARTIAL
+def _rope_size(reader: ConfigReader, rope: ConfigReader) -> int:
+    """Rotated numbers at the end of a head, by the object `rope` of the file first."""
+    head_size, given = reader.count("head_dim"), rope if rope.get(_PARTIAL) is not None else reader
+    if given.get(_PARTIAL) is not None:
+        key, size = _PARTIAL, int(head_size * given.number(_PARTIAL))
     else:
         key = "qk_rope_head_dim" if reader.get("qk_rope_head_dim") is not None else "head_dim"
-        least = reader.count("qk_rope_head_dim", max(head_size * 64 // 512, 1))
-    if least % 2 or not 2 <= least <= head_size:
-        raise reader.error(
-            key, f"rotates {least} of head_dim={head_size} numbers: an even number from 2 to all must be"
-        )
-    return least
+        size = reader.count("qk_rope_head_dim", max(head_size * 64 // 512, 1))
+    if size % 2 or not 2 <= size <= head_size:
+        raise given.error(key, f"rotates {size} of head_dim={head_size} numbers: an even number from 2 to all must be")
+    return size
 
 
 def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """The rope of layers with a window alone, and that of layers with entries."""
     del head_size
-    size, given = _rope_size(reader), given_rope(reader)
-    nested = [given.get(kind) for kind in ("main", "compress")]
-    if all(isinstance(each, Mapping) for each in nested):
-        main, compress = [dict(each) for each in nested if isinstance(each, Mapping)]
+    given, key = given_rope(reader), "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    size = _rope_size(reader, reader)
+    if all(isinstance(given.get(kind), Mapping) for kind in ("main", "compress")):
+        nested = [reader.object(key).object(kind) for kind in ("main", "compress")]
+        main, compress = [dict(each.config) for each in nested]
+        size, other = [_rope_size(reader, each) for each in nested]
+        if size != other:
+            rule = f"rotates {other} numbers of a head, and {nested[0].section}{_PARTIAL} {size}: both must be equal"
+            raise nested[1].error(_PARTIAL, rule)
     else:
         scaling = {key: value for key, value in given.items() if key not in ("main", "compress", "rope_theta")}
         main, compress = {}, {**scaling, "rope_theta": reader.get("compress_rope_theta")}
@@ -81,7 +83,6 @@ def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[Ro
     ]
     for rope in found:
         if rope.rope_type not in ("default", "linear", "llama3", "yarn"):
-            key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
             raise ModelConfigError(
                 f"{reader.where(key)} rope_type={rope.rope_type} is not supported: entries of keys are rotated once, "
                 f"whatever the length of a row: only default, linear, llama3 and yarn"
@@ -156,7 +157,7 @@ def _listed(reader: ConfigReader, num_layers: int) -> list[str]:
     """Kind of each layer; files may have more, of heads for drafts."""
     given, ratios = reader.get("layer_types"), reader.get("compress_ratios")
     if given is None and ratios is not None:
-        if not isinstance(ratios, list) or any(not isinstance(each, int) or each not in _OF_RATIO for each in ratios):
+        if not isinstance(ratios, list) or any(type(each) is not int or each not in _OF_RATIO for each in ratios):
             raise reader.error("compress_ratios", f"must list 0, 4 or 128 for each of {num_layers} layers")
         return _first(reader, "compress_ratios", [_OF_RATIO[each] for each in ratios], num_layers)
     if given is None:
