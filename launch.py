@@ -29,15 +29,15 @@ if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
         # Until `main` handles Ctrl-C: nothing has begun that it could interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from spmd_worker.base.config.compose import as_yaml, compose_run, shown_values
+from spmd_worker.base.config.compose import as_yaml, shown_values
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
 from spmd_worker.base.metrics.log import configure_logging
 from spmd_worker.base.urls import without_credentials
 from spmd_worker.base.version import version
 from spmd_worker.frontends.rank_program import (
-    CONF,
     CommandParser,
+    compose_command,
     describe_keys,
     fail,
     prepare_torch,
@@ -108,7 +108,7 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
     if command.multirun:
         raise ConfigError("--multirun is not supported: start the command once for each set of values")
     paths = {key: getattr(command, name) for name, key in _PATH_OPTIONS.items() if getattr(command, name) is not None}
-    config = compose_run(CONF, command.overrides, command.config_dir, paths)
+    config = compose_command(command.overrides, command.config_dir, environment, paths)
     if command.version:
         return write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:

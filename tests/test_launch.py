@@ -206,6 +206,23 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(r"spmd-worker \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
+def test_key_with_several_values_warns_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """The last one counted without a word."""
+    given = ["--cfg", "job", "seed=1", "job.output=s3://me:secret@a/b", "+seed=2", "device=cpu", "device=cpu"]
+    assert launch.main([*given, "seed=3", "--output", "c"]) == 0
+    found = capsys.readouterr()
+    assert "\nseed: 3\n" in found.out
+    assert "  output: c\n" in found.out
+    assert found.err == (
+        "WARNING seed is given 3 times, as 1 and 2 and 3: the last one counts: leave the others out\n"
+        "WARNING job.output is given 2 times, as s3://a/b and c: the last one counts: leave the others out\n"
+    )
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert launch.main(given) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_incomplete_launcher_environment_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,12 +16,12 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from spmd_worker.base.config.compose import named_sets, shown_values
+from spmd_worker.base.config.compose import compose_run, named_sets, repeated_keys, shown_values
 from spmd_worker.base.config.options import command_text, groups_of, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
@@ -87,6 +87,20 @@ def _keys_of_options(message: str) -> str:
     options = dict.fromkeys(re.findall(r"(?<!\S)--([\w-]+)", message))
     found = [f"{keys[name]}=..." for name in (option.replace("-", "_") for option in options) if name in keys]
     return f"write {' '.join(found)}; " if found else ""
+
+
+def compose_command(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    environment: RankEnvironment,
+    paths: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """The run of a command line; rank 0 warns of keys with several values. Raises ConfigError."""
+    config = compose_run(CONF, overrides, config_dir, paths)
+    # Before logging is set up, which --help and --cfg do without.
+    for text in repeated_keys(overrides, paths) if environment.is_leader else ():
+        print(f"WARNING {without_credentials(text)}", file=sys.stderr, flush=True)
+    return config
 
 
 def write_report(text: Callable[[], str], environment: RankEnvironment) -> int:

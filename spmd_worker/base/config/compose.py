@@ -80,6 +80,21 @@ def compose_run(
     return _with_files_of_checkout(config, last | dict(paths or {}), config_dir.resolve())
 
 
+def repeated_keys(overrides: Sequence[str], paths: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each key and group to which `compose_run` is given several values: the last one counts, as in
+    Hydra, which says nothing.
+    """
+    values: dict[str, list[str]] = {}
+    for text in [*overrides, *(f"{key}={value}" for key, value in (paths or {}).items())]:
+        key, _, value = text.lstrip("+").partition("=")
+        values.setdefault(key, []).append(value)
+    return [
+        f"{key} is given {len(given)} times, as {' and '.join(given)}: the last one counts: leave the others out"
+        for key, given in values.items()
+        if len(dict.fromkeys(given)) > 1
+    ]
+
+
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """Hydra's composition. Raises ConfigError where Hydra raises built-in errors, and what Hydra raises else."""
     try:

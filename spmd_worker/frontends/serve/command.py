@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from spmd_worker.base.config.compose import as_yaml, compose_run, shown_values
+from spmd_worker.base.config.compose import as_yaml, shown_values
 from spmd_worker.base.config.options import Key, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError, SpmdError
@@ -15,9 +15,9 @@ from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.process import check_limits
 from spmd_worker.base.version import version
 from spmd_worker.frontends.rank_program import (
-    CONF,
     CommandParser,
     Drain,
+    compose_command,
     describe_keys,
     fail,
     prepare_torch,
@@ -89,7 +89,7 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
     given = [
         f"serve.{name}={getattr(command, name)}" for name in ("host", "port") if getattr(command, name) is not None
     ]
-    config = compose_run(CONF, [*command.overrides, *given], command.config_dir)
+    config = compose_command([*command.overrides, *given], command.config_dir, environment)
     if command.version:
         return write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
