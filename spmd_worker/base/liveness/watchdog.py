@@ -89,6 +89,8 @@ class Watchdog:
             watched.rank, watched.ranks, connect, self._make_heartbeat, self._clock, self._process[0]
         )
         self._failure: Failure | None = None
+        self._recorded: Failure | None = None
+        """Failure of the only rank, which its run directory has."""
         self._leaving: Failure | None = None
         self._failed_at: Moment | None = None
         self._stall: Stall | None = None
@@ -196,12 +198,16 @@ class Watchdog:
         exit_now(exit_code)
 
     def _fail(self, failure: Failure, error: BaseException | None = None, wait_s: float = _PUBLISH_S) -> None:
-        effects = (FailureKind.SIGNALLED, FailureKind.SECONDARY)
-        if self._failure is not None and (failure.kind in effects or self._failure.kind not in effects):
+        if not _counts_after(self._failure, failure):
             return
         if len(self.watched.ranks) == 1 and failure.kind not in (FailureKind.STALLED, FailureKind.ORPHANED):
             # The main thread of the only rank ends by itself.
-            if self.watched.exits and failure.kind is not FailureKind.EXPLAINED:
+            if (
+                self.watched.exits
+                and failure.kind is not FailureKind.EXPLAINED
+                and _counts_after(self._recorded, failure)
+            ):
+                self._recorded = failure
                 self._record_alone(failure, error)
             return
         self._failure, self._traceback = failure, _trace_of(error)
@@ -331,6 +337,12 @@ class Watchdog:
     @property
     def _failure_kind(self) -> FailureKind | None:
         return None if self._failure is None else self._failure.kind
+
+
+def _counts_after(known: Failure | None, failure: Failure) -> bool:
+    """Whether a failure counts, by `Watchdog.fail`'s rule, where another one may be known."""
+    effects = (FailureKind.SIGNALLED, FailureKind.SECONDARY)
+    return known is None or (failure.kind not in effects and known.kind in effects)
 
 
 def _trace_of(error: BaseException | None, limit: int | None = None) -> str:

@@ -369,6 +369,22 @@ def test_signalled_rank_that_ends_well_exits_well(make, capsys):
     assert RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).has_ended
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_only_rank_records_its_cause_once(make, tmp_path, caplog, is_full: bool):
+    """An error of the engine, which the job reports again: on a full disk the warning came twice."""
+    if is_full:
+        (tmp_path / "error.rank0.json").mkdir()
+    (rank,) = make(1).all
+    if not is_full:
+        rank.signalled()
+    rank.fail(ValueError("the cause"))
+    rank.fail(ValueError("after it"))
+    assert caplog.text.count("the error record could not be written") == is_full
+    if not is_full:
+        (record,) = read_records(tmp_path)
+        assert "the cause" in record.diagnosis.text
+
+
 @pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
 def test_rank_0_errors_get_no_second_report(make, tmp_path, capsys, error):
     """Errors that rank 0 prints itself."""
