@@ -113,7 +113,7 @@ def test_chunks_differ_with_groups_of_the_step(monkeypatch: pytest.MonkeyPatch):
 
 @smaller_first
 def test_greedy_rows_are_transformers_in_any_schedule(name: str):
-    """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping, with small blocks."""
+    """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping, in few blocks."""
     folder, given = compressed_folder(name), {"max_model_len": 64}
     with LLM(folder, num_blocks=60, enable_prefix_caching=False, **given) as llm:
         cold = [ids_and_logprobs(llm, [row], GREEDY)[0] for row in ROWS]
