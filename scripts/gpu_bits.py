@@ -1,16 +1,17 @@
 """A row's tokens and log-probabilities on a GPU: the same bits for every way of computing it.
 
-    python scripts/gpu_bits.py {dense,gemma,...,encoder,stored,adapters} [--device-backend triton]
+    python scripts/gpu_bits.py {dense,gemma,...,encoder,stored,adapters,expert_adapters} [--device-backend triton]
     python scripts/gpu_bits.py dense --dry       the same code with the CPU's own kernels, tiny
 
 A small random model in bfloat16; rows that are sampled in many ways, each with a seed. The same rows: once more, in
 another order, alone, in chunks, preempted for want of blocks, kernel by kernel, after sleep, without a step ahead. An
 encoder's vectors: in another order, alone, and near transformers'. `stored`: experts in MXFP4 and FP8, with the bits of
 dequantised ones (tests/support has to be on the path, as gpu_check.py sets it). `adapters`: rows with one of two
-adapters, and rows without, which have the bits of a run that has none. `states`, `mamba` and `conv` have recurrent
-states (gated delta nets, Mamba2, short convolutions): rows begin from snapshots when repeated. `latent` has latent
-attention and experts, `shapes` heads of two sizes. Controls: rows were preempted, other seeds give other tokens. A line
-a finding, and one JSON object last; exits with 1 where something is wrong.
+adapters, and rows without, which have the bits of a run that has none; `expert_adapters`: of experts and routers.
+`states`, `mamba` and `conv` have recurrent states: rows begin from snapshots when repeated. `latent` has latent
+attention and experts, `chosen` keys that an indexer chooses, too, `compressed` windows and entries, `shapes` heads of
+two sizes. Controls: rows were preempted, other seeds give other tokens. A line a finding, and one JSON object last;
+exits with 1 where something is wrong.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from gpu_checkpoints import (
     make_adapter,
     make_checkpoint,
     make_encoder,
+    make_expert_adapter,
     make_prompts,
 )
 from gpu_figures import Findings, NotOfferedError
@@ -45,6 +48,8 @@ FAMILIES = {
     "experts": "qwen3_moe",
     **STATES,
     "latent": "deepseek_v3",
+    "chosen": "deepseek_v32",
+    "compressed": "deepseek_v4",
     "shapes": "gemma4",
 }
 BLOCK_SIZE = 16
@@ -160,19 +165,22 @@ class Bits:
             self.same("without a step ahead", self.answers(llm), expected)
         return expected
 
-    def ask_adapters(self) -> None:
-        """One adapter of all linear layers and one of queries and values, of other ranks."""
+    def ask_adapters(self, *, of_experts: bool = False) -> None:
+        """One adapter of all linear layers and one of queries and values, of other ranks; or two of experts."""
         with self.open_first() as llm:
             plain = self.answers(llm)
         config = json.loads((self.folder / "config.json").read_text())
         # A filtered, a greedy and a penalised row of each kind: `WAYS` has six.
-        made = (make_adapter(config, 1, 16), make_adapter(config, 2, 8, ("self_attn.q_proj", "self_attn.v_proj")))
+        if of_experts:
+            made = (make_expert_adapter(config, 1, 16), make_expert_adapter(config, 2, 8))
+        else:
+            made = (make_adapter(config, 1, 16), make_adapter(config, 2, 8, ("self_attn.q_proj", "self_attn.v_proj")))
         requests = [
             LoRARequest(f"a{number}", number, lora_tensors=tensors, peft_config=settings)
             for number, (tensors, settings) in enumerate(made, 1)
         ]
         self.adapters = (None, None, *requests, *requests[:1])
-        self.settings |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+        self.settings |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "lora_experts": of_experts}
         found = self.ask()
         has_none = [self.adapters[row % len(self.adapters)] is None for row in range(len(found))]
         without = [[each for each, is_plain in zip(rows, has_none) if is_plain] for rows in (found, plain)]
@@ -250,7 +258,7 @@ def _make_checkpoint(folder: Path, family: str, *, is_tiny: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored", "adapters"))
+    parser.add_argument("models", nargs="+", choices=(*FAMILIES, "encoder", "stored", "adapters", "expert_adapters"))
     parser.add_argument("--device-backend", default="triton", metavar="NAME")
     parser.add_argument("--dry", action="store_true", help="float32 on the CPU by its own kernels, tiny")
     arguments = parser.parse_args()
@@ -265,10 +273,13 @@ def main() -> int:
             if name == "encoder":
                 make_encoder(Path(folder), is_tiny=arguments.dry)
             else:
-                _make_checkpoint(Path(folder), FAMILIES.get(name, "llama"), is_tiny=arguments.dry)
+                family = {"adapters": "llama", "expert_adapters": FAMILIES["experts"]}.get(name) or FAMILIES[name]
+                _make_checkpoint(Path(folder), family, is_tiny=arguments.dry)
             options = {"is_dry": arguments.dry, "has_states": name in STATES}
             bits = Bits(Path(folder), findings, arguments.device_backend, **options)
-            {"encoder": bits.ask_encoder, "adapters": bits.ask_adapters}.get(name, bits.ask)()
+            of_experts = partial(bits.ask_adapters, of_experts=True)
+            asked = {"encoder": bits.ask_encoder, "adapters": bits.ask_adapters, "expert_adapters": of_experts}
+            asked.get(name, bits.ask)()
     return findings.report()
 
 

@@ -69,8 +69,8 @@ ALONE = ("cache_is_sized",)
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "lfm2", "deepseek_v3", "gemma4")
 """Families with recurrent states, latent attention or heads of two sizes."""
-BITS_MODELS = ("dense", "gemma", "experts", "encoder", "stored", "adapters")
-BITS_MODELS += ("states", "mamba", "conv", "latent", "shapes")
+BITS_MODELS = ("dense", "gemma", "experts", "encoder", "stored", "adapters", "expert_adapters")
+BITS_MODELS += ("states", "mamba", "conv", "latent", "chosen", "compressed", "shapes")
 CORRECTNESS_S, TOGETHER_S, ALL_S, DRY_S = 90.0, 105.0, 240.0, 1100.0
 """Seconds of the correctness parts alone, of these with those that warm speeds, of all, and of a dry run."""
 LONGEST_CORRECTNESS_S, ALONE_S, SHORTEST_S = 85.0, 10.0, 3.0

@@ -91,6 +91,28 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+_CHOICE = {**_LATENT, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 64}
+_COMPRESSED = {
+    "head_dim": 512,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "sliding_window": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 32,
+    "partial_rotary_factor": 0.125,
+    "num_key_value_heads": 1,
+}
 _SHAPES = {
     **_GEMMA,
     "global_head_dim": 512,
@@ -109,9 +131,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _NEMOTRON),
     "lfm2": ("Lfm2", _CONVOLUTION),
     "deepseek_v3": ("DeepseekV3", _LATENT),
+    "deepseek_v32": ("DeepseekV32", _CHOICE),
+    "deepseek_v4": ("DeepseekV4", _COMPRESSED),
     "gemma4": ("Gemma4Text", _SHAPES),
 }
 """Families by name: transformers' name of the classes, and what differs from the common sizes."""
+_TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+}
 _SMALL_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 TINY_OF: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -126,16 +161,21 @@ TINY_OF: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16,
         "ssm_state_size": 16,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 32,
+    "deepseek_v3": _TINY_LATENT,
+    "deepseek_v32": {**_TINY_LATENT, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 6},
+    "deepseek_v4": {
+        **{key: _TINY_LATENT[key] for key in ("q_lora_rank", "n_routed_experts", "moe_intermediate_size")},
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "o_lora_rank": 24,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+        "sliding_window": 7,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 3,
+        "partial_rotary_factor": 0.5,
     },
     "gemma4": {"global_head_dim": 32},
 }
@@ -245,6 +285,26 @@ def make_adapter(
             tensors |= {f"{name}.lora_A.weight": a.bfloat16(), f"{name}.lora_B.weight": b.bfloat16()}
     targets = [module.rpartition(".")[2] for module in modules]
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    return tensors, settings
+
+
+def make_expert_adapter(config: dict[str, Any], seed: int, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`make_adapter` of all experts' stacks, routers and queries, for a Qwen3-MoE."""
+    tensors, settings = make_adapter(config | {"intermediate_size": 0}, seed, rank, ("self_attn.q_proj",))
+    generator, hidden, size = (
+        torch.Generator().manual_seed(seed),
+        config["hidden_size"],
+        config["moe_intermediate_size"],
+    )
+    count = config.get("num_experts") or config["num_local_experts"]
+    stacks = {"experts.base_layer": (hidden, 2 * size, count), "experts": (size, hidden, count)}
+    for layer in range(config["num_hidden_layers"]):
+        for module, (num_inputs, num_outputs, num_each) in (stacks | {"gate": (hidden, count, 1)}).items():
+            name = f"base_model.model.model.layers.{layer}.mlp.{module}"
+            a = torch.randn(num_each * rank, num_inputs, generator=generator) * num_inputs**-0.5
+            b = torch.randn(num_outputs, num_each * rank, generator=generator) * 0.3
+            tensors |= {f"{name}.lora_A.weight": a.bfloat16(), f"{name}.lora_B.weight": b.bfloat16()}
+    settings |= {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     return tensors, settings
 
 

@@ -115,10 +115,10 @@ class Probe:
             n, k = self.shapes[name]
             x, outputs = self.random(rows[-1], k), self.random(rows[-1], n)
             whole = outputs.clone()
-            stack.add_(whole, x, kernels.step(self._adapter_slots(rows[-1])))
+            stack.add_(whole, x, kernels.step(self._adapter_slots(rows[-1]), NUM_ADAPTERS))
             self.findings.must(f"{name}: adapters change outputs", bool((whole != outputs).any()), True)
             for m in rows:
-                step, room = kernels.step(self._adapter_slots(m)), outputs[:m].clone()
+                step, room = kernels.step(self._adapter_slots(m), NUM_ADAPTERS), outputs[:m].clone()
                 stack.add_(room, x[:m], step)
                 same = torch.equal(room, whole[:m])
                 self.findings.must(f"{name}, {m} rows: bits of adapters", same, True, "tiles of 16 and of 64 rows")

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model_config.model_config import model_config_of
@@ -310,7 +311,7 @@ class Model:
         params = SamplingParams(**{"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, **how})
         digests = engine.adapters.digests_of(adapters)
         for row, prompt in enumerate(prompts):
-            engine.requests.add(prompt, params, adapter=digests[row % len(digests)])
+            engine.requests.add(PromptContent(prompt, adapter=digests[row % len(digests)]), params)
         steps.num_prefill = -(-sum(map(len, prompts)) // self._budget)
         self.wait()
         began = before = time.perf_counter()

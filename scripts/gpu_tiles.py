@@ -481,7 +481,7 @@ class Adapters(Subject):
         stack._columns[candidate.columns] = stack._column_tiles(candidate.columns)
         chosen = mock.patch.object(adapters, "tile_for", return_value=candidate)
         with chosen:
-            step = kernels.step(slots)
+            step = kernels.step(slots, NUM_ADAPTERS)
         base = outputs.clone()
 
         def add() -> Tensor:

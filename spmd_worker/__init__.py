@@ -19,6 +19,7 @@ _MODULES = {
     "replica.sequence.repetition": ("RepetitionDetectionParams",),
     "replica.sequence.token_rules": ("TokenRules", "TimestampRules"),
     "replica.sequence.pooling_params": ("PoolingParams",),
+    "replica.sequence.late_chunking": ("LateChunkingParams",),
     "replica.sequence.outputs": (
         *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),
         *("EmbeddingRequestOutput", "Logprob", "PoolingOutput", "PoolingRequestOutput", "RequestMetrics"),

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
@@ -9,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from spmd_worker.base.names import hint, with_keyword_hints
+from spmd_worker.compat.adapter_requests import check_no_prompt_adapter, check_request, set_in_output
 from spmd_worker.compat.call_arguments import check_extras, check_request_extras, priorities_of
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.engine_model_config import EngineModelConfig
 from spmd_worker.compat.key_names import explain_in_keywords
-from spmd_worker.compat.lora_requests import check_lora_request, set_in_output
 from spmd_worker.compat.methods import ENGINE_ABSENT
 from spmd_worker.compat.metrics import Metric, Vector, engine_metrics
-from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter, check_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, apply_pooling
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.compat.text_offsets import late_chunks
 from spmd_worker.engine.calls.given_prompts import encode_given
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.lora_adapters import LoRAAdapters
@@ -27,7 +28,10 @@ from spmd_worker.engine.prompt_adapters import PromptAdapters
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.engine.validation import as_request_ids
 from spmd_worker.executor.executor import Executor
+from spmd_worker.media.prompt_content import PromptContent
+from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling
@@ -37,7 +41,6 @@ from spmd_worker.replica.sequence.sampling_params import RequestOutputKind, Samp
 from spmd_worker.replica.sequence.sequence import SequenceGroup
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.adapter_methods import AdapterMethods
-from spmd_worker.worker.prompt_adapter_methods import PromptAdapterMethods
 
 
 class NamedRequests:
@@ -49,21 +52,29 @@ class NamedRequests:
         self._names: dict[RequestId, str] = {}
         self._lora_requests: dict[RequestId, LoRARequest] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
+        self._chunks: dict[RequestId, LateChunkingMetadata] = {}
 
     def has(self, name: str) -> bool:
         return name in self._ids
 
-    def add(self, name: str, request_id: RequestId, lora_request: LoRARequest | None) -> None:
+    def add(
+        self,
+        name: str,
+        request_id: RequestId,
+        lora_request: LoRARequest | None,
+        chunks: LateChunkingMetadata | None = None,
+    ) -> None:
         self._ids[name], self._names[request_id] = request_id, name
+        if chunks is not None:
+            self._chunks[request_id] = chunks
         if lora_request is not None:
             self._lora_requests[request_id] = lora_request
 
-    def track(
-        self, request_id: RequestId, params: SamplingParams, text: str | None, encoder_text: str | None = None
-    ) -> None:
+    def track(self, request_id: RequestId, params: SamplingParams, prompt: PromptContent) -> None:
         """Prepare partial outputs of a request, if it wants them."""
         if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[request_id] = PartialOutputs(params.output_kind, text, self._tokenizer, encoder_text)
+            given = (prompt.text, self._tokenizer, prompt.encoder_text)
+            self._partials[request_id] = PartialOutputs(params.output_kind, *given)
 
     def ids_of(self, name: Any) -> list[RequestId]:
         """Id of the open request with this name or number, if any. Raises TypeError for an invalid id."""
@@ -76,14 +87,14 @@ class NamedRequests:
     def final(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
         request_id = RequestId(int(output.request_id))
         partial = self._partials.pop(request_id, None)
-        name = self._names.pop(request_id, None)
+        name, chunks = self._names.pop(request_id, None), self._chunks.pop(request_id, None)
         set_in_output(output, self._lora_requests.pop(request_id, None))
         if name is not None:
             del self._ids[name]
             output.request_id = name
             if output.vector is not None or output.token_vectors is not None:
                 vector, token_ids = PoolingOutput(output.pooled), output.prompt_token_ids
-                return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens)
+                return PoolingRequestOutput(name, vector, token_ids, output.num_cached_tokens, late_chunking=chunks)
         return output if partial is None else partial.final(output)
 
     def partial_outputs(
@@ -105,7 +116,7 @@ class NamedRequests:
 
 @with_keyword_hints()
 @explain_in_keywords
-class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
+class LLMEngine(AdapterMethods, Engine):
     """Engine with vLLM's methods, started by `from_engine_args` or by an `LLM` (`llm.llm_engine`).
 
     Under torchrun every rank of a replica makes the same calls, in the same order; or one rank makes them, while the
@@ -171,8 +182,8 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         check_extras(tokenization_kwargs)
         (priority,) = priorities_of(1, [priority])
         self.limits.check_priority(priority)
-        check_lora_request(lora_request)
-        check_prompt_adapter(prompt_adapter_request)
+        check_request(lora_request, LORA)
+        check_request(prompt_adapter_request, PROMPT)
         if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, Real)):
             raise TypeError(
                 f"arrival_time is a {type(arrival_time).__name__}: give seconds since the epoch, or leave it out"
@@ -194,35 +205,24 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
         if encoded.error is not None:
             raise ValueError(encoded.error)
         # Not in the lock: an adapter that is not loaded takes steps.
-        adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        encoded.adapter = 0 if lora_request is None else self.adapters.digest_of(lora_request)
+        encoded.priority = priority
         if isinstance(params, PoolingParams):
             check_no_prompt_adapter(prompt_adapter_request)
-        (virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
+        (encoded.virtual,) = self.prompt_adapters.virtual_tokens([prompt_adapter_request])
         # Locked: a request might end before the thread that added it has stored its name.
         with self.calls.lock:
             if self.named_requests.has(request_id):
                 raise ValueError(f"request_id={request_id!r} is the name of an open request: give another")
-            text = encoded.text if prompt_text is None else prompt_text
-            if isinstance(params, PoolingParams):
-                number = self._add_pooled(encoded, params, text, adapter, priority)
-            else:
-                given = (encoded.token_ids, encoded.completed(params, RuledParams()))
-                number = self.requests.add(
-                    *given,
-                    prompt=text,
-                    adapter=adapter,
-                    rows=encoded.rows,
-                    virtual=virtual,
-                    media=encoded.media,
-                    media_items=encoded.media_items,
-                    encoder=encoded.encoder,
-                    encoder_text=encoded.encoder_text,
-                    priority=priority,
-                )
-                self.named_requests.track(number, params, text, encoded.encoder_text)
+            sampling = self._pooled(encoded, params) if isinstance(params, PoolingParams) else params
+            shown = encoded if prompt_text is None else replace(encoded, text=prompt_text)
+            number = self.requests.add(shown, encoded.completed(sampling, RuledParams()))
+            if isinstance(params, SamplingParams):
+                self.named_requests.track(number, params, shown)
             if arrival_time is not None:
                 self.requests.times.set_arrival(number, float(arrival_time))
-            self.named_requests.add(request_id, number, lora_request)
+            chunks = late_chunks(encoded, self.limits.pooling, self.need_tokenizer)
+            self.named_requests.add(request_id, number, lora_request, chunks)
         return request_id
 
     def _add_unnamed(
@@ -234,33 +234,20 @@ class LLMEngine(AdapterMethods, PromptAdapterMethods, Engine):
                 "SamplingParams"
             )
         with self.calls.lock:
-            number = self.requests.add(token_ids, sampling, custom_id=custom_id, index=index, priority=priority)
-            self.named_requests.track(number, sampling, None)
+            prompt = PromptContent(token_ids, priority=priority)
+            number = self.requests.add(prompt, sampling, custom_id=custom_id, index=index)
+            self.named_requests.track(number, sampling, prompt)
         return number
 
-    def _add_pooled(
-        self, encoded: Encoded, params: PoolingParams, text: str | None, adapter: int, priority: int
-    ) -> RequestId:
+    def _pooled(self, encoded: Encoded, params: PoolingParams) -> SamplingParams:
+        """Prepare a prompt to pool, and return its sampling parameters. Raises ValueError."""
         config = self.limits.pooling
         apply_pooling(encoded, params, config, self.max_model_len, self.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         assert config is not None, "checked by apply_pooling"
         assert encoded.pooling is not None, "set by apply_pooling"
-        sampling = encoded.completed(pooled_sampling(encoded.pooling, config), RuledParams())
-        token_ids = encoded.token_ids
-        items = encoded.media_items
-        self.requests.check(token_ids, sampling, encoded.pooling, encoded.rows, media_items=items)
-        return self.requests.admit(
-            *(token_ids, sampling),
-            prompt=text,
-            pooling=encoded.pooling,
-            adapter=adapter,
-            rows=encoded.rows,
-            media=encoded.media,
-            media_items=items,
-            priority=priority,
-        )
+        return pooled_sampling(encoded.pooling, config)
 
     def abort_request(self, request_ids: str | int | Iterable[str | int], internal: bool = False) -> None:
         """End requests at the next step; their outputs so far are returned with finish reason "abort". Names without an

@@ -614,10 +614,10 @@ def _check_quantised_experts(
     if all(layer.experts is None for layer in model_config.layers):
         return
     key = f"model.quantization={config.model.quantization}"
-    if config.model.quantization != "int8" or device_type != "cpu":
+    if config.model.quantization != "int8":
         raise ConfigError(
-            f"{key} is not supported for {model_config.architecture}, which has experts: leave it out (on CPUs "
-            f"model.quantization=int8 takes them)"
+            f"{key} is not supported for {model_config.architecture}, which has experts: use model.quantization=int8, "
+            f"or leave it out"
         )
     size = config.parallel.tensor_parallel_size
     if size > 1 and not config.parallel.enable_expert_parallel:
@@ -786,8 +786,8 @@ def _layout(config: RunConfig, model_config: ModelConfig, device_type: str, *, i
     if is_invariant and (device_type == "cuda" or config.executor.device_backend == "triton"):
         check_gpu_leaves(config, model_config)
     layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
-    if layout.experts is not None and (is_invariant or device_type == "cpu"):
-        # A tree over ranks, which CPUs always have, adds complete experts.
+    if layout.experts is not None and (is_invariant or device_type == "cpu" or quantization is not None):
+        # A tree over ranks, which CPUs always have, adds complete experts, and so are those with scales of their rows.
         layout = replace(layout, experts=replace(layout.experts, is_exact=True))
     # Sums of int8 are exact; what adapters add to them is summed in leaves.
     if is_invariant and quantization in (None, "int8"):

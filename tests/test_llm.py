@@ -245,6 +245,9 @@ def test_rows_without_parameters_follow_the_models_generation_config(llm: LLM, t
     with LLM(folder, num_blocks=300) as advised:
         expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=5)
         assert advised.get_default_sampling_params() == expected
+    (folder / "generation_config.json").write_text('{"temperature": -0.5}')
+    with pytest.raises(ConfigError, match=r"^generation_config.json of the model: temperature=-0.5 must be 0 .*mend"):
+        LLM(folder, num_blocks=300)
 
 
 # What comes out.

@@ -346,6 +346,13 @@ def test_texts_reach_a_template_that_walks_over_parts(text_llm: LLM, name: str):
         ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0] needs input_audio, and nothing else"),
         ({"role": "user", "content": 3}, "messages[0].content=3 must be a string or a list of parts"),
         (
+            {"rol": "user", "content": "x"},
+            "messages[0].role=None must be a string such as 'user': it has 'rol': did you",
+        ),
+        ({"role": 1, "content": "x"}, "messages[0].role=1 must be a string such as 'user'"),
+        ({"role": "user"}, "messages[0] has no content"),
+        ({"role": "user", "Content": "x"}, "messages[0] has no content: it has 'Content': did you mean content?"),
+        (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "messages[0].tool_calls[0].function.arguments='{' must be an object, or one as JSON",
         ),

@@ -298,12 +298,12 @@ def parse_json_object(data: bytes, *, max_nesting: int | None = None, allows_nan
     return value
 
 
-def read_json_object(path: Path, *, allows_nan: bool = False) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a job's own file. Raises JsonError as `parse_json_object` does, prefixed with the path, and as
     `read_job_file` does.
     """
     try:
-        return parse_json_object(read_job_file(path), allows_nan=allows_nan)
+        return parse_json_object(read_job_file(path))
     except JsonError as error:
         raise JsonError(error.code, f"{path} {error}") from None
 

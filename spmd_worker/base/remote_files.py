@@ -122,11 +122,10 @@ def delete_remote(name: str) -> None:
         return
 
 
-def open_remote(name: str, mode: str = "rb") -> BinaryIO:
+def open_remote(name: str) -> BinaryIO:
     """The file's bytes, read as they are needed; one can seek. Reading raises RemoteChangedError if the file is
     replaced, and other OSErrors.
     """
-    assert mode == "rb", mode
     store = open_store(name)
     return io.BufferedReader(RemoteFile(store, _state(store)), _BUFFER_BYTES)
 

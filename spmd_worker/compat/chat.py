@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_worker.base.config.plain_values import asks
+from spmd_worker.base.config.plain_values import asks, shown
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.answer_grammar import AnswerGrammar
@@ -23,7 +23,7 @@ from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.content_format import FORMATS
-from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, with_parsed_arguments
+from spmd_worker.tokenizer.messages import InvalidRequestError, checked_content, checked_message, with_parsed_arguments
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def prepared_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[
 def render(messages: Sequence[Mapping[str, Any]], options: ChatOptions, tokenizer: Tokenizer) -> str:
     """Text of the prompt, to be encoded with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
     if options.keeps_contents:
-        prepared = [_checked_message(index, message) for index, message in enumerate(messages)]
+        prepared = [_parsed(index, message) for index, message in enumerate(messages)]
     else:
         prepared, _ = prepared_messages(messages)
     variables = {**({"tools": list(options.tools)} if options.tools else {}), **options.variables}
@@ -141,14 +141,14 @@ def _chat_format(options: ChatOptions, tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _prepared(index: int, message: Any, images: list[Any]) -> dict[str, Any]:
-    made = _checked_message(index, message)
+    made = checked_message(f"messages[{index}]", message)
     if made.get("content") is not None:
         made["content"] = checked_content(f"messages[{index}].content", made["content"], images)
     return made
 
 
-def _checked_message(index: int, message: Any) -> dict[str, Any]:
+def _parsed(index: int, message: Any) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{name} is a {type(message).__name__}: give a dict with role and content")
+        raise InvalidRequestError(f"{name}={shown(message)} must be an object with role and content")
     return with_parsed_arguments(name, message)

@@ -47,7 +47,7 @@ class EncoderDecoderReader:
 
     def encode(self, prompt: Any) -> Encoded:
         """The prompt, or the error for which it is not one."""
-        encoded = Encoded(None, ())
+        encoded = Encoded(())
         try:
             if isinstance(prompt, TextPair):
                 raise ValueError("an encoder-decoder model takes no pairs of texts: give one prompt")

@@ -19,15 +19,14 @@ from spmd_worker.compat.late_texts import encode_late_text
 from spmd_worker.compat.media_keywords import sound_fault
 from spmd_worker.compat.pooled_texts import encode_pooled_text
 from spmd_worker.media.errors import MediaError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.decoder_prompt import RuledParams
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
 from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, PromptRows
 from spmd_worker.replica.sequence.lora_request import LoRARequest
-from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, resolve_pooling, truncated_row
-from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, VirtualTokens
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.request import as_token_ids
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
@@ -102,48 +101,31 @@ class TextPair:
 
 
 @dataclass(slots=True, eq=False)
-class Encoded:
+class Encoded(PromptContent):
     """An encoded prompt, or the `error` for which it is not one. `is_ids`: it was given as ids, and `text` is the
-    caller's text of them. `rope_regime` None is derived from its length and parameters. `pooling` is normalised
-    (`resolve_pooling`); None for a prompt to generate from. `num_first_tokens` are those of the first text of a `pair`.
-    `form` constrains the answer of this prompt; `cache_salt` None is that of the parameters. `adapter` is the digest of
-    the contents of its `lora_request`, once that is loaded, 0 without one. The first of the ids are placeholders of
-    `rows`. `virtual` are those of its `prompt_adapter`, once that is loaded. `media_items` say which tokens take the
-    rows of each of its images, `media`. `continued` is the text of the message that the answer continues, None if it
-    begins one.
-
-    `encoder` is the input of an encoder-decoder model's encoder: text, and then `encoder_text` is that text if it was
-    given as one, or the only one of `media`, audio. The ids are then the decoder's prompt, and `rules` are those of its
-    answer, for parameters that have none.
+    caller's text of them. `num_first_tokens` are those of the first text of a `pair`. `form` constrains the answer of
+    this prompt; `cache_salt` None is that of the parameters. `adapter` and `virtual` are set when its `lora_request`
+    and its `prompt_adapter` are loaded. `rules` are those of an encoder-decoder model's answer, for parameters that
+    have none. `continued` is the text of the message that the answer continues, None if it begins one.
     """
 
-    text: str | None
-    token_ids: tuple[int, ...]
     error: str | None = None
     is_ids: bool = False
-    rope_regime: int | None = None
-    pooling: PoolingParams | None = None
     pair: TextPair | None = None
     num_first_tokens: int | None = None
     form: StructuredOutputsParams | None = None
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
-    adapter: int = 0
-    rows: PromptRows | None = None
     prompt_adapter: PromptAdapterRequest | None = None
-    virtual: VirtualTokens | None = None
-    media: tuple[PreparedMedia, ...] = ()
-    media_items: tuple[MediaItem, ...] = ()
-    encoder: EncoderInput | None = None
-    encoder_text: str | None = None
-    priority: int = 0
     rules: TokenRules | None = None
     continued: str | None = None
 
     @property
     def num_virtual_tokens(self) -> int:
         """Tokens of the prompt adapter, before it is loaded too."""
-        return 0 if self.prompt_adapter is None else self.prompt_adapter.prompt_adapter_num_virtual_tokens
+        if self.virtual is not None or self.prompt_adapter is None:
+            return 0 if self.virtual is None else self.virtual.num_tokens
+        return self.prompt_adapter.prompt_adapter_num_virtual_tokens
 
     def completed(self, params: SamplingParams, ruled: RuledParams) -> SamplingParams:
         """The parameters with the prompt's salt and rules. Raises ValueError for an invalid salt."""
@@ -155,37 +137,103 @@ def _reject_rows(value: Any) -> PromptRows:
     raise ValueError("prompt_embeds are not supported here: give text or token ids")
 
 
-def encode_prompt(
-    prompt: Any,
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None = None,
-    read_rows: ReadRows = _reject_rows,
-    images: ImagePrompts | None = None,
-    architecture: str = "",
-) -> Encoded:
-    """Encode a prompt, or a TextPair. `need_tokenizer` is called for text only, and raises ConfigError if there is no
-    tokenizer. `check_text` is None for a prompt that will be truncated, `images` for a model without images, whose
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Encodes the prompts of a decoder alone. `need_tokenizer` is called for text only, and raises ConfigError if there
+    is no tokenizer. `check_text` is None for prompts that will be truncated, `images` for a model without images, whose
     `architecture` errors name.
     """
-    if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, need_tokenizer, check_text, read_rows, images, architecture)
-    pair = prompt if isinstance(prompt, TextPair) else None
-    text = plain_text(prompt)
-    if pair is None and text is None:
-        return _encode_ids(prompt)
-    encoded = Encoded(text, (), pair=pair)
-    try:
-        tokenizer = need_tokenizer()
-        if check_text is not None:
-            check_text(tokenizer, *((text,) if pair is None else (pair.first, pair.second)))
-        if pair is None:
-            encoded.token_ids = tuple(tokenizer.encode(text or ""))
-        else:
-            token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
-            encoded.token_ids = tuple(token_ids)
-    except (ConfigError, ValueError) as error:
-        encoded.error = str(error)
-    return encoded
+
+    need_tokenizer: Callable[[], Tokenizer]
+    check_text: CheckText | None = None
+    read_rows: ReadRows = _reject_rows
+    images: ImagePrompts | None = None
+    architecture: str = ""
+
+    def encode(self, prompt: Any) -> Encoded:
+        """The prompt, or the TextPair, or the error for which it is not one."""
+        if isinstance(prompt, Mapping):
+            return self._encode_mapping(prompt)
+        pair = prompt if isinstance(prompt, TextPair) else None
+        text = plain_text(prompt)
+        if pair is None and text is None:
+            return _encode_ids(prompt)
+        encoded = Encoded((), text, pair=pair)
+        try:
+            tokenizer = self.need_tokenizer()
+            if self.check_text is not None:
+                self.check_text(tokenizer, *((text,) if pair is None else (pair.first, pair.second)))
+            if pair is None:
+                encoded.token_ids = tuple(tokenizer.encode(text or ""))
+            else:
+                token_ids, encoded.num_first_tokens = tokenizer.encode_inside(pair.first, pair.second)
+                encoded.token_ids = tuple(token_ids)
+        except (ConfigError, ValueError) as error:
+            encoded.error = str(error)
+        return encoded
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> Encoded:
+        if _SALT_KEY in prompt:
+            salted = self._encode_mapping({key: each for key, each in prompt.items() if key != _SALT_KEY})
+            salted.cache_salt = prompt[_SALT_KEY]
+            return salted
+        given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
+        given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
+        given = [key for key in given if key != _PROCESSOR_KEY or prompt[key] != _KEPT_SIZES]
+        unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
+        if unknown:
+            known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
+            if _PROCESSOR_KEY in unknown:
+                if fault := sound_fault(prompt[_PROCESSOR_KEY]):
+                    return Encoded((), error=fault)
+                return Encoded((), error=f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
+            return Encoded((), error=f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
+        try:
+            sources, media = media_of(prompt.get("multi_modal_data"), self.images)
+        except MediaError as error:
+            return Encoded((), error=str(error))
+        if sources:
+            return self._encode_with_images(prompt, sources, media)
+        if prompt.get("prompt_embeds") is not None:
+            if "prompt_token_ids" in prompt:
+                return Encoded((), error="a prompt has prompt_token_ids or prompt_embeds: leave one out")
+            return _encode_rows(prompt, self.read_rows)
+        if "prompt_token_ids" in prompt:
+            encoded = _encode_ids(prompt["prompt_token_ids"])
+            encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+            return encoded
+        if isinstance(prompt.get("prompt"), str):
+            return self.encode(prompt["prompt"])
+        if prompt.get("prompt") is not None:
+            text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
+            return Encoded((), error=text)
+        keys = "text under prompt, prompt_token_ids or prompt_embeds"
+        return Encoded((), error=f"a prompt needs {keys}; this one has {[*prompt]}")
+
+    def _encode_with_images(
+        self, prompt: Mapping[str, Any], sources: Sequence[Any], media: Sequence[MediumName]
+    ) -> Encoded:
+        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+        encoded = Encoded((), text, is_ids="prompt_token_ids" in prompt)
+        try:
+            is_cut, name = self.check_text is None, self.architecture
+            images = check_images(self.images, sources, media, is_truncated=is_cut, architecture=name)
+            if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
+                raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
+            tokenizer = self.need_tokenizer()
+            if encoded.is_ids:
+                token_ids = as_token_ids(prompt["prompt_token_ids"])
+                encoded.media = _prepared(prompt, sources, media, images)
+                made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
+            else:
+                if self.check_text is not None:
+                    self.check_text(tokenizer, text)
+                encoded.media = _prepared(prompt, sources, media, images)
+                made = images.of_text(text or "", encoded.media, tokenizer.encode)
+            encoded.token_ids, encoded.media_items, encoded.media = made
+        except (ConfigError, ValueError, TypeError) as error:
+            encoded.error = str(error)
+        return encoded
 
 
 def apply_pooling(
@@ -201,6 +249,11 @@ def apply_pooling(
     encoded.pooling = pooling = resolve_pooling(params, config)
     assert config is not None, "checked by resolve_pooling"
     if config.late is not None and params.input_type is not None and encoded.text is not None and not encoded.is_ids:
+        if params.num_attended_tokens is not None:
+            raise ValueError(
+                f"num_attended_tokens={params.num_attended_tokens} is for queries of token ids: a text that is written "
+                f"with input_type={params.input_type} has its own number: leave it out"
+            )
         if encoded.error is None:
             length = max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             given = (config.late, need_tokenizer(), encoded.text, params.input_type, length, max_model_len)
@@ -239,84 +292,6 @@ def apply_pooling(
         encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
 
 
-def _encode_mapping(
-    prompt: Mapping[str, Any],
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None,
-    read_rows: ReadRows,
-    images: ImagePrompts | None,
-    architecture: str,
-) -> Encoded:
-    if _SALT_KEY in prompt:
-        plain = {key: each for key, each in prompt.items() if key != _SALT_KEY}
-        salted = _encode_mapping(plain, need_tokenizer, check_text, read_rows, images, architecture)
-        salted.cache_salt = prompt[_SALT_KEY]
-        return salted
-    given = [key for key in prompt if key not in _EMPTY_KEYS or not is_empty(prompt[key])]
-    given = [key for key in given if key not in ("prompt_embeds", *_MEDIA_KEYS) or prompt[key] is not None]
-    given = [key for key in given if key != _PROCESSOR_KEY or prompt[key] != _KEPT_SIZES]
-    unknown = [str(key) for key in given if key not in (*_PROMPT_KEYS, *_MEDIA_KEYS)]
-    if unknown:
-        known = ", ".join((*_PROMPT_KEYS, _MEDIA_KEYS[0]))
-        if _PROCESSOR_KEY in unknown:
-            if fault := sound_fault(prompt[_PROCESSOR_KEY]):
-                return Encoded(None, (), fault)
-            return Encoded(None, (), f"{_PROCESSOR_KEY} of a prompt may be {_KEPT_SIZES}: give others to LLM(...)")
-        return Encoded(None, (), f"a prompt has no key {', '.join(unknown)}: give {known} and nothing else")
-    try:
-        sources, media = media_of(prompt.get("multi_modal_data"), images)
-    except MediaError as error:
-        return Encoded(None, (), str(error))
-    if sources:
-        return _encode_with_images(prompt, sources, media, need_tokenizer, check_text, images, architecture)
-    if prompt.get("prompt_embeds") is not None:
-        if "prompt_token_ids" in prompt:
-            return Encoded(None, (), "a prompt has prompt_token_ids or prompt_embeds: leave one out")
-        return _encode_rows(prompt, read_rows)
-    if "prompt_token_ids" in prompt:
-        encoded = _encode_ids(prompt["prompt_token_ids"])
-        encoded.is_ids, encoded.text = True, prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-        return encoded
-    if isinstance(prompt.get("prompt"), str):
-        return encode_prompt(prompt["prompt"], need_tokenizer, check_text, read_rows)
-    if prompt.get("prompt") is not None:
-        text = f"prompt={shown(prompt['prompt'])} must be text: token ids are given as prompt_token_ids"
-        return Encoded(None, (), text)
-    keys = "text under prompt, prompt_token_ids or prompt_embeds"
-    return Encoded(None, (), f"a prompt needs {keys}; this one has {[*prompt]}")
-
-
-def _encode_with_images(
-    prompt: Mapping[str, Any],
-    sources: Sequence[Any],
-    media: Sequence[MediumName],
-    need_tokenizer: Callable[[], Tokenizer],
-    check_text: CheckText | None,
-    images: ImagePrompts | None,
-    architecture: str,
-) -> Encoded:
-    text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-    encoded = Encoded(text, (), is_ids="prompt_token_ids" in prompt)
-    try:
-        images = check_images(images, sources, media, is_truncated=check_text is None, architecture=architecture)
-        if prompt.get("prompt_embeds") is not None or (text is None and not encoded.is_ids):
-            raise ValueError("a prompt with images or audio is text under prompt, or prompt_token_ids")
-        tokenizer = need_tokenizer()
-        if encoded.is_ids:
-            token_ids = as_token_ids(prompt["prompt_token_ids"])
-            encoded.media = _prepared(prompt, sources, media, images)
-            made = images.of_ids(token_ids, encoded.media, partial(tokenizer.encode, add_special_tokens=False))
-        else:
-            if check_text is not None:
-                check_text(tokenizer, text)
-            encoded.media = _prepared(prompt, sources, media, images)
-            made = images.of_text(text or "", encoded.media, tokenizer.encode)
-        encoded.token_ids, encoded.media_items, encoded.media = made
-    except (ConfigError, ValueError, TypeError) as error:
-        encoded.error = str(error)
-    return encoded
-
-
 def _prepared(
     prompt: Mapping[str, Any], sources: Sequence[Any], media: Sequence[MediumName], images: ImagePrompts
 ) -> tuple[PreparedMedia, ...]:
@@ -331,12 +306,12 @@ def _encode_rows(prompt: Mapping[str, Any], read_rows: ReadRows) -> Encoded:
     try:
         rows = read_rows(prompt["prompt_embeds"])
     except (TypeError, ValueError) as error:
-        return Encoded(text, (), str(error))
-    return Encoded(text, (PLACEHOLDER,) * rows.num_rows, is_ids=True, rows=rows)
+        return Encoded((), text, str(error))
+    return Encoded((PLACEHOLDER,) * rows.num_rows, text, is_ids=True, rows=rows)
 
 
 def _encode_ids(token_ids: Any) -> Encoded:
     try:
-        return Encoded(None, as_token_ids(token_ids))
+        return Encoded(as_token_ids(token_ids))
     except (TypeError, ValueError) as error:
-        return Encoded(None, (), str(error))
+        return Encoded((), error=str(error))

@@ -89,7 +89,7 @@ def request_output(
         assert group.vector is not None, request.request_id
         if request.pooling.is_for_tokens:
             numbers = np.frombuffer(group.vector, dtype="<f4")
-            output.token_vectors = numbers.reshape(len(output.prompt_token_ids), -1)
+            output.token_vectors = numbers.reshape(request.pooling.num_vectors(len(output.prompt_token_ids)), -1)
             kept = kept_tokens(late, tokenizer, output.prompt_token_ids, request.pooling.input_type)
             output.token_vectors = output.token_vectors if kept is None else output.token_vectors[kept]
         else:
@@ -181,7 +181,7 @@ def completion_output(
     """Output of a sequence so far; `text` and `logprobs` if they are known already."""
     sampling = sequence.request.sampling
     # Sequences that are only ranked have log-probabilities too.
-    if logprobs is None and sampling.logprobs is not None:
+    if logprobs is None and sampling.returns_logprobs:
         logprobs = logprobs_with_text(sequence.logprobs, token_texts(sequence, tokenizer), is_last=True)
     if text is None:
         text = _text(sequence, tokenizer)

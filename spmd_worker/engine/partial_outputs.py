@@ -105,7 +105,7 @@ class PartialOutputs:
         )
 
     def _logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
-        if sequence.request.sampling.logprobs is None:
+        if not sequence.request.sampling.returns_logprobs:
             return None
         shown = self._shown[sequence.sample_index]
         shown.token_texts = shown.token_texts or token_texts(sequence, self.tokenizer)

@@ -2,7 +2,7 @@
 
 import glob
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ from spmd_worker.engine.life import Life
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.thinking_budget import ThinkingBudget
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.scheduler.pause import Pause
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
-from spmd_worker.replica.sequence.encoder_input import encoder_text as input_of_text
+from spmd_worker.replica.sequence.encoder_input import encoder_text
 from spmd_worker.replica.sequence.events import Abort, Admit
-from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows, PromptRows
-from spmd_worker.replica.sequence.media_items import MediaItem, shifted
+from spmd_worker.replica.sequence.input_rows import PLACEHOLDER, InputRows
+from spmd_worker.replica.sequence.media_items import shifted
 from spmd_worker.replica.sequence.outputs import RequestMetrics, RequestOutput
-from spmd_worker.replica.sequence.pooling_params import PoolingParams
-from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens, digest_in
+from spmd_worker.replica.sequence.prompt_adapter_request import digest_in
 from spmd_worker.replica.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.replica.sequence.resolved_params import resolve_params
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -135,105 +134,50 @@ class Requests:
                 f"llm_engine.step until they are, or wait_for_completion"
             )
 
-    def check(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        pooling: PoolingParams | None = None,
-        rows: PromptRows | None = None,
-        num_virtual: int = 0,
-        media_items: Sequence[MediaItem] = (),
-        encoder: EncoderInput | None = None,
-    ) -> None:
+    def check(self, prompt: PromptContent, sampling: SamplingParams) -> None:
         """Raise ValueError for a request that cannot be answered, TypeError for an invalid type. Local to this rank."""
-        self.limits.check(prompt_token_ids, sampling, pooling, rows, num_virtual, media_items, encoder)
+        self.limits.check(prompt, sampling)
         self._normalised(sampling)
 
     def add(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        prompt: str | None = None,
-        custom_id: str | None = None,
-        index: int | None = None,
-        adapter: int = 0,
-        rows: PromptRows | None = None,
-        virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedMedia] = (),
-        media_items: Sequence[MediaItem] = (),
-        encoder: EncoderInput | None = None,
-        encoder_text: str | None = None,
-        priority: int = 0,
+        self, prompt: PromptContent, sampling: SamplingParams, *, custom_id: str | None = None, index: int | None = None
     ) -> RequestId:
-        """Check a request, with the errors of `check`, and queue it (`admit`)."""
-        for name, text in (("prompt", prompt), ("custom_id", custom_id), ("encoder_text", encoder_text)):
-            if not isinstance(text, str | None):
-                raise TypeError(f"{name} is a {type(text).__name__}: give text")
-        prompt, custom_id, encoder_text = plain_text(prompt), plain_text(custom_id), plain_text(encoder_text)
-        num_virtual = 0 if virtual is None else virtual.num_tokens
-        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling, rows, num_virtual)
-        self.limits.check_priority(priority)
-        self.check(prompt_token_ids, sampling, None, rows, num_virtual, media_items, encoder)
-        return self.admit(
-            prompt_token_ids,
-            sampling,
-            prompt=prompt,
-            custom_id=custom_id,
-            index=index,
-            adapter=adapter,
-            rows=rows,
-            virtual=virtual,
-            media=media,
-            media_items=media_items,
-            encoder=encoder,
-            encoder_text=encoder_text,
-            priority=priority,
-        )
+        """Truncate and check a request, with the errors of `check`, and queue it (`admit`)."""
+        if not isinstance(custom_id, str | None):
+            raise TypeError(f"custom_id is a {type(custom_id).__name__}: give text")
+        prompt.text, prompt.encoder_text = plain_text(prompt.text), plain_text(prompt.encoder_text)
+        prompt.token_ids = self.limits.truncate(prompt, sampling)
+        self.limits.check_priority(prompt.priority)
+        self.check(prompt, sampling)
+        return self.admit(prompt, sampling, custom_id=plain_text(custom_id), index=index)
 
     def admit(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: PromptContent,
         sampling: SamplingParams,
         *,
-        prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
         call: int = 0,
-        rope_regime: int | None = None,
-        pooling: PoolingParams | None = None,
-        adapter: int = 0,
-        rows: PromptRows | None = None,
-        virtual: VirtualTokens | None = None,
-        media: Sequence[PreparedMedia] = (),
-        media_items: Sequence[MediaItem] = (),
-        encoder: EncoderInput | None = None,
-        encoder_text: str | None = None,
-        priority: int = 0,
     ) -> RequestId:
         """Queue a request that passed `check` for the next step. Its random stream is named by `custom_id`, else by
-        `index` in call number `call`, else by its position among requests with neither. `rope_regime` None is derived
-        from its length and parameters. `pooling` is normalised (`resolve_pooling`), with the `sampling` of
-        `pooled_sampling`. `adapter` is the digest of a loaded LoRA adapter (`Adapters.digest_of`), 0 for none; raises
-        AdapterError for one that is not loaded any more. `rows` are computed in place of the first ids, and the
-        `virtual` tokens of a loaded prompt adapter before all. `media_items` are the tokens of the images `media`.
-        `encoder` is the input of an encoder-decoder model's encoder, its audio the only one of `media`; the ids are
-        then the decoder's, and `encoder_text` is the text that was encoded, if any.
+        `index` in call number `call`, else by its position among requests with neither. The `sampling` of a pooled
+        request is that of `pooled_sampling`. Raises AdapterError for an adapter that is not loaded any more.
         """
         with self._calls.queueing("add_request"):
             self._life.check_not_closed()
             self._life.check_awake()
-            self._check_adapter(adapter)
-            token_ids: tuple[int, ...] = tuple(prompt_token_ids)
+            self._check_adapter(prompt.adapter)
+            token_ids, rows, virtual, encoder = tuple(prompt.token_ids), prompt.rows, prompt.virtual, prompt.encoder
             given_rows: tuple[InputRows, ...] = () if rows is None else (rows.at(0),)
-            items, num_virtual = tuple(media_items), 0 if virtual is None else virtual.num_tokens
+            items, num_virtual = prompt.media_items, prompt.num_virtual_tokens
             if virtual is not None:
                 self._check_prompt_adapter(virtual.digest)
                 token_ids = (PLACEHOLDER,) * virtual.num_tokens + token_ids
                 given_rows = (virtual.rows, *[replace(each, start=virtual.num_tokens) for each in given_rows])
                 items = shifted(items, num_virtual)
             if self.limits.pooling is not None and (read_twice := self.limits.pooling.shifted) is not None:
-                encoder, token_ids = input_of_text(token_ids), read_twice.decoder_ids(token_ids)
+                encoder, token_ids = encoder_text(token_ids), read_twice.decoder_ids(token_ids)
             if encoder is not None:
                 block_size = self._resolved.config.cache.block_size
                 token_ids, item = encoder.before(token_ids, block_size)
@@ -245,23 +189,23 @@ class Requests:
             else:
                 row = 0 if index is None else whole_number("index", index)
                 stream = random_stream(seed, sampling.seed, custom_id, row, call)
-            regime = self.rope_regime(len(token_ids), sampling) if rope_regime is None else rope_regime
+            regime = self.rope_regime(len(token_ids), sampling) if prompt.rope_regime is None else prompt.rope_regime
             normalised = self._normalised(sampling)
             if self.limits.thinking is not None:
                 normalised = self.limits.thinking.resolved(normalised, token_ids)
-            given = (token_ids, normalised, stream, regime, pooling, adapter, given_rows)
-            request = Request(request_id, *given, num_virtual, items, priority)
+            given = (token_ids, normalised, stream, regime, prompt.pooling, prompt.adapter, given_rows)
+            request = Request(request_id, *given, num_virtual, items, prompt.priority)
             # The workers have the text that an encoder reads: its ids.
-            held = () if encoder is not None and not media else items
-            assert [each.media_id for each in held] == [each.media_id for each in media], request_id
+            held = () if encoder is not None and not prompt.media else items
+            assert [each.media_id for each in held] == [each.media_id for each in prompt.media], request_id
             if rows is not None:
                 self._hold_rows(request_id, rows.content, rows.data)
-            for number, each in enumerate(media):
+            for number, each in enumerate(prompt.media):
                 # Only the leader of a replica has all.
                 if each.content.has_data:
                     self._hold_media(request_id, number, each)
             self.num_requests += 1
-            self._prompts[request_id] = (prompt, encoder_text)
+            self._prompts[request_id] = (prompt.text, prompt.encoder_text)
             for digest in adapters_of(request):
                 self._adapter_uses[digest] = self._adapter_uses.get(digest, 0) + 1
             self.times.add(request_id)

@@ -11,12 +11,11 @@ from spmd_worker.engine.embeds_reader import EmbedsReader
 from spmd_worker.engine.encoder_limits import EncoderLimits, check_encoder_input
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.thinking_budget import ThinkingBudget
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA, MediaRowLimits
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
-from spmd_worker.replica.sequence.input_rows import PromptRows
 from spmd_worker.replica.sequence.media_items import MediaItem, check_media
 from spmd_worker.replica.sequence.pooling_params import (
     MAX_STEP_NUMBERS,
@@ -96,67 +95,52 @@ class RequestLimits:
         if self.encoder_prompts is not None and self.encoder_prompts.audio is not None:
             self.encoder_prompts.audio.close()
 
-    def truncate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        rows: PromptRows | None = None,
-        num_virtual: int = 0,
-    ) -> Sequence[int]:
-        """Apply `truncate_prompt_tokens` to a prompt, which follows `num_virtual` tokens of a prompt adapter. Raises
-        TypeError for an invalid type, RequestError for a prompt of embeddings (`rows`).
+    def truncate(self, prompt: PromptContent, sampling: SamplingParams) -> tuple[int, ...]:
+        """The ids of a prompt after `truncate_prompt_tokens`. Raises TypeError for an invalid type, RequestError for a
+        prompt of embeddings.
         """
         check_sampling(sampling)
         if sampling.truncate_prompt_tokens is None:
-            return prompt_token_ids
-        if rows is not None:
+            return prompt.token_ids
+        if prompt.rows is not None:
             message = "truncate_prompt_tokens cuts token ids, and this prompt has prompt_embeds: cut its rows"
             raise RequestError("conflicting_keys", message)
         sampling.check()
-        return truncated_prompt(self._token_ids(prompt_token_ids), sampling, self.max_model_len - num_virtual)
+        return truncated_prompt(
+            self._token_ids(prompt.token_ids), sampling, self.max_model_len - prompt.num_virtual_tokens
+        )
 
-    def check(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        pooling: PoolingParams | None = None,
-        rows: PromptRows | None = None,
-        num_virtual: int = 0,
-        media_items: Sequence[MediaItem] = (),
-        encoder: EncoderInput | None = None,
-    ) -> None:
-        """Raise RequestError for the first invalid value, TypeError for an invalid type. The first of the ids are
-        placeholders of `rows`; the prompt follows `num_virtual` tokens of a prompt adapter. `media_items` are its
-        images, `encoder` the input of an encoder-decoder model's encoder.
-        """
+    def check(self, prompt: PromptContent, sampling: SamplingParams) -> None:
+        """Raise RequestError for the first invalid value, TypeError for an invalid type."""
+        rows, encoder = prompt.rows, prompt.encoder
         check_sampling(sampling)
-        self.check_runner(pooling)
-        if rows is not None and sampling.scores_prompt and rows.num_rows == len(prompt_token_ids):
+        self.check_runner(prompt.pooling)
+        if rows is not None and sampling.scores_prompt and rows.num_rows == len(prompt.token_ids):
             message = "prompt_logprobs are those of token ids, and prompt_embeds have none: leave prompt_logprobs out"
             raise RequestError("conflicting_keys", message)
-        token_ids = self._token_ids(prompt_token_ids)
-        self._check_prompt(token_ids, sampling, pooling, num_virtual, media_items)
+        token_ids = self._token_ids(prompt.token_ids)
+        self._check_prompt(prompt, token_ids, sampling)
         if self.pooling is not None and self.pooling.shifted is not None:
             try:
                 self.pooling.shifted.decoder_ids(token_ids)
             except ValueError as error:
                 raise RequestError("invalid_value", str(error)) from None
-        if media_items:
+        if prompt.media_items:
             if rows is not None or sampling.truncate_prompt_tokens is not None:
                 key = "prompt_embeds" if rows is not None else "truncate_prompt_tokens"
                 raise RequestError(
                     "conflicting_keys", f"{key} and images or audio exclude each other: leave one of them out"
                 )
-            self._check_media(media_items, len(prompt_token_ids))
+            self._check_media(prompt.media_items, len(token_ids))
         check_encoder_input(self.encoder, self.vocab_size, encoder)
-        if encoder is not None and (rows is not None or num_virtual):
+        if encoder is not None and (rows is not None or prompt.num_virtual_tokens):
             key = "prompt_embeds" if rows is not None else "a prompt adapter"
             raise RequestError(
                 "conflicting_keys", f"{key} and an encoder's input exclude each other: leave out the first"
             )
         sampling.check()
         try:
-            sampling.check_scored_rows(len(prompt_token_ids))
+            sampling.check_scored_rows(len(token_ids))
         except ValueError as error:
             raise RequestError("invalid_value", str(error)) from None
         self._check_sampling(sampling)
@@ -190,14 +174,14 @@ class RequestLimits:
             message = f"priority={priority} needs scheduler.policy=priority: set it, or leave priority out"
             raise RequestError("unsupported_value", message)
 
-    def check_token_numbers(self, num_tokens: int, pooling: PoolingParams) -> None:
-        """Raise RequestError for a row whose tokens have more numbers than a message holds."""
+    def check_token_numbers(self, num_vectors: int, pooling: PoolingParams) -> None:
+        """Raise RequestError for a row whose tokens, or late chunks, have more numbers than a message holds."""
         if not pooling.is_for_tokens or self.pooling is None:
             return
         size, given = self.pooling.token_size, f"{pooling.task} with {self.pooling.token_size} numbers for each token"
-        if num_tokens * size > MAX_TOKEN_NUMBERS:
+        if num_vectors * size > MAX_TOKEN_NUMBERS:
             most = MAX_TOKEN_NUMBERS // size
-            raise RequestError("limit_exceeded", f"{given} is for rows of at most {most} tokens, not {num_tokens}")
+            raise RequestError("limit_exceeded", f"{given} is for rows of at most {most} tokens, not {num_vectors}")
         if self.max_step_tokens * size > MAX_STEP_NUMBERS:
             raise RequestError(
                 "limit_exceeded",
@@ -228,22 +212,16 @@ class RequestLimits:
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
 
-    def _check_prompt(
-        self,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        pooling: PoolingParams | None,
-        num_virtual: int,
-        media_items: Sequence[MediaItem],
-    ) -> None:
-        if not prompt_token_ids:
+    def _check_prompt(self, prompt: PromptContent, token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+        pooling, num_virtual = prompt.pooling, prompt.num_virtual_tokens
+        if not token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         if pooling is not None:
-            self.check_token_numbers(len(prompt_token_ids), pooling)
-        least, most = min(prompt_token_ids), max(prompt_token_ids)
-        if self._is_of_images(most, prompt_token_ids, media_items):
+            self.check_token_numbers(pooling.num_vectors(len(token_ids)), pooling)
+        least, most = min(token_ids), max(token_ids)
+        if self._is_of_images(most, token_ids, prompt.media_items):
             # Its embedding is not looked up, and in some models there is none.
-            most = max([each for each in prompt_token_ids if each != most], default=0)
+            most = max([each for each in token_ids if each != most], default=0)
         if least < 0 or most >= self.vocab_size:
             outside = least if least < 0 else most
             raise RequestError(
@@ -257,8 +235,8 @@ class RequestLimits:
             )
         # A prompt that is only scored or pooled needs no slot for an output token: it is not computed.
         is_all = pooling is not None or (sampling.scores_prompt and sampling.max_tokens == 1)
-        if num_virtual + len(prompt_token_ids) + (0 if is_all else 1) > self.max_model_len:
-            count = str(len(prompt_token_ids))
+        if num_virtual + len(token_ids) + (0 if is_all else 1) > self.max_model_len:
+            count = str(len(token_ids))
             raise self._too_long(f"{num_virtual} virtual and {count}" if num_virtual else count)
 
     def _is_of_images(self, token_id: int, token_ids: tuple[int, ...], media_items: Sequence[MediaItem]) -> bool:

@@ -10,6 +10,7 @@ from spmd_worker.replica.scheduler.adapter_registry import AdapterRegistry
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.adapter_kind import AdapterKind, AdapterRequest
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
+from spmd_worker.worker.adapter_methods import AdapterCalls
 
 
 class _Executor(Protocol):
@@ -20,27 +21,17 @@ class _Executor(Protocol):
     def end_event(self, is_committed: bool) -> Any: ...
 
 
-class _Calls(Protocol):
-    """An engine's calls."""
-
-    def add(self, request: Any) -> bool: ...
-    def remove(self, int_id: int) -> bool: ...
-    def pin(self, int_id: int) -> bool: ...
-    def list(self) -> set[int]: ...
-
-
 class ExecutorAdapters:
     """Adapters of one kind, loaded by the engine that drives the executor (`watch`), or, without one, in two phases on
-    the executor's own workers, while its caller has no request in flight. Implements `AdapterCalls` and
-    `PromptAdapterCalls`.
+    the executor's own workers, while its caller has no request in flight. Implements `AdapterCalls`.
     """
 
     def __init__(self, executor: _Executor, max_adapters: int, kind: AdapterKind) -> None:
         self._executor, self._kind = executor, kind
         self._registry = AdapterRegistry(max_adapters, kind=kind)
-        self._engine: Callable[[], _Calls | None] = lambda: None
+        self._engine: Callable[[], AdapterCalls | None] = lambda: None
 
-    def watch(self, adapters: Callable[[], _Calls | None]) -> None:
+    def watch(self, adapters: Callable[[], AdapterCalls | None]) -> None:
         """Register the engine's adapters; the reference must not keep the engine alive."""
         self._engine = adapters
 

@@ -29,7 +29,6 @@ from spmd_worker.replica.sequence.sleep_tags import SLEEP, WAKE_UP, checked_leve
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
-from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 from spmd_worker.worker.save_options import DEFAULT_SIZE
 from spmd_worker.worker.worker_base import WorkerReport
 from spmd_worker.worker.worker_wrapper import resolve_class
@@ -58,7 +57,7 @@ class EventEngine(Protocol):
     def reset_mm_cache(self) -> None: ...
 
 
-class Executor(AdapterMethods, PromptAdapterMethods, ABC):
+class Executor(AdapterMethods, ABC):
     """Call `start`, `load_model`, `determine_num_available_blocks`, `initialize_from_config`, then steps, last
     `shutdown`.
     """
@@ -138,7 +137,7 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         """Run a method on every worker of this executor. Returns results, or futures of them, in rank order.
 
         A callable gets the worker as its first argument; it must live in the worker's process. Raises TypeError or
-        ValueError, before anything runs, for an invalid `timeout` (`check_call_timeout`).
+        ValueError, before anything runs, for an invalid `method` or `timeout` (`check_call`).
         """
 
     def load_model(self) -> None:
@@ -208,7 +207,7 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         return self.adapters
 
     @property
-    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+    def _prompt_adapter_calls(self) -> AdapterCalls:
         return self.prompt_adapters
 
     def attach_engine(self, engine: EventEngine) -> None:
@@ -455,8 +454,13 @@ class Executor(AdapterMethods, PromptAdapterMethods, ABC):
         }
 
 
-def check_call_timeout(timeout: float | None) -> None:
-    """Raise TypeError unless `timeout` is None, an int or a float; ValueError for one out of range or NaN."""
+def check_call(method: object, timeout: float | None) -> None:
+    """Raise TypeError unless `method` is a name or callable and `timeout` None, an int or a float; ValueError for a
+    timeout out of range or NaN.
+    """
+    if not isinstance(method, str) and not callable(method):
+        kind = type(method).__name__
+        raise TypeError(f"method is a {kind}: give the name of a worker's method, or a function that gets the worker")
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 
 from spmd_worker.base.errors import ConfigError, WorkerError
 from spmd_worker.base.metrics.log import LOGGER_NAME
-from spmd_worker.executor.executor import Executor, check_call_timeout
+from spmd_worker.executor.executor import Executor, check_call
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
@@ -108,7 +108,7 @@ class MultiprocExecutor(Executor):
         WorkerDiedError; TimeoutError naming the ranks that have not answered within `timeout` seconds. A late answer is
         dropped. In a coroutine, pass a future to `asyncio.wrap_future`.
         """
-        check_call_timeout(timeout)
+        check_call(method, timeout)
         if callable(method):
             raise TypeError(
                 "collective_rpc got a function, but the workers live in other processes and nothing is unpickled: pass "

@@ -49,6 +49,7 @@ from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
 from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
+from spmd_worker.replica.sequence.late_chunking import LateChunkingParams
 from spmd_worker.replica.sequence.outputs import Logprob
 from spmd_worker.replica.sequence.prompt_scores import ScoredRows
 from spmd_worker.replica.sequence.record_checks import sent_fields
@@ -94,6 +95,7 @@ _RECORDS: Final[dict[str, type]] = {
         ExpertsConfig,
         FormatGroup,
         IndexerConfig,
+        LateChunkingParams,
         LatentConfig,
         LayerGroups,
         Logprob,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError
-from spmd_worker.executor.executor import Executor, check_call_timeout
+from spmd_worker.executor.executor import Executor, check_call
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
@@ -39,7 +39,7 @@ class UniProcExecutor(Executor):
 
         With a `timeout` the call runs in its own thread, which continues after TimeoutError.
         """
-        check_call_timeout(timeout)
+        check_call(method, timeout)
         name = method if isinstance(method, str) else str(getattr(method, "__name__", method))
         call = partial(self._call, method, name, args, kwargs or {})
         if not non_block and timeout is None:

@@ -24,9 +24,8 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.engine_args import run_config
 from spmd_worker.engine.startup import package_versions, read_run
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests
-from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
-from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.manifest import make_manifest
+from spmd_worker.frontends.batch.run_dir.media_answers import media_answers
 from spmd_worker.integrations.pipeline_rows import PipelineRows, has_engine, sampling_by_name
 from spmd_worker.model_config.gguf.files import linked_files
 from spmd_worker.ranks.cores import look_at_node, share_cores, take_share
@@ -146,7 +145,7 @@ def answers_depend_on(model: str, options: Mapping[str, Any]) -> str:
         *(resolved, package_versions(), None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()),
         inputs=None,
         adapters=adapter_digests(resolved.config.model),
-        media=image_answers(resolved) | audio_answers(resolved),
+        media=media_answers(resolved),
     )
     # A few changed weights may lie between the manifest's samples: files of another time are computed again.
     folder = resolved.model_folder

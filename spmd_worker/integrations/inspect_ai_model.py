@@ -50,6 +50,7 @@ except ImportError as error:
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.frontends.openai.engine_models import engine_models
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import OpenRequest, RequestExchange
 from spmd_worker.frontends.serve.request_reader import RequestReader, content_name
@@ -100,8 +101,8 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         _send_arguments(arguments)
         self.llm = LLM(**arguments)
         engine = self.llm.llm_engine
-        limits, models = engine.config.limits, engine_models(engine)
-        self._reader = RequestReader(engine.default_sampling, limits, engine.limits, engine.tokenizer, models=models)
+        context = RowContext(engine.tokenizer, engine.limits, engine.config.limits, models=engine_models(engine))
+        self._reader = RequestReader(engine.default_sampling, context)
         self._exchange = RequestExchange(_MOST_SEQUENCES)
         self._loop = EngineLoop(engine, self._exchange, _DRAIN_S)
         self._asked: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from spmd_worker.integrations.vllm_modules import check_release
+from spmd_worker.integrations.vllm_modules import check_release, installed
 from spmd_worker.llm import LLM
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -24,18 +24,25 @@ RELEASE: Final = "0.9"
 NAME: Final = "spmd_worker"
 """`actor_rollout_ref.rollout.name`, and the key of further keywords of `LLM` in `rollout.engine_kwargs`."""
 
-try:
-    _verl: Any = import_module("verl")
-    check_release("verl", str(getattr(_verl, "__version__", "of no version")), RELEASE)
-    _base: Any = import_module("verl.workers.rollout.base")
-except ModuleNotFoundError as error:
-    if error.name == "verl":
-        raise ImportError(f"verl is not installed: pip install --no-deps 'verl=={RELEASE}.*'") from None
-    raise ImportError(
-        f"verl cannot be imported ({error}): install that package too, as pip install --no-deps leaves out what "
-        f"verl needs"
-    ) from error
 
+def _imported() -> list[Any]:
+    """The modules `verl` and `verl.workers.rollout.base`. Raises ImportError, also for another release."""
+    try:
+        verl: Any = import_module("verl")
+        check_release("verl", str(getattr(verl, "__version__", "of no version")), RELEASE)
+        return [verl, import_module("verl.workers.rollout.base")]
+    except ModuleNotFoundError as error:
+        if error.name == "verl":
+            raise ImportError(f"verl is not installed: pip install --no-deps 'verl=={RELEASE}.*'") from None
+        raise ImportError(
+            f"verl cannot be imported ({error}): install that package too, as pip install --no-deps leaves out what "
+            f"verl needs"
+        ) from error
+
+
+_modules: Any = installed(_imported, __name__)
+_verl: Any = _modules[0]
+_base: Any = _modules[1]
 _COPIED: Final = (
     *("dtype", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "seed"),
     *("enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy"),
@@ -214,3 +221,9 @@ def register() -> None:
 
 
 register()
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "error: this module is not a program, verl imports it: give verl's own program "
+        "actor_rollout_ref.model.external_lib=spmd_worker.integrations.verl"
+    )

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 _OURS: Final = "_is_of_spmd_worker"
+_Installed = TypeVar("_Installed")
 
 
 def install_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None:
@@ -47,8 +48,8 @@ def check_release(package: str, found: str, release: str) -> None:
         )
 
 
-def installed(install: Callable[[], str], module: str) -> str:
-    """The description that `install` returns. Where `module` is the program itself, an ImportError is a SystemExit of
+def installed(install: Callable[[], _Installed], module: str) -> _Installed:
+    """The value that `install` returns. Where `module` is the program itself, an ImportError is a SystemExit of
     one line.
     """
     try:

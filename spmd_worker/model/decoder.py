@@ -172,8 +172,6 @@ class DecoderStack(nn.Module):
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self._sums_in_layers = context.parts_group.size != context.tensor_group.size
         self.adapter_kernels = context.kernels.adapter_kernels()
-        self.adapts_experts = context.kernels.plain.expert_kernels() is None
-        """Whether adapters may add to experts and routers."""
         self.joined_layers: JoinedLayers | None = None
         """All layers as one call; None if they are called one by one."""
         self._has_moved = False

@@ -93,6 +93,7 @@ def _experts(reader: ConfigReader, family: ExpertsFamily) -> ExpertsConfig:
         has_shared_gate=family.has_shared_gate and shared > 0,
         is_gated=family.is_gated,
         skips_layer=family.skips_layer,
+        weighs_inputs=family.weighs_inputs,
         num_identity=num_identity,
         latent_size=reader.count(family.latent_key) if reader.get(family.latent_key) is not None else 0,
         min_sum=reader.number(family.min_sum_key) if family.min_sum_key else 0.0,

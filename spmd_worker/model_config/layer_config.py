@@ -51,14 +51,14 @@ class ExpertsConfig:
     (https://arxiv.org/abs/2101.03961).
 
     `score` is "softmax" over all experts, "softmax_chosen" over the chosen, "sigmoid", "sigmoid_chosen",
-    "sqrt_softplus" (the root of the softplus) or "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of, and
-    weighs an expert's input, not its output. The top scores are chosen, after a bias with `has_choice_bias`, in the
-    `num_chosen_groups` best groups of neighbours, by the sum of a group's two best or, with `groups_by_best`, by its
-    best; ties by number. Weights are the scores, with `renormalises` divided by their sum, or `min_sum` if that is
-    more, times `scaling`. `sum_eps` is added to a sum of sigmoids, or of roots. "sparsemixer"
-    (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over the scores that
-    were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the best and their
-    own magnitude.
+    "sqrt_softplus" (the root of the softplus) or "sparsemixer". "sigmoid_chosen" chooses by what the sigmoid is of.
+    With `weighs_inputs` weights are of an expert's input, not of its output. The top scores are chosen, after a bias
+    with `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours, by the sum of a group's two best or,
+    with `groups_by_best`, by its best; ties by number. Weights are the scores, with `renormalises` divided by their
+    sum, or `min_sum` if that is more, times `scaling`. `sum_eps` is added to a sum of sigmoids, or of roots.
+    "sparsemixer" (https://arxiv.org/abs/2409.12136): of two chosen, each has the weight of a softmax of its own, over
+    the scores that were left to choose from and are at most 2 * `jitter` below the best, as shares of the larger of the
+    best and their own magnitude.
 
     `limit` above 0: gate and up columns alternate, and both are bounded by it: gate * sigmoid(1.702 * gate) * (up + 1).
     `bound` is as in `LayerConfig`. `shared_size` columns are of the expert that every token visits, 0 for none. Experts
@@ -103,16 +103,12 @@ class ExpertsConfig:
     num_listed_tokens: int = 0
     skips_layer: bool = False
     num_identity: int = 0
+    weighs_inputs: bool = False
 
     @property
     def num_choices(self) -> int:
         """Experts that a token chooses from."""
         return self.num_experts + self.num_identity
-
-    @property
-    def weighs_inputs(self) -> bool:
-        """Whether weights are of an expert's input, not of its output."""
-        return self.score == "sigmoid_chosen"
 
     @property
     def added_to_sum(self) -> float:

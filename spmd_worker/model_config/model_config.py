@@ -36,7 +36,7 @@ from spmd_worker.model_config.families.family import (
     TextPart,
     Windows,
 )
-from spmd_worker.model_config.families.table import FAMILIES, UNSUPPORTED
+from spmd_worker.model_config.families.table import CLASSES_OF_OTHERS, FAMILIES, UNSUPPORTED
 from spmd_worker.model_config.families.vision_rows import read_vision
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.layer_elements import layer_elements
@@ -454,7 +454,8 @@ def read_model_files(model_folder: Path, *, with_images: bool = False, with_audi
     if names:
         model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
     model_config = _with_positions(_with_head(model_config, family, model_folder), model_folder)
-    is_named = model_config.architecture in config["architectures"] or model_config.encoder_part is not None
+    own_rows = [_own_row(name, config.get("model_type")) for name in config["architectures"]]
+    is_named = model_config.architecture in own_rows or model_config.encoder_part is not None
     classifies = model_config.encoder_part is not None and _classifies(config["architectures"])
     generates = is_named and not (model_config.is_encoder or classifies)
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
@@ -907,7 +908,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         bases = [base_of(name) for name in names]
         for architecture in table:
             if architecture in bases:
-                return architecture
+                return _own_row(architecture, config.get("model_type"))
     reasons = [reason for reason, unsupported in UNSUPPORTED.items() if any(name in unsupported for name in names)]
     rule = f"is not supported: {reasons[0]}" if reasons else "is unknown"
     rule = rule if isinstance(given, list) else "must be a list of names"
@@ -915,6 +916,12 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         rule += ", and code from the model folder (auto_map) is never run, whatever trust_remote_code says"
     # One that is known as unsupported suggests no other.
     raise ModelConfigError(f"{path}: architectures={shown(given)} {rule}{_near([] if reasons else names)}")
+
+
+def _own_row(architecture: str, model_type: Any) -> str:
+    """The row of a model that transformers builds by the class of another family's."""
+    borrowed, own = CLASSES_OF_OTHERS.get(model_type if isinstance(model_type, str) else "", ("", ""))
+    return own if architecture == borrowed else architecture
 
 
 def _near(names: Sequence[Any]) -> str:

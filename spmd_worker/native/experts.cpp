@@ -67,7 +67,11 @@ struct Layer {
   float limit;
 };
 
-// `ids` [tokens][chosen]. The tokens of each expert are added to `totals`.
+// What a call computes: all; or the first product, columns by slot, [tokens * chosen][columns]; or the second one, of opened
+// rows by slot. Between these adapters add to columns. A slot is a place in `ids`.
+enum Phase { kAll, kColumns, kDown };
+
+// `ids` [tokens][chosen]. The tokens of each expert are added to `totals`, unless it is null.
 template <class Element>
 struct Tokens {
   const Element* x;
@@ -93,9 +97,12 @@ SPMD_INLINE void store_rounded(uint16_t* to, Floats vector) {
 template <class Element>
 class Run {
  public:
-  Run(const Layer<Element>& layer, const Tokens<Element>& tokens, void* results)
-      : layer_(layer), tokens_(tokens), results_(static_cast<char*>(results)),
-        result_bytes_(layer.hidden_size * int64_t(layer.is_part ? sizeof(float) : sizeof(Element))) {}
+  Run(const Layer<Element>& layer, const Tokens<Element>& tokens, void* results, Phase phase)
+      : layer_(layer), tokens_(tokens), results_(static_cast<char*>(results)), phase_(phase),
+        num_columns_((layer.gating == kUngated ? 1 : 2) * layer.intermediate_size),
+        result_bytes_(
+            phase == kColumns ? num_columns_ * int64_t(sizeof(Element))
+                              : layer.hidden_size * int64_t(layer.is_part ? sizeof(float) : sizeof(Element))) {}
 
   void run(int64_t num_threads) {
     sort();
@@ -124,7 +131,7 @@ class Run {
     std::vector<int64_t> ends(size_t(layer_.num_experts) + 1);
     for (int64_t slot = 0; slot < num_slots; ++slot) ++ends[size_t(tokens_.ids[slot]) + 1];
     for (int64_t expert = 0; expert < layer_.num_experts; ++expert) {
-      tokens_.totals[expert] += ends[size_t(expert) + 1];
+      if (tokens_.totals != nullptr) tokens_.totals[expert] += ends[size_t(expert) + 1];
       ends[size_t(expert) + 1] += ends[size_t(expert)];
     }
     std::vector<int64_t> next(ends);
@@ -145,21 +152,33 @@ class Run {
   }
 
   char* result(int64_t slot) const { return results_ + slot * result_bytes_; }
-  const Element* input(int64_t slot) const { return tokens_.x + slot / tokens_.num_chosen * tokens_.stride; }
+  const Element* input(int64_t slot) const {
+    return tokens_.x + (phase_ == kDown ? slot : slot / tokens_.num_chosen) * tokens_.stride;
+  }
 
   void compute(const Item& item, int64_t num_threads) const {
     const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size, num_rows = item.num_rows;
+    const int64_t num_inputs = phase_ == kDown ? size : hidden;
     const Element* x = input(item.slots[0]);
     char* to = result(item.slots[0]);
     const bool is_single = num_rows == 1;
     if (!is_single) {
-      Element* const rows = room<Element, 0>(num_rows * hidden);
-      for (int64_t row = 0; row < num_rows; ++row) std::copy_n(input(item.slots[row]), hidden, rows + row * hidden);
+      Element* const rows = room<Element, 0>(num_rows * num_inputs);
+      for (int64_t row = 0; row < num_rows; ++row)
+        std::copy_n(input(item.slots[row]), num_inputs, rows + row * num_inputs);
       x = rows, to = room<char, 1>(num_rows * result_bytes_);
     }
-    Element* const opened = room<Element, 2>(num_rows * size);
-    open(*item.expert, x, num_rows, opened, num_threads);
-    if (layer_.num_leaves == 0)
+    const Element* opened = x;
+    if (phase_ == kAll) {
+      Element* const rows = room<Element, 2>(num_rows * size);
+      open(*item.expert, x, num_rows, rows, num_threads);
+      opened = rows;
+    }
+    if (phase_ == kColumns)
+      multiply(
+          x, num_rows, hidden, item.expert->gates, num_columns_, item.expert->gates_bias, reinterpret_cast<Element*>(to),
+          false, num_threads);
+    else if (layer_.num_leaves == 0)
       multiply(
           opened, num_rows, size, item.expert->down, hidden, item.expert->down_bias, reinterpret_cast<Element*>(to), false,
           num_threads);
@@ -203,15 +222,14 @@ class Run {
 
   void open(
       const Expert<Element>& expert, const Element* x, int64_t num_rows, Element* opened, int64_t num_threads) const {
-    const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size, num_each = layer_.gating == kUngated ? 1 : 2;
+    const int64_t hidden = layer_.hidden_size, size = layer_.intermediate_size;
     const bool is_in_panels = layer_.gating == kInPanels;
-    Element* const columns = is_in_panels ? opened : room<Element, 3>(num_rows * num_each * size);
-    multiply(
-        x, num_rows, hidden, expert.gates, num_each * size, expert.gates_bias, columns, is_in_panels, num_threads);
+    Element* const columns = is_in_panels ? opened : room<Element, 3>(num_rows * num_columns_);
+    multiply(x, num_rows, hidden, expert.gates, num_columns_, expert.gates_bias, columns, is_in_panels, num_threads);
     if (is_in_panels) return;
     if (layer_.gating != kAlternating)
       return Calls<Element>::activate(
-          columns, num_each * size, num_rows, size, layer_.gating == kFirstHalf, layer_.activation, opened, num_threads);
+          columns, num_columns_, num_rows, size, layer_.gating == kFirstHalf, layer_.activation, opened, num_threads);
     parallel_for(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
       bound_gates(columns + row * 2 * size, opened + row * size);
     });
@@ -237,7 +255,8 @@ class Run {
   const Layer<Element>& layer_;
   const Tokens<Element>& tokens_;
   char* const results_;
-  const int64_t result_bytes_;
+  const Phase phase_;
+  const int64_t num_columns_, result_bytes_;
   std::vector<int64_t> slots_;
   std::vector<Item> items_;
 };
@@ -266,9 +285,12 @@ void weighted_sum(
 }  // namespace
 
 #define SPMD_EXPERTS(name, Element)                                                                                    \
-  /* Results [tokens][chosen][hidden]. */                                                                              \
-  extern "C" void spmd_experts_##name(const void* layer, const void* tokens, void* results, int64_t num_threads) {    \
-    Run<Element>(*static_cast<const Layer<Element>*>(layer), *static_cast<const Tokens<Element>*>(tokens), results)    \
+  /* Results [tokens][chosen][hidden], or columns. */                                                                              \
+  extern "C" void spmd_experts_##name(                                                                                 \
+      const void* layer, const void* tokens, void* results, int64_t phase, int64_t num_threads) {                      \
+    Run<Element>(                                                                                                      \
+        *static_cast<const Layer<Element>*>(layer), *static_cast<const Tokens<Element>*>(tokens), results,             \
+        Phase(phase))                                                                                                  \
         .run(num_threads);                                                                                             \
   }                                                                                                                    \
   extern "C" void spmd_weighted_sum_##name(                                                                            \

@@ -36,7 +36,7 @@ _SIGNATURES: Final = {
     "gemm": f"{_GEMM} pp ii",
     "gemm_leaves": f"{_GEMM} pp pi ii",
     "gemm_heads": f"{_STRIDED} ii pi ii {_STRIDED} i",
-    "experts": "ppp i",
+    "experts": "ppp ii",
     "weighted_sum": "pp iii p i",
     "add_adapters": "pp pi pi i i",
     "adapter_input_sums": "pp pi pi i",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.base.names import hint
 from spmd_worker.tokenizer.video_parts import VIDEO_OPTIONS, VideoPart, video_part
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
@@ -71,6 +72,28 @@ def media_of_parts(messages: Sequence[Mapping[str, Any]]) -> tuple[MediumName, .
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return tuple([medium for part in parts for name, medium in _MEDIA.items() if part == MEDIA_PARTS[name]])
+
+
+def checked_message(name: str, value: Any) -> dict[str, Any]:
+    """A message with a role and something to say, and its tool calls as `with_parsed_arguments` leaves them; what its
+    content is, is not checked. Raises InvalidRequestError, also for a misspelled role or content.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{name}={shown(value)} must be an object with role and content")
+    if not isinstance(value.get("role"), str) or not value["role"]:
+        near = "" if "role" in value else _near_key("role", value)
+        raise InvalidRequestError(f"{name}.role={shown(value.get('role'))} must be a string such as 'user'{near}")
+    near = "" if "content" in value else _near_key("content", value)
+    num_given = sum(item is not None for item in value.values())
+    # Clients send an answer that was only reasoning back without anything.
+    if near or (num_given == 1 and value["role"] != "assistant"):
+        raise InvalidRequestError(f"{name} has no content{near}")
+    return with_parsed_arguments(name, value)
+
+
+def _near_key(wanted: str, message: Mapping[str, Any]) -> str:
+    found = next((key for key in message if isinstance(key, str) and hint(key.lower(), [wanted])), None)
+    return "" if found is None else f": it has {shown(found)}: did you mean {wanted}?"
 
 
 def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,24 +1,31 @@
-"""vLLM's methods for LoRA adapters, which an engine, an executor and a worker have in common."""
+"""vLLM's methods for LoRA and prompt adapters, which an engine, an executor and a worker have in common."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from spmd_worker.replica.sequence.lora_request import LoRARequest
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 
 
 class AdapterCalls(Protocol):
-    """Loads adapters: an engine's on all ranks together, an executor's on its workers, a worker's on itself."""
+    """Loads adapters of one kind: an engine's on all ranks together, an executor's on its workers, a worker's on
+    itself.
+    """
 
-    def add(self, request: LoRARequest) -> bool: ...
+    def add(self, request: Any) -> bool: ...
     def remove(self, int_id: int) -> bool: ...
     def pin(self, int_id: int) -> bool: ...
     def list(self) -> set[int]: ...
 
 
 class AdapterMethods:
-    """Calls of `_adapter_calls` under vLLM's names."""
+    """Calls of `_adapter_calls` and `_prompt_adapter_calls` under vLLM's names."""
 
     @property
     def _adapter_calls(self) -> AdapterCalls:
+        raise NotImplementedError
+
+    @property
+    def _prompt_adapter_calls(self) -> AdapterCalls:
         raise NotImplementedError
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -38,3 +45,19 @@ class AdapterMethods:
     def list_loras(self) -> set[int]:
         """Ids of the loaded adapters."""
         return self._adapter_calls.list()
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        """Load a prompt adapter, otherwise as `add_lora`."""
+        return self._prompt_adapter_calls.add(prompt_adapter_request)
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Remove a prompt adapter, otherwise as `remove_lora`."""
+        return self._prompt_adapter_calls.remove(prompt_adapter_id)
+
+    def pin_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        """Keep a prompt adapter from being evicted; returns True. Raises AdapterError unless it is loaded."""
+        return self._prompt_adapter_calls.pin(prompt_adapter_id)
+
+    def list_prompt_adapters(self) -> set[int]:
+        """Ids of the loaded prompt adapters."""
+        return self._prompt_adapter_calls.list()

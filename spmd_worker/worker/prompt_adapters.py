@@ -19,9 +19,10 @@ from spmd_worker.model.adapters.prompt_adapter import (
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ranks.topology import Stage
 from spmd_worker.replica.sequence.adapter_change import AdapterChange
+from spmd_worker.replica.sequence.adapter_kind import PROMPT
 from spmd_worker.replica.sequence.input_rows import EMBEDDINGS
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest, content_of
-from spmd_worker.worker.adapters import AdapterRefusal
+from spmd_worker.worker.adapters import AdapterRefusal, RankAdapters
 from spmd_worker.worker.runner.prefix_store import PrefixStore
 from spmd_worker.worker.runner.row_store import RowStore
 
@@ -35,8 +36,10 @@ class StagedPromptAdapter:
     keys_values: Tensor | None = None
 
 
-class WorkerPromptAdapters:
+class WorkerPromptAdapters(RankAdapters[PromptAdapter]):
     """Handles the two events. `rows` is the first stage's; `tensor_ranks` are this rank and the size of its group."""
+
+    kind = PROMPT
 
     def __init__(
         self,
@@ -49,41 +52,28 @@ class WorkerPromptAdapters:
         windows: tuple[int, ...] = (),
     ) -> None:
         """`windows` behind which blocks go back to the pool (`LayerGroups`)."""
-        self.ids: dict[int, int] = {}
+        super().__init__(read_prompt_adapter)
         self._rows, self._prefixes = rows, prefixes
         self._model_config, self._dtype, self._stage, self._tensor_ranks = model_config, dtype, stage, tensor_ranks
         self._windows = windows
-        self._read: tuple[int, PromptAdapter | None, str] | None = None
 
     def stage(self, int_id: int, path: str, num_tokens: int) -> tuple[int, str]:
-        """Read an adapter for the event that follows. Returns its digest and "", or 0 and the reason."""
-        adapter, problem = None, ""
-        try:
+        def read() -> PromptAdapter:
             adapter = read_prompt_adapter(path)
             if adapter.num_tokens != num_tokens:
-                problem = (
+                raise AdapterError(
                     f"{adapter.subject}: has {adapter.num_tokens} virtual tokens, and the request says "
                     f"prompt_adapter_num_virtual_tokens={num_tokens}"
                 )
-        except Exception as error:  # the other ranks must learn of any failure
-            problem = str(error) if isinstance(error, AdapterError) else f"{type(error).__name__}: {error}"
-        self._read = (int_id, adapter, problem)
-        return (0, problem) if problem or adapter is None else (adapter.digest, "")
+            return adapter
 
-    def unstage(self) -> None:
-        """Drop what was read: no event follows."""
-        self._read = None
+        return self._stage_source(int_id, read)
 
     def prepare_add_prompt_adapter(self, change: AdapterChange) -> StagedPromptAdapter:
         """Raises AdapterError for an adapter that cannot be used here, or differs from rank 0's."""
         if change.problem:
             raise AdapterRefusal(change.problem)
-        adapter = self._source(change)
-        if adapter.digest != change.digest:
-            raise AdapterError(
-                f"{adapter.subject}: the content of prompt adapter {change.int_id} ({change.name!r}) has the digest "
-                f"{adapter.digest:016x} here and {change.digest:016x} on rank 0: give every rank the same"
-            )
+        adapter = self._same_source(change)
         if adapter.kind == EMBEDDINGS:
             rows = rows_for(adapter, self._model_config, self._dtype)
             return StagedPromptAdapter(change, rows=rows if self._rows is not None else None)
@@ -118,8 +108,7 @@ class WorkerPromptAdapters:
         return change
 
     def commit_remove_prompt_adapter(self, change: AdapterChange) -> bool:
-        self._drop(change)
-        return self.ids.pop(change.int_id, None) is not None
+        return self._remove(change)
 
     def add(self, request: PromptAdapterRequest) -> bool:
         """Load an adapter on this worker alone, for a caller that drives it without an engine. Raises AdapterError."""
@@ -132,33 +121,13 @@ class WorkerPromptAdapters:
 
     def remove(self, int_id: int) -> bool:
         """Remove an adapter from this worker alone; returns whether it was loaded."""
-        others = [digest for key, digest in self.ids.items() if key != int_id]
-        dropped = tuple(digest for key, digest in self.ids.items() if key == int_id and digest not in others)
-        return self.commit_remove_prompt_adapter(AdapterChange(int_id, "", "", 0, (), dropped))
+        return self._remove(self._removal(int_id))
 
     def pin(self, int_id: int) -> bool:
         """Whether the adapter is loaded: a worker never evicts one by itself."""
         return int_id in self.ids
 
-    def list(self) -> set[int]:
-        """Ids of the loaded adapters."""
-        return set(self.ids)
-
-    def _source(self, change: AdapterChange) -> PromptAdapter:
-        """The adapter that this rank's caller has given; without one, as in `follow`, that of rank 0's folder."""
-        read, self._read = self._read, None
-        if read is None or read[0] != change.int_id:
-            return read_prompt_adapter(change.path)
-        _, adapter, problem = read
-        if problem or adapter is None:
-            raise AdapterError(problem)
-        return adapter
-
-    def _drop(self, change: AdapterChange) -> None:
-        self.unstage()
-        for int_id in change.evicted:
-            self.ids.pop(int_id, None)
-        for digest in change.dropped:
-            self._prefixes.drop(content_of(digest))
-            if self._rows is not None:
-                self._rows.drop(content_of(digest))
+    def _drop_content(self, digest: int) -> None:
+        self._prefixes.drop(content_of(digest))
+        if self._rows is not None:
+            self._rows.drop(content_of(digest))

@@ -33,7 +33,6 @@ from spmd_worker.replica.sequence.draft_token_ids import DraftTokenIds
 from spmd_worker.replica.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.adapter_methods import AdapterCalls, AdapterMethods
 from spmd_worker.worker.memory import host
-from spmd_worker.worker.prompt_adapter_methods import PromptAdapterCalls, PromptAdapterMethods
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +72,7 @@ class WorkerReport:
     num_lookahead_tokens: int = 0
 
 
-class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
+class WorkerBase(AdapterMethods, ABC):
     """The worker of one rank.
 
     `groups` are the process groups that `init_device` joined (`join_groups`). Under torchrun, where each rank has its
@@ -262,7 +261,7 @@ class WorkerBase(AdapterMethods, PromptAdapterMethods, ABC):
         self.prompt_adapters.unstage()
 
     @property
-    def _prompt_adapter_calls(self) -> PromptAdapterCalls:
+    def _prompt_adapter_calls(self) -> AdapterCalls:
         return self.prompt_adapters
 
     @abstractmethod

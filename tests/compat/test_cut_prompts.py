@@ -29,7 +29,7 @@ def no_tokenizer() -> Tokenizer:
     ],
 )
 def test_truncated_prompt_reduces_first_text_tokens(length: int | None, kept: range, num_first: int):
-    encoded, params = Encoded(None, tuple(range(10))), PoolingParams(num_first_tokens=6, truncate_prompt_tokens=length)
+    encoded, params = Encoded(tuple(range(10))), PoolingParams(num_first_tokens=6, truncate_prompt_tokens=length)
     apply_pooling(encoded, params, CONFIG, 9 if length == -1 else 100, no_tokenizer)
     assert encoded.token_ids == tuple(kept)
     assert encoded.pooling is not None

@@ -13,7 +13,7 @@ from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, prepared_messages, render
 from spmd_worker.compat.image_prompts import ImagePrompts, check_conversation, media_of
 from spmd_worker.compat.image_reading import placeholders_of
-from spmd_worker.compat.prompts import Encoded, apply_pooling, encode_prompt
+from spmd_worker.compat.prompts import Encoded, PromptReader, apply_pooling
 from spmd_worker.media.errors import MediaError
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.model_config.pooling import last_token_pooling
@@ -41,7 +41,8 @@ def images(folder: Path, tokenizer: Tokenizer) -> ImagePrompts:
 
 
 def encoded(images: ImagePrompts | None, tokenizer: Tokenizer, prompt: Any, /, **given: Any) -> Encoded:
-    return encode_prompt(prompt, lambda: tokenizer, **{"check_text": lambda *_: None, "images": images, **given})
+    options = {"check_text": lambda *_: None, "images": images, **given}
+    return PromptReader(lambda: tokenizer, **options).encode(prompt)
 
 
 def two(**prompt: Any) -> dict[str, Any]:

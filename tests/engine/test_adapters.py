@@ -24,6 +24,7 @@ from spmd_worker.engine import adapters_at_start, startup
 from spmd_worker.engine.changes import Changes
 from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model.adapters import source
 from spmd_worker.ops.kernels.adapters import AdapterSizes, ReferenceStack
 from spmd_worker.ops.kernels.triton.adapters import TritonAdapterStack
@@ -67,7 +68,7 @@ def requests(folder: Path) -> list[LoRARequest]:
 def add(llm: LLM, request: LoRARequest) -> int:
     """Queue a request with this adapter."""
     engine = llm.llm_engine
-    return engine.requests.add(PROMPT, PARAMS, adapter=engine.adapters.digest_of(request))
+    return engine.requests.add(PromptContent(PROMPT, adapter=engine.adapters.digest_of(request)), PARAMS)
 
 
 def finish(llm: LLM) -> None:
@@ -76,7 +77,7 @@ def finish(llm: LLM) -> None:
 
 
 def num_cached(llm: LLM, adapter: int) -> int | None:
-    number = llm.llm_engine.requests.add(PROMPT, PARAMS, adapter=adapter)
+    number = llm.llm_engine.requests.add(PromptContent(PROMPT, adapter=adapter), PARAMS)
     while True:
         for output in llm.llm_engine.step():
             if output.request_id == str(number):
@@ -107,7 +108,7 @@ def test_removal_waits_for_answers_and_aborts(llm: LLM, requests: list[LoRAReque
     finish(llm)
     assert llm.remove_lora(1)
     with pytest.raises(AdapterError, match="not loaded any more"):
-        llm.llm_engine.requests.add(PROMPT, PARAMS, adapter=12345)
+        llm.llm_engine.requests.add(PromptContent(PROMPT, adapter=12345), PARAMS)
 
 
 def test_request_meets_adapter_that_is_leaving(llm: LLM, requests: list[LoRARequest]):
@@ -117,7 +118,7 @@ def test_request_meets_adapter_that_is_leaving(llm: LLM, requests: list[LoRARequ
     engine.requests.leaving_adapters = (digest,)
     try:
         with pytest.raises(AdapterError, match="add it again"):
-            engine.requests.add(PROMPT, PARAMS, adapter=digest)
+            engine.requests.add(PromptContent(PROMPT, adapter=digest), PARAMS)
     finally:
         engine.requests.leaving_adapters = ()
     assert engine.requests.num_with_adapter(digest) == 0
@@ -184,7 +185,7 @@ def test_adapters_outlive_sleep_and_new_weights(llm: LLM, requests: list[LoRAReq
     for level in (1, 2):
         llm.sleep(level=level)
         with pytest.raises(RuntimeError, match="asleep"):
-            llm.llm_engine.requests.add(PROMPT, PARAMS)
+            llm.llm_engine.requests.add(PromptContent(PROMPT), PARAMS)
         # A trainer's order: weights, adapter, cache.
         llm.wake_up(["weights"])
         if level == 2:

@@ -14,6 +14,7 @@ from adapter_folders import CONFIG, lora_tensors, write_lora
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.ops.kernels.cpu import adapters as kernels
 
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
@@ -26,7 +27,7 @@ def tokens_with(llm: LLM, *requests: LoRARequest | None) -> list[list[int]]:
     """Answers to the same prompt with each adapter, all in one batch."""
     engine = llm.llm_engine
     digests = engine.adapters.digests_of(requests)
-    numbers = [engine.requests.add(PROMPT, PARAMS, adapter=digest) for digest in digests]
+    numbers = [engine.requests.add(PromptContent(PROMPT, adapter=digest), PARAMS) for digest in digests]
     answers = {}
     while engine.has_unfinished_requests():
         answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in engine.step()}
@@ -56,7 +57,7 @@ def main(folder: Path, **options: Any) -> None:
         num_ranks = max(engine.engine_channel.size, 1)
         if rank == num_ranks - 1:
             weights.write_bytes(whole[:-100])
-        engine.requests.add(PROMPT, PARAMS, adapter=engine.adapters.digest_of(first))
+        engine.requests.add(PromptContent(PROMPT, adapter=engine.adapters.digest_of(first)), PARAMS)
         seen["cut"] = refusal(llm.add_lora, third)
         seen["after cut"] = sorted(engine.executor.list_loras())
         # Another content on one rank.

@@ -17,6 +17,7 @@ from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.media.placeholders import PLACEHOLDERS
 from spmd_worker.media.preparer import ImagePreparer
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.scheduler.media_rows import MediaRowLimits
 from spmd_worker.replica.sequence.media_items import MediaItem
 
@@ -38,7 +39,7 @@ LIMITS = RequestLimits(vocab_size=10, max_model_len=4, has_tokenizer=False)
 )
 def test_invalid_request_has_code_and_remedy(prompt, sampling, code, words):
     with pytest.raises(RequestError, match=words) as refused:
-        LIMITS.check(prompt, SamplingParams(**sampling))
+        LIMITS.check(PromptContent(prompt), SamplingParams(**sampling))
     assert refused.value.code == code
 
 
@@ -46,12 +47,12 @@ def test_only_tokens_of_images_are_beyond_the_vocabulary():
     images = ImagePrompts(LazyPreparer(ImagePreparer), (MediumTokens(PLACEHOLDERS["llava"], 12),))
     limits = replace(LIMITS, max_model_len=9, images=images, media=MediaRowLimits(num_rows=8))
     items = (MediaItem(bytes(16), ((1, 2),), 4),)
-    limits.check((1, 12, 12, 2), SamplingParams(), media_items=items)
+    limits.check(PromptContent((1, 12, 12, 2), media_items=items), SamplingParams())
     for given in ((1, 12, 12, 2, 12), (1, 12, 12, 11)):
         with pytest.raises(RequestError, match=f"token id {given[-1]} is outside"):
-            limits.check(given, SamplingParams(), media_items=items)
+            limits.check(PromptContent(given, media_items=items), SamplingParams())
     with pytest.raises(RequestError, match="token id 12 is outside"):
-        limits.check((1, 12, 12, 2), SamplingParams())
+        limits.check(PromptContent((1, 12, 12, 2)), SamplingParams())
 
 
 @pytest.mark.parametrize("kind", ["text", "audio"])
@@ -72,7 +73,7 @@ def test_long_texts_of_encoders_have_their_own_limit(kind: str):
 
 
 def test_the_largest_request_that_can_be_answered_passes():
-    LIMITS.check((0, 9, 9), SamplingParams(n=1024, stop_token_ids=[9]))
+    LIMITS.check(PromptContent((0, 9, 9)), SamplingParams(n=1024, stop_token_ids=[9]))
 
 
 @pytest.fixture
@@ -81,9 +82,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     check = RequestLimits.check
 
-    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], *params: Any, **others: Any) -> None:
-        lengths.append(len(prompt_token_ids))
-        check(limits, prompt_token_ids, *params, **others)
+    def noting(limits: RequestLimits, prompt: PromptContent, sampling: SamplingParams) -> None:
+        lengths.append(len(prompt.token_ids))
+        check(limits, prompt, sampling)
 
     monkeypatch.setattr(RequestLimits, "check", noting)
     return lengths
@@ -148,10 +149,10 @@ def test_invalid_request_id_is_named(given: object, named: str):
 
 
 def test_request_errors_are_type_or_value_errors():
-    LIMITS.check([1, 2], SamplingParams())
+    LIMITS.check(PromptContent((1, 2)), SamplingParams())
     for ids, sampling in (("12", SamplingParams()), ([1.5], SamplingParams()), ([1], None)):
         with pytest.raises(TypeError, match=r"^prompt_token_ids.* number|^sampling .*SamplingParams$"):
-            LIMITS.check(ids, sampling)
+            LIMITS.check(PromptContent(ids), sampling)
     for ids in ([], [10], [-1], [2**70], [1] * 8):
         with pytest.raises(ValueError, match=r"no tokens|vocabulary|64 bits|max_model_len"):
-            LIMITS.check(ids, SamplingParams())
+            LIMITS.check(PromptContent(ids), SamplingParams())

@@ -154,6 +154,13 @@ def test_invalid_timeout_is_rejected_before_the_call(
     assert called == []
 
 
+@pytest.mark.parametrize("method", [(1, 2), 3, None, torch.zeros(2), b"add"])
+def test_method_must_be_a_name_or_callable(executor: UniProcExecutor, method: Any):
+    """Its first letters were asked for: an AttributeError without words."""
+    with pytest.raises(TypeError, match=rf"^method is a {type(method).__name__}: give the name"):
+        executor.collective_rpc(method)
+
+
 @pytest.mark.parametrize("timeout", [None, 1000, 1000.5, MAX_CALL_S])
 def test_call_with_timeout_returns_the_same(executor: UniProcExecutor, timeout: float | None):
     assert executor.collective_rpc(lambda worker: 7, timeout=timeout) == [7]

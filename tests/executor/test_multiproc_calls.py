@@ -142,6 +142,8 @@ def test_unsendable_values_are_rejected_before_sending(executor: MultiprocExecut
         executor.collective_rpc("apply_model", args=(lambda model: model,))
     with pytest.raises(TypeError, match=r"^echo: .*type object .*cross"):
         executor.collective_rpc("echo", args=(object(),))
+    with pytest.raises(TypeError, match=r"^method is a list: give the name"):
+        executor.collective_rpc([1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("timeout", "error"), [(math.inf, ValueError), (-1, ValueError), (True, TypeError)])

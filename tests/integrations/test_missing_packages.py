@@ -1,5 +1,6 @@
 """Modules for other tools, without the tool."""
 
+import re
 import runpy
 import sys
 from importlib import import_module, invalidate_caches
@@ -52,9 +53,16 @@ def test_missing_package_names_its_extra(
     assert not isinstance(broken.value, ModuleNotFoundError)
 
 
-def test_command_without_its_package_ends_in_one_line(monkeypatch: pytest.MonkeyPatch):
-    remove_package(monkeypatch, "trl")
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("trl", "TRL is not installed: pip install 'trl==1.16.*'"),
+        ("verl", "verl is not installed: pip install --no-deps 'verl==0.9.*'"),
+    ],
+)
+def test_command_without_its_package_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, package: str, words: str):
+    remove_package(monkeypatch, package)
     # An earlier test may have imported it, which runpy would warn of.
-    monkeypatch.delitem(sys.modules, "spmd_worker.integrations.trl", raising=False)
-    with pytest.raises(SystemExit, match=r"^error: TRL is not installed: pip install 'trl==1\.16\.\*'$"):
-        runpy.run_module("spmd_worker.integrations.trl", run_name="__main__")
+    monkeypatch.delitem(sys.modules, f"spmd_worker.integrations.{package}", raising=False)
+    with pytest.raises(SystemExit, match=rf"^error: {re.escape(words)}$"):
+        runpy.run_module(f"spmd_worker.integrations.{package}", run_name="__main__")

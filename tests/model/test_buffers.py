@@ -27,6 +27,7 @@ from kimi_checkpoints import kimi_reference
 from latent_checkpoints import CASES as LATENTS
 from latent_checkpoints import WITH_IMAGES as LATENTS_WITH_IMAGES
 from mamba_checkpoints import MAMBA_CASES, mamba_config
+from newer_checkpoints import NEWER
 from omni_models import omni_reference
 from qwen4_checkpoints import QWEN4_CASES, qwen4_reference
 from recent_checkpoints import CASES as RECENT
@@ -90,10 +91,11 @@ def configs(*, with_experts: bool) -> Iterator[tuple[str, Any]]:
             text, suffix = {**BASE, **keys}, "ForCausalLM"
             if family in LATENTS_WITH_IMAGES:
                 text, suffix = {"text_config": text, **LATENTS_WITH_IMAGES[family]}, "ForConditionalGeneration"
-            if family not in ("Mistral3", "MiniCPM3"):
+            if family not in ("Mistral3", "MiniCPM3", "Youtu"):
                 yield family + suffix, getattr(transformers, f"{family}Config")(**text)
         return
     yield "MiniCPM3ForCausalLM", transformers.MiniCPM3Config(**{**BASE, **LATENTS["minicpm3"][1]})
+    yield "YoutuForCausalLM", transformers.YoutuConfig(**{**BASE, **LATENTS["youtu"][1]})
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         yield f"{family}ForCausalLM", getattr(transformers, f"{family}Config")(**BASE)
     for name, (family, keys) in CASES.items():
@@ -129,14 +131,14 @@ def test_buffers_of_each_family_equal_transformers(with_experts: bool):
     complete = [name for name in OMNI_ROWS if "Thinker" not in name]
     # Its class needs a library of towers.
     complete.append("Gemma3nForConditionalGeneration")
-    known = {name: family for name, family in FAMILIES.items() if name not in (*of_hub, *complete)}
+    known = {name: family for name, family in FAMILIES.items() if name not in (*of_hub, *complete, *NEWER)}
     assert seen == {name for name, family in known.items() if (family.experts is not None) == with_experts}
     with_bias = {"MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "Dots1ForCausalLM"}
     with_bias |= {"Lfm2MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
     with_bias |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM"}
     with_bias |= {"Kimi_K25ForConditionalGeneration", "KimiLinearForCausalLM"}
     with_bias |= {"Step3p7ForConditionalGeneration", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM", "HYV3ForCausalLM"}
-    with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM"}
+    with_bias |= {"LongcatFlashForCausalLM", "BailingHybridForCausalLM", "Kolibri1ForCausalLM"}
     # Factors of a rope's frequencies.
     with_bias |= {"MiMoV2FlashForCausalLM", "MistralLarge4ForConditionalGeneration"}
     with_bias |= {"MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"}

@@ -30,6 +30,7 @@ from image_checkpoints import AS_IN_MEMORY, NESTED
 from logit_scales import scale_logits
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
+from newer_checkpoints import NEWER
 from our_model import is_noticed, load_model, prompt_logits
 from plain_models import in_tiers, new_model
 from reference_models import Oracle, random_prompt, reference_greedy, relative_error, stateless, their_logits
@@ -317,7 +318,7 @@ DENSE_FAMILIES = [
     name
     for name, family in FAMILIES.items()
     if family.experts is None and (family.layers is None or name in OLDER_ROWS) and family.encoder_part is None
-    if name not in OMNI_ROWS
+    if name not in OMNI_ROWS and name not in NEWER
 ]
 """Those with experts are in test_expert_rows.py, those with encoders in test_encoder_decoder_rows.py, those that mix
 tokens in other ways, and thinkers, in files of their own.

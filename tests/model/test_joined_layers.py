@@ -22,7 +22,7 @@ from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.sdpa import SdpaBackend
-from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.adapters import ReferenceAdapterKernels, StepAdapters
 from spmd_worker.ops.kernels.cpu import layers
 from spmd_worker.ranks.communicator import GroupHandle
 from spmd_worker.ranks.topology import Stage
@@ -88,7 +88,10 @@ def test_step_with_adapters_on_ranks_is_not_joined(size: int):
     backend = stack.layers[0].self_attn._backend
     stack.joined_layers = RefusingLayers()
     metadata = AttentionMetadata((0, 1), (1,), torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
-    tokens, adapters = (torch.zeros(1, dtype=torch.int64),) * 3, StepAdapters(torch.tensor([0]), None)
+    tokens, adapters = (
+        (torch.zeros(1, dtype=torch.int64),) * 3,
+        StepAdapters(torch.tensor([0]), 1, ReferenceAdapterKernels()),
+    )
 
     def run(adapters: StepAdapters | None) -> torch.Tensor:
         cache = torch.zeros((2, 1, *backend.block_shape(2 // size, 16, 16)), dtype=torch.bfloat16)

@@ -163,6 +163,9 @@ def test_parts_of_a_split_model_are_all_needed(tmp_path: Path):
         locate_model(str(first), None)
     second.write_bytes(content)
     assert len(list(locate_model(str(first), None).folder.glob("*.gguf"))) == 2
+    capitals = [each.rename(each.with_suffix(".GGUF")) for each in (first, second)]
+    for path in (files, *capitals):
+        assert len(list(locate_model(str(path), None).folder.glob("*.gguf"))) == 2
 
 
 def test_file_that_was_removed_is_named(tmp_path: Path):

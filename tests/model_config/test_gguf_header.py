@@ -43,6 +43,7 @@ HOSTILE = {
     "empty": (b"", "truncated: the magic takes 4 bytes, and 0 are left"),
     "version 1": (file_of(version=1), "is GGUF of version 1, only 3 is read"),
     "version 2": (file_of(version=2), "is GGUF of version 2"),
+    "zeroed": (b"GGUF" + bytes(60), "is damaged, its version is 0: copy or download it again"),
     "big endian": (file_of(version=3 << 24), "big-endian GGUF"),
     "tensors": (file_of(num_tensors=2**63), "has 9,223,372,036,854,775,808 tensors, more than"),
     "keys": (file_of(num_pairs=2**40), "has 1,099,511,627,776 keys, more than"),

@@ -9,7 +9,7 @@ import test_pooling_on_ranks
 from encoder_models import encoder_folder
 from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
 
-from spmd_worker import LLM
+from spmd_worker import LLM, PoolingParams
 
 NAMES = (
     "bert_mean",
@@ -53,6 +53,7 @@ def test_encoders_on_two_ranks_match_one_rank(tmp_path: Path, monkeypatch: pytes
             outputs = llm.encode(rows, use_tqdm=False)
             if "token_embed" in llm.supported_tasks:
                 outputs += llm.encode(rows, pooling_task="token_embed", use_tqdm=False)
+                outputs += llm.encode(rows, PoolingParams(**test_pooling_on_ranks.CHUNKED), use_tqdm=False)
         alone = [output.outputs.data for output in outputs]
         if layout != "tensor_parallel_size":
             assert first[name] == alone, name

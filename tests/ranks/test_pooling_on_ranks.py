@@ -13,17 +13,18 @@ from pooling_models import change_of, changed_folder, pooling_folder
 from reference_models import random_prompt
 from safetensors import safe_open
 
-from spmd_worker import LLM
+from spmd_worker import LLM, PoolingParams
 
 SHARED = random_prompt(40, 1)
 PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], random_prompt(60, 2)]
 SETTINGS: dict[str, Any] = {"num_blocks": 80, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 NAMES = ("mean", "labels", "tokens")
+CHUNKED: dict[str, Any] = {"task": "token_embed", "late_chunking_params": {"chunk_size": 5}}
 
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from spmd_worker import LLM
+from spmd_worker import LLM, PoolingParams
 
 job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 answers = {}
@@ -33,6 +34,7 @@ for name, folder in job["folders"].items():
         if "token_embed" in llm.supported_tasks:
             rows = [{"prompt_token_ids": each} for each in job["prompts"]]
             outputs += llm.encode(rows, pooling_task="token_embed", use_tqdm=False)
+            outputs += llm.encode(rows, PoolingParams(**job["chunked"]), use_tqdm=False)
     answers[name] = [each.outputs.data for each in outputs]
 (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
 """
@@ -56,6 +58,7 @@ def run(
         "prompts": PROMPTS,
         "settings": SETTINGS,
         "layout": layout,
+        "chunked": CHUNKED,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     return ranks.run_ranks(before + SCRIPT, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
@@ -74,6 +77,7 @@ def alone() -> dict[str, list[list[float]]]:
             outputs = llm.encode(rows, use_tqdm=False)
             if "token_embed" in llm.supported_tasks:
                 outputs += llm.encode(rows, pooling_task="token_embed", use_tqdm=False)
+                outputs += llm.encode(rows, PoolingParams(**CHUNKED), use_tqdm=False)
         found[name] = [output.outputs.data for output in outputs]
     return found
 

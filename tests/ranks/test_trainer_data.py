@@ -17,7 +17,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.8, n=2, seed=1, max_tokens=6, logprobs=1),
     SamplingParams(temperature=1.0, top_k=20, max_tokens=9, prompt_logprobs=40, prompt_logprob_start=8),
     SamplingParams(temperature=1.0, min_p=0.1, max_tokens=5, prompt_logprob_token_ids=[3, 200, 330]),
-    SamplingParams(temperature=0.0, max_tokens=4),
+    SamplingParams(temperature=0.0, max_tokens=4, logprob_token_ids=[330, 2, 190]),
 ]
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy",

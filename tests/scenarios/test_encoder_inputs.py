@@ -25,9 +25,12 @@ from plain_beams import plain_beams
 from rows_of_encoders import HIDDEN_SIZE, VOCAB_SIZE
 
 from spmd_worker import LLM, BeamSearchParams, PromptsRefusedError, SamplingParams
+from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.request_error import RequestError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.leaves import num_leaves
+from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
 from spmd_worker.replica.sequence.sampling_params import RequestOutputKind
 
 
@@ -349,8 +352,8 @@ def test_encoded_rows_are_dropped_by_changes(llm: LLM, expected: list[Any], chan
 def test_audio_leaves_with_its_request(llm: LLM):
     engine, store, prompt = llm.llm_engine, store_of(llm), PROMPTS[3]
     engine.step()
-    added = {"encoder": prompt["encoder"], "media": prompt["media"]}
-    numbers = [engine.requests.add(prompt["ids"], PARAMS[3], **added) for _ in range(2)]
+    content = PromptContent(tuple(prompt["ids"]), encoder=prompt["encoder"], media=prompt["media"])
+    numbers = [engine.requests.add(content, PARAMS[3]) for _ in range(2)]
     assert store.num_held_bytes == 2 * prompt["media"][0].features.features.nbytes
     engine.requests.abort(numbers[1])
     while engine.has_unfinished_requests():
@@ -377,10 +380,10 @@ def test_inputs_that_never_fit_are_refused(llm: LLM, prompt: dict[str, Any], wor
 def test_rows_without_input_are_refused(llm: LLM, model: Path):
     check, plain = llm.llm_engine.requests.check, SamplingParams()
     with pytest.raises(RequestError, match="this model's encoder reads text: give its text under encoder_prompt"):
-        check([2], plain)
-    of_adapter = {"num_virtual": 3, "encoder": PROMPTS[0]["encoder"]}
+        check(PromptContent((2,)), plain)
+    adapter = PromptAdapterRequest("a", 1, "folder", 3)
     with pytest.raises(RequestError, match="a prompt adapter and an encoder's input exclude each other"):
-        check([2], plain, **of_adapter)
+        check(Encoded((2,), prompt_adapter=adapter, encoder=PROMPTS[0]["encoder"]), plain)
 
 
 def test_answers_end_at_the_decoders_length(llm: LLM):

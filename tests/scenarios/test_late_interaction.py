@@ -257,11 +257,14 @@ def test_error_counts_marker_and_special_tokens() -> None:
 def test_dimensions_and_lengths_are_as_for_other_vectors(tmp_path: Path) -> None:
     folder = changed(tmp_path / "cut", "stanford", "config.json", matryoshka_dimensions=[8])
     cut = PoolingParams(task="token_embed", input_type="document", dimensions=8)
+    attended = PoolingParams(task="token_embed", input_type="query", num_attended_tokens=3)
     with LLM(folder, **SETTINGS) as llm:
         (short,) = llm.encode(DOCUMENTS[:1], cut, use_tqdm=False)
         (long,) = llm.encode([DOCUMENTS[2]], DOCUMENT, use_tqdm=False)
         params = PoolingParams(task="token_embed", input_type="document", truncate_prompt_tokens=9)
         (nine,) = llm.encode([DOCUMENTS[2]], params, use_tqdm=False)
+        with pytest.raises(ValueError, match=r"num_attended_tokens=3 is for queries of token ids: .*input_type=query"):
+            llm.encode(QUERIES[:1], attended, use_tqdm=False)
     (raw,) = vectors(
         "stanford", DOCUMENTS[:1], PoolingParams(task="token_embed", input_type="document", normalize=False)
     )

@@ -251,6 +251,9 @@ def test_doors_of_both_media_give_the_same_answer(root: Path, tmp_path: Path):
     codes = [each["error"]["code"] for each in bad]
     assert codes == [*BAD, "placeholder_mismatch", "audio_missing"]
     assert verify(["--images", str(tmp_path / "out.jsonl.run")]) == 0
+    metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
+    assert (metrics["images"], metrics["recordings"]) == (5, 5)
+    assert metrics["image_tokens"] != metrics["recording_tokens"]
     params = SamplingParams(**SAMPLING)
     with opened("qwen2_5_omni") as made:
         outputs = made.chat(conversation({"type": "audio", "audio": (A_READ, RATE)}, PICTURE), params, use_tqdm=False)

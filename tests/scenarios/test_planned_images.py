@@ -23,6 +23,7 @@ from torch import Tensor
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.base.errors import CacheMismatchError
 from spmd_worker.engine.data_parallel import per_rank_prompts
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_image import SentImage
 from spmd_worker.replica.scheduler.media_rows import NO_MEDIA
 
@@ -218,12 +219,13 @@ def test_rows_given_as_embeddings_have_the_same_bits(llm: LLM, expected: list[An
 
 def test_pixels_leave_with_their_request(llm: LLM):
     engine, store, params = llm.llm_engine, store_of(llm), SamplingParams(max_tokens=2, ignore_eos=True)
-    images = [each.prepared for each in PROMPTS[0]["pictures"]]
+    images = tuple(each.prepared for each in PROMPTS[0]["pictures"])
     items = tuple(each.item for each in PROMPTS[0]["pictures"])
     # Those of the last requests leave with the next plan.
     engine.step()
     for _ in range(2):
-        number = engine.requests.add(PROMPTS[0]["prompt_token_ids"], params, media=images, media_items=items)
+        prompt = PromptContent(PROMPTS[0]["prompt_token_ids"], media=images, media_items=items)
+        number = engine.requests.add(prompt, params)
     assert store.num_held_bytes == 2 * len(SentImage.of(images[0]).data)
     engine.requests.abort(number)
     while engine.has_unfinished_requests():

@@ -44,6 +44,7 @@ from spmd_worker import (
     ScoringRequestOutput,
 )
 from spmd_worker.base.errors import ConfigError, ModelConfigError
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling, resolve_pooling
@@ -213,7 +214,7 @@ def _add(llm: LLM, prompt: list[int]) -> Any:
     config = llm.llm_engine.limits.pooling
     assert config is not None
     params = resolve_pooling(PoolingParams(), config)
-    return llm.llm_engine.requests.admit(prompt, pooled_sampling(params, config), pooling=params)
+    return llm.llm_engine.requests.admit(PromptContent(tuple(prompt), pooling=params), pooled_sampling(params, config))
 
 
 def test_run_reports_its_tasks_and_rejects_others() -> None:

@@ -27,6 +27,7 @@ from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import Row
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.model_config.sentence_folder import outputs_token_types
@@ -343,12 +344,12 @@ def test_rows_have_the_tokens_of_calls() -> None:
             engine = llm.llm_engine
             row = parse_row(0, line, SamplingParams(), limits)
             assert isinstance(row, Row), row
-            made = encode_pooled(row, engine.tokenizer, engine.limits, limits)
+            made = encode_pooled(row, RowContext(engine.tokenizer, engine.limits, limits))
             assert isinstance(made, EncodedPooledRow), made
             call = llm.embed if name in EMBED else lambda texts, **options: llm.score("hello world", texts, **options)
             outputs = call(TEXTS, truncate_prompt_tokens=-1, use_tqdm=False)
-            assert [list(ids) for ids, _ in made.texts] == [output.prompt_token_ids for output in outputs]
-            assert all(pooling.num_first_tokens is None for _, pooling in made.texts)
+            assert [list(each.token_ids) for each in made.texts] == [output.prompt_token_ids for output in outputs]
+            assert all(each.pooling.num_first_tokens is None for each in made.texts)
             # Workers of other processes get all of it.
             assert decode_value(encode_value(engine.limits.pooling)) == engine.limits.pooling
 

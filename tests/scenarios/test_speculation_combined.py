@@ -60,6 +60,7 @@ def row_of(draw: Random, name: str, number: int) -> Row:
     more: list[dict[str, Any]] = [
         {"logprobs": draw.choice([-1, 0, 2])},
         {"return_sampling_mask": True},
+        {"logprobs": None, "logprob_token_ids": [7, 5, 60]},
         {"min_tokens": draw.choice([1, 4]), "ignore_eos": False, "max_tokens": 14},
         {"bad_words_ids": ((5,), (7, 9))},
         {"logit_bias": {11: 2.0, 12: -3.0}},

@@ -4,6 +4,7 @@ and clear errors.
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from pooling_models import (
 from reference_models import random_prompt
 from torch.nn import functional as F
 
-from spmd_worker import LLM, LoRARequest, PoolingOutput, PoolingParams, PoolingRequestOutput
+from spmd_worker import LLM, LateChunkingParams, LoRARequest, PoolingOutput, PoolingParams, PoolingRequestOutput
 from spmd_worker.base.errors import ConfigError, ModelConfigError
 from spmd_worker.model.pooler import Pooler
 from spmd_worker.model_config.model_config import read_model_files
@@ -87,6 +88,41 @@ def test_activation_is_that_of_the_number_of_labels() -> None:
             outputs = llm.encode(ids(PROMPTS[:2]), use_tqdm=False)
         for output, prompt in zip(outputs, PROMPTS, strict=False):
             assert error(output.outputs.data, expected(logits_of(name, prompt))) < 1e-5
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.stress), 16, 2**63 - 1])
+def test_late_chunks_are_normalised_means_of_states(size: int) -> None:
+    params = PoolingParams(late_chunking_params={"chunk_size": size})  # type: ignore[arg-type]  # a mapping too
+    plain = pooled("last", "token_embed", params)
+    for prompt, ours in zip(PROMPTS, plain, strict=True):
+        means = [each.mean(0) for each in hidden_states("last", prompt).split(min(size, len(prompt)))]
+        assert error(ours, F.normalize(torch.stack(means), dim=1)) < 1e-5
+    for way in ("in chunks", "recomputed"):
+        assert pooled("last", "token_embed", params, times=2, **WAYS[way]) == plain, way
+    if size == 1:
+        assert plain == plainly_pooled("last", "token_embed")
+
+
+def test_late_chunks_name_their_tokens_and_characters() -> None:
+    params = PoolingParams(task="token_embed", late_chunking_params=LateChunkingParams(4))
+    with LLM(encoder_folder("bert_mean"), device="cpu") as llm:
+        text, of_ids = llm.encode([TEXTS[1], {"prompt_token_ids": [5, 6, 7, 8, 9]}], params, use_tqdm=False)
+        with pytest.raises(ValueError, match=r"chunk_size=4 is for token_embed, and the task is embed"):
+            llm.embed(TEXTS[1], pooling_params=replace(params, task=None), use_tqdm=False)
+        llm.llm_engine.add_request("a", TEXTS[1], params)
+        while not (outputs := llm.llm_engine.step()):
+            pass
+        assert replace(outputs[0], request_id=text.request_id) == text
+    assert text.late_chunking is not None
+    assert of_ids.late_chunking is not None
+    chunks, num_tokens = text.late_chunking.chunks, len(text.prompt_token_ids)
+    assert [each.token_range for each in chunks] == [
+        (start, min(start + 4, num_tokens)) for start in range(0, num_tokens, 4)
+    ]
+    assert len(chunks) == len(text.outputs.data)
+    places = [each.char_range for each in chunks if each.char_range is not None]
+    assert (places[0][0], places[-1][1]) == (0, len(TEXTS[1]))
+    assert [each.char_range for each in of_ids.late_chunking.chunks] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["bert_mean", pytest.param("modern_dense", marks=pytest.mark.stress)])
@@ -192,6 +228,24 @@ def test_non_finite_token_fails_only_its_row(monkeypatch: pytest.MonkeyPatch) ->
         ("tokens", None, {"dimensions": 16}, "dimensions=16 .*with token_classify"),
         ("tokens", None, {"normalize": True}, "normalize=True is not supported: this model gives scores"),
         ("last", "token_embed", {"use_activation": False}, "use_activation=False .*gives vectors"),
+        (
+            "last",
+            "token_embed",
+            {"late_chunking_params": {"size": 3}},
+            "late_chunking_params has 'size', not chunk_size",
+        ),
+        (
+            "last",
+            "token_embed",
+            {"late_chunking_params": {"chunk_size": 0}},
+            "late_chunking_params.chunk_size=0 must be",
+        ),
+        (
+            "last",
+            "token_embed",
+            {"late_chunking_params": 3},
+            "late_chunking_params=3 must be a mapping with chunk_size",
+        ),
     ],
 )
 def test_unsupported_token_parameter_is_rejected(name: str, task: str | None, given: dict[str, Any], words: str):

@@ -106,3 +106,30 @@ def test_setup_leaves_a_linked_environment_alone(tmp_path: Path):
     assert done.returncode == 1
     assert f".venv is a link to {theirs}" in done.stderr
     assert (theirs / "bin/python").exists()
+
+
+PIP = """#!/bin/sh
+case "$*" in
+  "-c import pip"*) echo $PIP_MAJOR ;;
+  *"--upgrade pip>="*) echo "$*" | sed 's/.*pip>=/upgrade to /'; [ "${*##*>=}" -le "$PIP_NEWEST" ] ;;
+  *--editable*) : > "$(dirname "$0")/../installed" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("major", "newest", "is_installed"), [(25, 0, True), (24, 25, True), (24, 23, True), (22, 23, True), (22, 0, False)]
+)
+def test_setup_upgrades_pip_where_it_can(tmp_path: Path, major: int, newest: int, is_installed: bool):
+    """One of 23 does where none of 25 can be had, without a network say; an older one ends the setup."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(REPOSITORY / "scripts/setup_env.sh", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "constraints.txt").touch()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text(PIP)
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    variables = {**os.environ, "PIP_MAJOR": str(major), "PIP_NEWEST": str(newest)}
+    done = subprocess.run(["bash", script], env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode == 0) == is_installed == (tmp_path / ".venv/installed").exists(), done.stderr
+    assert is_installed or "upgrade to 23" in done.stderr

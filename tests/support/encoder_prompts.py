@@ -41,7 +41,7 @@ def encoder_prompts() -> Iterator[None]:
     def encode(encoder: PromptEncoder, prompt: Any, is_truncated: bool, *others: Any) -> Any:
         if not isinstance(prompt, dict) or "encoder" not in prompt:
             return encode_one(encoder, prompt, is_truncated, *others)
-        return Encoded(None, tuple(prompt["ids"]), is_ids=True, encoder=prompt["encoder"], media=prompt["media"])
+        return Encoded(tuple(prompt["ids"]), is_ids=True, encoder=prompt["encoder"], media=prompt["media"])
 
     def store_with_table(store: MediaStore, make_rows: Any, *args: Any) -> None:
         def make(content: Any) -> TowerRows:

@@ -227,6 +227,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**V3, "head_dim": 32, "v_head_dim": 32, "sliding_window": 5, "attention_value_scale": None}
         | {"layer_types": _KINDS * 2, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
     ),
+    "kolibri1": (
+        "Kolibri1",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 6},
+    ),
+    "kolibri1_full": (
+        "Kolibri1",
+        {**EXPERTS, "head_dim": 32, "sliding_window": 7, "layer_types": ["full_attention"] * 4}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "flint": (
+        "Flint",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 6},
+    ),
+    "flint_kinds": (
+        "Flint",
+        {**EXPERTS, "head_dim": 32, "sliding_window": 7, "layer_types": _KINDS * 2, "attention_bias": True}
+        | {"mlp_only_layers": [2], "norm_topk_prob": False},
+    ),
     "hunyuan_moe": (
         "HunYuanMoEV1",
         {"num_experts": 8, "moe_topk": [3, 2, 3, 1], "intermediate_size": 32, "head_dim": 16},

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Final
 
 from model_types import CLASSIFIER_TYPES, ENCODER_TYPES, MODEL_TYPES
+from newer_checkpoints import NEWER, record
 from transformers import AutoConfig
 
 Path = tuple[str | int, ...]
@@ -150,7 +151,10 @@ class Broken:
 @cache
 def _real(architecture: str) -> dict[str, Any]:
     """config.json as transformers writes it for the class's defaults."""
-    config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES, **CLASSIFIER_TYPES}[architecture]).to_dict()
+    model_type = {**MODEL_TYPES, **ENCODER_TYPES, **CLASSIFIER_TYPES}[architecture]
+    config = (
+        dict(record(model_type)["defaults"]) if architecture in NEWER else AutoConfig.for_model(model_type).to_dict()
+    )
     # What no model reads, and towers, but those of thinkers.
     others = ("perceiver_config", "vq_config", "id2label", "label2id", "transformers_version")
     for key in (*others, *(f"{part}_config" for part in ("talker", "token2wav", "code2wav"))):

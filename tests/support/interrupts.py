@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.liveness import deferred_signals
-from spmd_worker.engine.calls import given_prompts
+from spmd_worker.compat.prompts import PromptReader
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.requests import Requests
 from spmd_worker.replica.lockstep.lockstep import Lockstep
@@ -25,7 +25,7 @@ from spmd_worker.replica.scheduler.scheduler import Scheduler
 from spmd_worker.worker.runner.model_runner import ModelRunner
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "encode": (given_prompts, "encode_prompt"),
+    "encode": (PromptReader, "encode"),
     "admit": (Requests, "admit"),
     "schedule": (Scheduler, "schedule"),
     "agree": (Lockstep, "agree"),

@@ -80,6 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniCPM3",
         {**LATENT, "q_lora_rank": None, "scale_depth": None, "dim_model_base": None, "mlp_bias": True},
     ),
+    # Its class would make the row of a padding token zero, in the tied head too.
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 32, "attention_bias": True, "pad_token_id": None}),
     "mistral3_mistral4": (
         "Mistral3",
         {**LATENT, **_EXPERTS, "model_type": "mistral4", "q_lora_rank": 32}

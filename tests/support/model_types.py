@@ -2,7 +2,10 @@
 
 from typing import Final
 
+from newer_checkpoints import NEWER
+
 MODEL_TYPES: Final = {
+    **NEWER,
     "BartForConditionalGeneration": "bart",
     "MBartForConditionalGeneration": "mbart",
     "PegasusForConditionalGeneration": "pegasus",
@@ -129,6 +132,9 @@ MODEL_TYPES: Final = {
     "LagunaForCausalLM": "laguna",
     "Cohere2MoeForCausalLM": "cohere2_moe",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",
+    "Kolibri1ForCausalLM": "kolibri1",
+    "FlintForCausalLM": "flint",
+    "YoutuForCausalLM": "youtu",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "FlexOlmoForCausalLM": "flex_olmo",
     "PhimoeForCausalLM": "phimoe",

@@ -22,6 +22,15 @@ ONEDNN = "native with oneDNN's products"
 EMULATE, LEAVE_OUT, DELAY = "-DSPMD_EMULATED_AMX", "-DSPMD_WITHOUT_AMX", "-DSPMD_PLANTED_DELAYS"
 
 
+def has_flags_of_users() -> bool:
+    """True if a test of the stress tier runs the gate's tests again, with these libraries as users have them."""
+    return bool(os.environ.get("TESTS_FLAGS_OF_USERS"))
+
+
+QUICK = [] if has_flags_of_users() else ["-O2"]
+"""Flags of libraries that only tests run: they are compiled quickly, and another optimization changes no bit."""
+
+
 @functools.cache
 def native() -> NativeLibrary:
     """The library as it is used on this machine."""
@@ -40,12 +49,10 @@ def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
     the library is linked to the one without the flag.
     """
     if flag == DELAY:
-        return built_for_tests(architecture, flag)
-    # Only tests run it: it need not be compiled for long, and another optimization changes no bit.
-    flags = [flag, *(["-O2"] if flag == EMULATE else [])]
+        return built_for_tests(architecture, flag, *QUICK)
     plain = plain_library(architecture)
     # A private one is no file any more.
-    return built_for_tests(architecture, *flags, linked_to=None if plain.is_private else plain.path)
+    return built_for_tests(architecture, flag, *QUICK, linked_to=None if plain.is_private else plain.path)
 
 
 @functools.cache
@@ -92,18 +99,12 @@ def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
     return library
 
 
-def has_flags_of_users() -> bool:
-    """True if a test of the stress tier runs the gate's tests again, with these libraries as users have them."""
-    return bool(os.environ.get("TESTS_FLAGS_OF_USERS"))
-
-
 @functools.cache
 def quickly_compiled(architecture: str) -> NativeLibrary:
     """A library for a lesser instruction set, which only tests run here. `native/test_users_flags.py` compiles them as
     users do.
     """
-    flags = [] if has_flags_of_users() else ["-O2"]
-    library = load(built_for_tests(architecture, *flags))
+    library = load(built_for_tests(architecture, *QUICK))
     assert isinstance(library, NativeLibrary), library
     return library
 

@@ -19,6 +19,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from spmd_worker import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model_config.model_config import model_config_of
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton import (
@@ -235,7 +236,7 @@ def test_warm_up_covers_steps_with_adapters(forms: set[tuple], monkeypatch: pyte
         digest = engine.adapters.digest_of(adapter)
         for counts in ((1,), (1, 70), (250,) * 5):
             for count in counts:
-                engine.requests.add((5,) * count, SamplingParams(max_tokens=2), adapter=digest)
+                engine.requests.add(PromptContent((5,) * count, adapter=digest), SamplingParams(max_tokens=2))
             while engine.has_unfinished_requests():
                 engine.step()
         compiled = {form[0] for form in forms - before}

@@ -16,7 +16,7 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.ops.attention.triton import TritonBackend
 from spmd_worker.ops.kernels.triton.fp8 import Fp8TritonKernels
-from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
+from spmd_worker.ops.kernels.triton.int8_model import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums
 from spmd_worker.ranks.communicator import GroupHandle, single_group
 from spmd_worker.ranks.environment import RankEnvironment

@@ -111,7 +111,7 @@ class ModelOptions:
     quantization: str | None = vllm_option(
         None,
         "`int8` and `fp8` are W8A8: weight scales per output channel, activation scales per token; half the memory of "
-        "bfloat16; no pooled rows. `int8` (experts on CPUs) has the same bits for every tensor-parallel size; `fp8` "
+        "bfloat16; no pooled rows. `int8` (experts too) has the same bits for every tensor-parallel size; `fp8` "
         "(GPUs from 8.9, no experts, no head) computes FP8 checkpoints with their scales; null: none",
         choices=("int8", "fp8"),
         is_common=True,

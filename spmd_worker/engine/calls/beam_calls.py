@@ -3,13 +3,12 @@
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from spmd_worker.compat.adapter_requests import LoRARequests, PromptAdapterRequests, set_adapters
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, check_options, without_error
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
@@ -53,8 +52,7 @@ class BeamCalls:
                 if not isinstance(params, BeamSearchParams):
                     raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
                 encoded = self._encoder.encode(prompts)
-                set_lora_requests(encoded, lora_request)
-                set_prompt_adapters(encoded, prompt_adapter_request)
+                set_adapters(encoded, lora_request, prompt_adapter_request)
                 first.extend(encoded)
                 for each in encoded:
                     if each.error is not None:
@@ -65,12 +63,7 @@ class BeamCalls:
                         raise ValueError("prompt_embeds are not supported by beam_search: its beams are token ids")
                     if each.media and each.encoder is None:
                         raise ValueError("images and audio are not supported by beam_search: its beams are token ids")
-                    engine.requests.check(
-                        each.token_ids,
-                        params.step_params,
-                        num_virtual=each.num_virtual_tokens,
-                        encoder=each.encoder,
-                    )
+                    engine.requests.check(each, params.step_params)
                 inputs = ["" if each.encoder is None else each.encoder.media_id.hex() for each in encoded]
                 return [each.token_ids for each in encoded], inputs, asdict(params)
 
@@ -112,8 +105,8 @@ class BeamCalls:
     @staticmethod
     def _encode(beams: Sequence[Mapping[str, Any]], given: Sequence[Encoded]) -> list[Encoded]:
         """Encode beams, each with the adapters and the encoder's input of its prompt in `given`."""
-        encoded = [Encoded(None, tuple(each["prompt_token_ids"]), is_ids=True) for each in beams]
-        for beam, prompt in zip(encoded, given, strict=True):
-            beam.lora_request, beam.prompt_adapter = prompt.lora_request, prompt.prompt_adapter
-            beam.encoder, beam.encoder_text, beam.media = prompt.encoder, prompt.encoder_text, prompt.media
-        return encoded
+        ids = [tuple(each["prompt_token_ids"]) for each in beams]
+        return [
+            replace(prompt, text=None, token_ids=own, rules=None, is_ids=True)
+            for own, prompt in zip(ids, given, strict=True)
+        ]

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, get_args
 from spmd_worker.base.config.plain_values import plain_bool
 from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.adapter_requests import set_in_output
 from spmd_worker.compat.call_images import half_window_bytes
-from spmd_worker.compat.lora_requests import set_in_output
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import Params, PromptEncoder
@@ -157,8 +157,8 @@ class CallRunner:
         else:
             answered = answer_per_rank(self._engine, self._replicas, f"{call}(gather=True)", prepare_accepted)
         for (index, prompt), output in zip(accepted.items(), answered, strict=True):
-            output.request_id, output.prompt = str(index), prompt.text
-            output.encoder_prompt = prompt.encoder_text
+            output.request_id, output.prompt = str(index), prompt.content.text
+            output.encoder_prompt = prompt.content.encoder_text
             outputs[index] = output
         return _in_order(given, outputs)
 
@@ -205,10 +205,8 @@ class CallRunner:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                engine, num_virtual = self._engine, each.num_virtual_tokens
-                each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling, each.rows, num_virtual))
-                given_rows = (each.rows, num_virtual, each.media_items, each.encoder)
-                engine.requests.check(each.token_ids, sampling, each.pooling, *given_rows)
+                each.token_ids = self._engine.limits.truncate(each, sampling)
+                self._engine.requests.check(each, sampling)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
@@ -221,19 +219,7 @@ class CallRunner:
 
 def _accepted(given: _Given, rejected: Collection[int]) -> dict[int, CheckedPrompt]:
     return {
-        index: CheckedPrompt(
-            *(each.token_ids, sampling, each.rope_regime, each.pooling, each.adapter),
-            rows=each.rows,
-            virtual=each.virtual,
-            media_items=each.media_items,
-            encoder=each.encoder,
-            media=each.media,
-            text=each.text,
-            encoder_text=each.encoder_text,
-            priority=each.priority,
-        )
-        for index, (each, sampling) in enumerate(given)
-        if index not in rejected
+        index: CheckedPrompt(each, sampling) for index, (each, sampling) in enumerate(given) if index not in rejected
     }
 
 

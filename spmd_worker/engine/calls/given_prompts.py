@@ -4,7 +4,7 @@ from typing import Any
 
 from spmd_worker.compat.encoder_decoder_prompts import EncoderDecoderReader
 from spmd_worker.compat.image_prompts import ImagePrompts
-from spmd_worker.compat.prompts import Encoded, encode_prompt
+from spmd_worker.compat.prompts import Encoded, PromptReader
 from spmd_worker.engine.calls.prompt_tensors import row_reading
 from spmd_worker.engine.engine import Engine
 
@@ -17,4 +17,4 @@ def encode_given(prompt: Any, engine: Engine, *, is_truncated: bool, images: Ima
         return EncoderDecoderReader(*given).encode(prompt)
     check_text = None if is_truncated else limits.check_text
     given_images = (images or limits.images, limits.architecture)
-    return encode_prompt(prompt, engine.need_tokenizer, check_text, row_reading(limits), *given_images)
+    return PromptReader(engine.need_tokenizer, check_text, row_reading(limits), *given_images).encode(prompt)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from spmd_worker.compat.adapter_requests import LoRARequests, check_no_prompt_adapter, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import check_no_prompt_adapter
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
+from spmd_worker.compat.text_offsets import late_chunks
 from spmd_worker.engine.calls.call_runner import CallRunner, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
 from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
@@ -214,6 +214,7 @@ class PoolingCalls:
         each prompt by its index, once `prompts` was called.
         """
         engine = self._engine
+        own: list[Encoded] = []
 
         def encode() -> list[Encoded]:
             if task is not None or engine.limits.pooling is None:
@@ -224,7 +225,7 @@ class PoolingCalls:
             check_extras(given.tokenization_kwargs)
             loras, prompt_adapter = given.adapters
             check_no_prompt_adapter(prompt_adapter)
-            set_lora_requests(encoded, loras)
+            set_adapters(encoded, loras, None)
             for index, (each, params) in enumerate(zip(encoded, _listed(given.params, len(encoded)), strict=True)):
                 if task is not None and params.task not in (None, task):
                     raise ValueError(f"pooling_params.task={params.task!r} does not match the call: {task}")
@@ -234,13 +235,16 @@ class PoolingCalls:
                 wanted = replace(params, task=task or params.task, input_type=input_type)
                 wanted = wanted if given.length is None else replace(wanted, truncate_prompt_tokens=given.length)
                 apply_pooling(each, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
+            own.extend(encoded)
             return encoded
 
         outputs = self._runner.run(call, encode, None, gather=given.gather, use_tqdm=given.use_tqdm)
         made = []
-        for output in outputs:
+        for encoded, output in zip(own, outputs, strict=True):
             numbers = make(without_error(output).pooled)
-            made.append(output_class(output.request_id, numbers, output.prompt_token_ids, output.num_cached_tokens))
+            chunks = late_chunks(encoded, engine.limits.pooling, engine.need_tokenizer)
+            given_ids = (output.prompt_token_ids, output.num_cached_tokens)
+            made.append(output_class(output.request_id, numbers, *given_ids, late_chunking=chunks))
         return made
 
 

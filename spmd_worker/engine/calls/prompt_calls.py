@@ -1,14 +1,14 @@
 """Calls that generate or score tokens: `LLM.generate`, `chat`, `chat_messages` and `score_tokens`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.errors import PromptsRefusedError
+from spmd_worker.compat.adapter_requests import LoRARequests, PromptAdapterRequests, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
-from spmd_worker.compat.lora_requests import LoRARequests, one_each, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, check_prompt_adapter, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner, OnError, without_error
 from spmd_worker.engine.calls.progress_bar import UseTqdm
@@ -84,8 +84,7 @@ class PromptCalls:
             encoded = self._encoder.encode(prompts, sampling_params)
             check_extras(tokenization_kwargs, mm_processor_kwargs)
             self._encoder.set_priorities(encoded, priority)
-            set_lora_requests(encoded, lora_request)
-            set_prompt_adapters(encoded, prompt_adapter_request)
+            set_adapters(encoded, lora_request, prompt_adapter_request)
             return encoded
 
         return self._runner.run("generate", encode, sampling_params, on_error, gather, use_tqdm)
@@ -144,8 +143,7 @@ class PromptCalls:
             continued.extend([each.continued for each in encoded])
             check_extras(tokenization_kwargs, mm_processor_kwargs)
             self._encoder.set_priorities(encoded, priority)
-            set_lora_requests(encoded, lora_request)
-            set_prompt_adapters(encoded, prompt_adapter_request)
+            set_adapters(encoded, lora_request, prompt_adapter_request)
             return encoded
 
         outputs = self._runner.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
@@ -234,21 +232,17 @@ class PromptCalls:
                     f"{len(candidate_ids)} candidate_ids for {len(listed)} prompts: give one for each prompt"
                 )
             starts = _starts(start, len(listed))
-            adapters = one_each(prompt_adapter_request, len(listed), check_prompt_adapter, "prompt adapter")
             joined: list[Encoded] = []
             all_encoded = self._encoder.encode(listed)
-            for encoded, completion, sampling, adapter in zip(all_encoded, completions, given, adapters, strict=True):
+            set_adapters(all_encoded, lora_request, prompt_adapter_request)
+            for encoded, completion, sampling in zip(all_encoded, completions, given, strict=True):
                 name = f"completions[{len(joined)}]"
                 tokens = as_token_ids(completion, name)
                 if not tokens:
                     raise ValueError(f"{name} has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
                 error = encoded.error if encoded.error or encoded.token_ids else _EMPTY_PROMPT
-                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
-                both.cache_salt, both.rows = encoded.cache_salt, encoded.rows
-                both.media, both.media_items = encoded.media, encoded.media_items
-                both.encoder, both.encoder_text = encoded.encoder, encoded.encoder_text
-                both.prompt_adapter = adapter
+                both = replace(encoded, token_ids=(*encoded.token_ids, *tokens), error=error, rules=None)
                 num_before = both.num_virtual_tokens + len(encoded.token_ids)
                 both.rope_regime = self._scored_regime(num_before, len(tokens), sampling)
                 if has_arrays:
@@ -257,7 +251,6 @@ class PromptCalls:
                     default = max(len(encoded.token_ids) - 1, 0)
                     params.append(_scoring(top_k, own, default if starts[index] is None else starts[index]))
                 joined.append(both)
-            set_lora_requests(joined, lora_request)
             return joined
 
         try:

@@ -99,14 +99,14 @@ class PromptEncoder:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             if sources and images is not None:
                 made = images.of_chat(text, images.prepare(sources, media), encode)
-                encoded = Encoded(text, made.token_ids, media=made.media, media_items=made.items)
+                encoded = Encoded(made.token_ids, text, media=made.media, media_items=made.items)
             else:
-                encoded = Encoded(text, tuple(encode(text)))
+                encoded = Encoded(tuple(encode(text)), text)
             encoded.continued = continued_text(messages) if options.continue_final_message else None
             encoded.form = answer_form(text, encoded.continued, options, tokenizer)
             return encoded
         except (ConfigError, ChatTemplateError, ValueError) as error:
-            return Encoded(None, (), str(error))
+            return Encoded((), error=str(error))
 
     def params(self, given: Params, num_prompts: int) -> list[SamplingParams]:
         """Parameters of each prompt, frozen. Raises TypeError or ValueError unless they fit the prompts."""

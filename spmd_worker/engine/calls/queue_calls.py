@@ -6,9 +6,8 @@ from itertools import chain
 from typing import Any, Protocol
 
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.compat.adapter_requests import LoRARequests, PromptAdapterRequests, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.lora_requests import LoRARequests, set_lora_requests
-from spmd_worker.compat.prompt_adapter_requests import PromptAdapterRequests, set_prompt_adapters
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.calls.call_runner import CallRunner
 from spmd_worker.engine.calls.progress_bar import CallBar, UseTqdm
@@ -16,7 +15,6 @@ from spmd_worker.engine.calls.prompt_encoding import PromptEncoder
 from spmd_worker.engine.data_parallel.agreement import exchange
 from spmd_worker.engine.data_parallel.output_coding import decode_outputs, encode_outputs
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
-from spmd_worker.engine.data_parallel.prompts import admit_prompt
 from spmd_worker.engine.data_parallel.replicas import Replicas
 from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
@@ -77,8 +75,7 @@ class QueueCalls:
             encoded = self._encoder.encode(prompts, sampling_params)
             check_extras(tokenization_kwargs, mm_processor_kwargs)
             self._encoder.set_priorities(encoded, priority)
-            set_lora_requests(encoded, lora_request)
-            set_prompt_adapters(encoded, prompt_adapter_request)
+            set_adapters(encoded, lora_request, prompt_adapter_request)
             return encoded
 
         engine = self._engine
@@ -100,7 +97,8 @@ class QueueCalls:
                 is_own = (first + index) % engine.config.parallel.data_parallel_size == replica
                 self._open[name] = is_own
                 if is_own:
-                    self._names.add(name, admit_prompt(engine, call, index, prompt, prompt.media), adapter)
+                    number = engine.requests.admit(prompt.content, prompt.sampling, index=index, call=call)
+                    self._names.add(name, number, adapter)
             return ids
 
     def wait_for_completion(

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from spmd_worker.base.liveness.deferred_signals import host_signals
-from spmd_worker.compat.prompt_adapter_requests import check_prompt_adapter
+from spmd_worker.compat.adapter_requests import check_request
 from spmd_worker.engine.adapters import Adapters
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.engine import Engine
+from spmd_worker.replica.sequence.adapter_kind import PROMPT
 from spmd_worker.replica.sequence.events import ResetPrefixCache
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.prompt_adapter_request import PromptAdapterRequest
@@ -148,7 +149,7 @@ class WorkerCalls:
         """
 
         def prepare() -> tuple[str, int, int]:
-            check_prompt_adapter(prompt_adapter_request)
+            check_request(prompt_adapter_request, PROMPT)
             if prompt_adapter_request is None:
                 raise TypeError("prompt_adapter_request is None: give a PromptAdapterRequest")
             self._engine.prompt_adapters.prepare()

@@ -142,19 +142,19 @@ def _send_media(engine: Engine, prompts: Mapping[int, CheckedPrompt]) -> dict[in
     """
     channel = engine.engine_channel
     placed = _placed(
-        [index for index, each in sorted(prompts.items()) if each.media], channel.size, engine.channel.size
+        [index for index, each in sorted(prompts.items()) if each.content.media], channel.size, engine.channel.size
     )
     found = {}
     with engine.life.exchanging():
         for index, replica in placed.items():
             prompt, source, leader = prompts[index], index % channel.size, replica * engine.channel.size
-            media = prompt.media
+            media = prompt.content.media
             if source != leader and channel.rank == source:
                 for each in media:
                     channel.send_bytes(torch.frombuffer(bytearray(each.content.data), dtype=torch.uint8), leader)
             elif source != leader and channel.rank == leader:
                 media = tuple([_received(channel, each, source) for each in media])
-            found[index] = replace(prompt, media=media, replica=replica)
+            found[index] = CheckedPrompt(replace(prompt.content, media=media), prompt.sampling, replica)
     return found
 
 
@@ -184,7 +184,7 @@ def _encode(prompts: Sequence[CheckedPrompt] | None) -> str:
     """Encode the prompts, without the content of their images and audio, as a JSON value."""
     writer = ByteWriter()
     _PROMPTS.write(writer, [None if prompts is None else tuple(prompts)])
-    _MEDIA.write(writer, [tuple([tuple(map(MediaSizes.of, each.media)) for each in prompts or ()])])
+    _MEDIA.write(writer, [tuple([tuple(map(MediaSizes.of, each.content.media)) for each in prompts or ()])])
     return base64.b64encode(bytes(writer.data)).decode("ascii")
 
 
@@ -197,6 +197,6 @@ def _decode(payload: str) -> Sequence[CheckedPrompt] | None:
     if prompts is None:
         return None
     return [
-        replace(prompt, media=tuple([each.prepared for each in given])) if given else prompt
+        replace(prompt, content=replace(prompt.content, media=tuple([each.prepared for each in given])))
         for prompt, given in zip(prompts, media, strict=True)
     ]

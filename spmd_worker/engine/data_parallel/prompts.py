@@ -8,7 +8,7 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spmd_worker.compat.call_images import half_window_bytes, prepare_ahead, with_content_again
@@ -19,13 +19,8 @@ from spmd_worker.engine.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.interruption import Interruption
 from spmd_worker.media.errors import MediaError
-from spmd_worker.media.sent_audio import PreparedMedia
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
-from spmd_worker.replica.sequence.input_rows import PromptRows
-from spmd_worker.replica.sequence.media_items import MediaItem
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.sequence.outputs import RequestOutput
-from spmd_worker.replica.sequence.pooling_params import PoolingParams
-from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.record_checks import NOT_SENT
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -39,35 +34,21 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that passed `Requests.check`. The first of its ids are placeholders of `rows`. Its output repeats
-    `text` and `encoder_text`, on the rank that has them. `media` are the images of `media_items`, or the audio of
-    `encoder`. `replica` is the one that answers it, None if any may.
-    """
+    """A prompt that passed `Requests.check`. `replica` is the one that answers it, None if any may."""
 
-    token_ids: tuple[int, ...]
+    content: PromptContent
     sampling: SamplingParams
-    rope_regime: int | None = None
-    pooling: PoolingParams | None = None
-    adapter: int = 0
-    rows: PromptRows | None = None
-    virtual: VirtualTokens | None = None
-    media_items: tuple[MediaItem, ...] = ()
-    encoder: EncoderInput | None = None
-    priority: int = 0
-    text: str | None = field(default=None, metadata=NOT_SENT)
-    encoder_text: str | None = field(default=None, metadata=NOT_SENT)
-    media: tuple[PreparedMedia, ...] = field(default=(), metadata=NOT_SENT)
     replica: int | None = field(default=None, metadata=NOT_SENT)
 
     @property
     def num_media_bytes(self) -> int:
-        return num_media_bytes(self.media)
+        return num_media_bytes(self.content.media)
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens: prompt and, if limited, output tokens of all its samples."""
-        num_rows = 0 if self.encoder is None else self.encoder.num_rows
-        return num_rows + len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
+        num_rows = 0 if self.content.encoder is None else self.content.encoder.num_rows
+        return num_rows + len(self.content.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
 
 
 def answer_prompts(
@@ -91,7 +72,7 @@ def _answer_alone(
     run: "_Run", prompts: Mapping[int, CheckedPrompt], on_answered: OnAnswered
 ) -> dict[int, RequestOutput]:
     with run.engine.interruptible() as interruption:
-        run.waiting.extend(sorted(prompts.items(), key=lambda item: item[1].priority))
+        run.waiting.extend(sorted(prompts.items(), key=lambda item: item[1].content.priority))
         # Not `is_ending`: the ranks of the replica add the same prompts before the same steps.
         while (interruption.agreed_error is None and run.admit(interruption)) or run.engine.has_unfinished_requests():
             num_answered = run.step()
@@ -157,7 +138,7 @@ def _take_part(
         engine.follow_round()
         return {}
     # Sorting is stable, so every rank has one order.
-    order = sorted(prompts.items(), key=lambda item: (item[1].priority, -item[1].max_tokens))
+    order = sorted(prompts.items(), key=lambda item: (item[1].content.priority, -item[1].max_tokens))
     placed = deque([item for item in order if item[1].replica == round_.replica])
     shared = [item for item in order if item[1].replica is None]
     while not interruption.is_ending or engine.has_unfinished_requests():
@@ -192,29 +173,6 @@ def _take(
         run.waiting.append(placed.popleft())
     if capacity and not run.waiting:
         run.waiting.extend([shared[position] for position in round_.take(len(shared), capacity)])
-
-
-def admit_prompt(
-    engine: Engine, call: int, index: int, prompt: CheckedPrompt, media: Sequence[PreparedMedia]
-) -> RequestId:
-    """Queue prompt `index` of a call, whose number and `index` name its random stream."""
-    return engine.requests.admit(
-        prompt.token_ids,
-        prompt.sampling,
-        prompt=prompt.text,
-        index=index,
-        call=call,
-        rope_regime=prompt.rope_regime,
-        pooling=prompt.pooling,
-        adapter=prompt.adapter,
-        rows=prompt.rows,
-        virtual=prompt.virtual,
-        media=media,
-        media_items=prompt.media_items,
-        encoder=prompt.encoder,
-        encoder_text=prompt.encoder_text,
-        priority=prompt.priority,
-    )
 
 
 class _Progress:
@@ -253,17 +211,18 @@ class _Run:
         num_before = len(self.waiting)
         while self.waiting and self._has_room(self.waiting[0][1].num_media_bytes):
             index, prompt = self.waiting.popleft()
-            media = prompt.media
+            content = prompt.content
             self._num_media_bytes += prompt.num_media_bytes
             if self.engine.is_leader:
-                prepare_ahead(media)
+                prepare_ahead(content.media)
                 self._prepare_ahead()
                 try:
-                    media = with_content_again(media)
+                    content = replace(content, media=with_content_again(content.media))
                 except MediaError as error:
                     # Aborted before its first step, with all others.
                     interruption.error = interruption.error or error
-            self._admit(index, prompt, media)
+            number = self.engine.requests.admit(content, prompt.sampling, index=index, call=self._call)
+            self._open[number] = (index, prompt)
         if self.engine.is_leader:
             self._prepare_ahead()
         return len(self.waiting) < num_before
@@ -278,11 +237,7 @@ class _Run:
             num_bytes += prompt.num_media_bytes
             if num_bytes > self._max_media_bytes:
                 return
-            prepare_ahead(prompt.media)
-
-    def _admit(self, index: int, prompt: CheckedPrompt, media: Sequence[PreparedMedia]) -> None:
-        number = admit_prompt(self.engine, self._call, index, prompt, media)
-        self._open[number] = (index, prompt)
+            prepare_ahead(prompt.content.media)
 
     def step(self) -> int:
         """Run one step; returns the number of prompts answered in it."""

@@ -30,7 +30,7 @@ def report_of_replica(engine: Engine, answered: ReplicaCounts) -> bytes:
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {"rows": answered.rows, "output_tokens": answered.output_tokens, "busy_s": times.total_s}
     report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
-    report["media_wait_s"], report["hears"] = answered.media_wait_s, engine.resolved.model_config.hears
+    report["media_wait_s"] = answered.media_wait_s
     report["chain_head"] = engine.lockstep.chain_head.hex()
     return json.dumps(report).encode("ascii")
 
@@ -68,7 +68,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     }
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
-    metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values, leaders[0]["hears"])
+    metrics |= _expert_metrics(values) | _thread_metrics(values) | _media_metrics(counters, values)
     metrics |= _draft_metrics(counters)
     shares = busy_shares(stages_of(reports))
     if shares:
@@ -102,16 +102,15 @@ def _draft_metrics(counters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]], hears: bool) -> dict[str, Any]:
-    """Images and videos of the rows, or recordings in a model that hears, and rows of their tokens, or those of encoder
-    inputs; nothing of a job without either.
+def _media_metrics(counters: dict[str, int], values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Images, videos and recordings of the rows, and rows of their tokens, or those of encoder inputs; nothing of a job
+    without any.
     """
     counts = {name: counters[f"num_{name}"] for name in ("rows_encoded", "rows_reused")}
-    name = "recording" if hears else "image"
     of_media: dict[str, int] = {}
-    for own, counted in ((name, "image"), ("video", "video")):
-        if counters[f"num_{counted}s"]:
-            of_media |= {f"{own}{end}": counters[f"num_{counted}{end}"] for end in ("s", "_tokens")}
+    for name in ("image", "video", "recording"):
+        if counters[f"num_{name}s"]:
+            of_media |= {f"{name}{end}": counters[f"num_{name}{end}"] for end in ("s", "_tokens")}
     if not any(counts.values()) and not of_media:
         return {}
     seconds = {

@@ -28,8 +28,6 @@ from spmd_worker.frontends.batch.parquet_rows import VectorColumns
 from spmd_worker.frontends.batch.parts_thread import PartsThread
 from spmd_worker.frontends.batch.progress import Progress
 from spmd_worker.frontends.batch.run_dir.adapter_digests import adapter_digests, hex_digest
-from spmd_worker.frontends.batch.run_dir.audio_answers import audio_answers
-from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.job_files import (
     METRICS_NAME,
     check_files,
@@ -47,6 +45,7 @@ from spmd_worker.frontends.batch.run_dir.manifest import (
     weight_answers,
     write_manifest,
 )
+from spmd_worker.frontends.batch.run_dir.media_answers import media_answers
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.batch.run_dir.run_lock import RunLock
 from spmd_worker.frontends.batch.run_dir.shard import output_of, prometheus_of, run_dir_of
@@ -221,7 +220,7 @@ def manifest_of(resolved: ResolvedRun, reader: RowReader) -> dict[str, Any]:
         *(resolved, package_versions(), fingerprint),
         inputs=reader.paths,
         adapters=adapter_digests(resolved.config.model),
-        media=image_answers(resolved) | audio_answers(resolved),
+        media=media_answers(resolved),
     )
 
 

@@ -62,7 +62,7 @@ def _vectors(body: dict[str, Any], columns: VectorColumns, numbers: NDArray[np.f
     """Columns of a row's vector, which may be known as `numbers`, and of its tokens' vectors; None for other rows."""
     value = numbers if numbers is not None else _numbers(body, columns)
     if isinstance(value, str):
-        value = _decoded(value, columns, body["usage"]["prompt_tokens"])
+        value = _decoded(value, columns)
     is_of_tokens = isinstance(value, list) and value != [] and isinstance(value[0], list)
     row = {}
     if columns.size:
@@ -83,14 +83,12 @@ def _numbers(body: dict[str, Any], columns: VectorColumns) -> Any:
     return next((given[each] for each in names if each in given), None)
 
 
-def _decoded(value: str, columns: VectorColumns, num_tokens: int) -> list[Any]:
-    """Numbers of base64: a vector if they have its length, else those of so many tokens; of a model without vectors of
-    rows, those of the tokens that it keeps.
-    """
+def _decoded(value: str, columns: VectorColumns) -> list[Any]:
+    """Numbers of base64: a vector if they have its length, else those of tokens, or of late chunks."""
     numbers = np.frombuffer(base64.b64decode(value), "<f4")
-    num_tokens = num_tokens if columns.size else len(numbers) // columns.token_size
-    is_of_tokens = len(numbers) not in (0, columns.size) and len(numbers) == num_tokens * columns.token_size
-    found: list[Any] = (numbers.reshape(num_tokens, -1) if is_of_tokens else numbers).tolist()
+    size = columns.token_size
+    is_of_tokens = size and len(numbers) not in (0, columns.size) and len(numbers) % size == 0
+    found: list[Any] = (numbers.reshape(-1, size) if is_of_tokens else numbers).tolist()
     return found
 
 

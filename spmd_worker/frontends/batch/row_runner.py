@@ -1,11 +1,9 @@
 """Runs rows through one engine: every admitted row returns as its output line."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
-from spmd_worker.frontends.openai.engine_models import engine_models
+from spmd_worker.frontends.openai.engine_models import row_context
 from spmd_worker.frontends.openai.row import NO_IMAGES, EncodedRow, ImagesOfRow, Row, RowError
 from spmd_worker.frontends.openai.row_encoding import resolve
 from spmd_worker.frontends.openai.row_outputs import is_split
@@ -20,11 +18,10 @@ class RowRunner:
     """Rows in an engine, on rank 0 of its replica. Answers to rows that name no model name `model_name`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine, self._models = engine, engine_models(engine, model_name)
-        self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
+        self._engine, self._context = engine, row_context(engine, model_name)
         self._rows: dict[RequestId, EncodedRow] = {}
         self._images: dict[RequestId, ImagesOfRow] = {}
-        self._split = SplitRows(engine, self._models)
+        self._split = SplitRows(engine, self._context)
 
     @property
     def num_rows(self) -> int:
@@ -58,31 +55,14 @@ class RowRunner:
         """
         if is_split(row):
             return self._split.admit(row, media)
-        engine = self._engine
-        limits = engine.config.limits
-        encoded = resolve(row, engine.tokenizer, engine.limits, limits, self._chat_format, self._models, media)
+        encoded = resolve(row, self._context, media)
         if isinstance(encoded, RowError):
             return error_result(encoded)
-        request_id = engine.requests.admit(
-            encoded.prompt_token_ids,
-            encoded.sampling,
-            prompt=encoded.prompt,
-            custom_id=encoded.custom_id,
-            index=row.index,
-            adapter=encoded.adapter_id,
-            rows=encoded.rows,
-            virtual=encoded.virtual,
-            media=encoded.media,
-            media_items=encoded.media_items,
-            encoder=encoded.encoder,
-            encoder_text=encoded.encoder_text,
-            priority=encoded.priority,
-        )
-        if encoded.media:
-            self._images[request_id] = ImagesOfRow.of(encoded.media)
-        # The engine holds its rows of embeddings and its images.
-        has_more = encoded.rows is not None or encoded.media
-        self._rows[request_id] = replace(encoded, rows=None, media=()) if has_more else encoded
+        content, name = encoded.content, encoded.custom_id
+        request_id = self._engine.requests.admit(content, encoded.sampling, custom_id=name, index=row.index)
+        if content.media:
+            self._images[request_id] = ImagesOfRow.of(content.media)
+        self._rows[request_id] = encoded.without_media() if content.media or content.rows is not None else encoded
         return None
 
     def step(self) -> list[RowAnswer]:
@@ -97,7 +77,7 @@ class RowRunner:
         images = self._images.pop(request_id, NO_IMAGES)
         return RowAnswer(
             row.index,
-            format_result(row, output, self._models.base),
+            format_result(row, output, self._context.models.base),
             error_code_of(output) if output.error is not None else None,
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,

@@ -4,17 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.encoder_prompts import NO_TRUNCATION, EncoderPrompts, of_window
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.engine.request_error import RequestError
-from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.openai_body import finite
 from spmd_worker.frontends.openai.prompt_ids import encode
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import AudioPrompt, EncodedRow, Row
-from spmd_worker.frontends.openai.row_encoding import finish_row
-from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.row_encoding import RowContext, finish_row
 from spmd_worker.frontends.openai.transcript import Segment, Transcript
 from spmd_worker.media.audio_prepared import PreparedAudio
 from spmd_worker.media.errors import MediaError
@@ -56,7 +53,7 @@ class EncodedAudioRow:
         return replace(self, windows=tuple([replace(each, custom_id=custom_id) for each in self.windows]))
 
     def without_media(self) -> "EncodedAudioRow":
-        return replace(self, windows=tuple([replace(each, media=()) for each in self.windows]))
+        return replace(self, windows=tuple([each.without_media() for each in self.windows]))
 
     @property
     def num_sequences(self) -> int:
@@ -71,20 +68,14 @@ class EncodedAudioRow:
 
 
 @invalid_request(errors=RequestError)
-def encode_audio(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedAudioRow:
-    """Encode a row's windows within the limits of `engine`. `media` are its windows, prepared before; None: they are
-    prepared here. Raises InvalidRequestError.
+def encode_audio(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedAudioRow:
+    """Encode a row's windows. `media` are these, prepared before; None: they are prepared here. Raises
+    InvalidRequestError.
     """
+    engine, tokenizer = context.engine, context.tokenizer
     prompt, prompts = row.prompt, engine.encoder_prompts
     assert isinstance(prompt, AudioPrompt), "a row of audio"
-    adapters = models.adapters_of(row)
+    adapters = context.models.adapters_of(row)
     engine.check_runner(None)
     if prompts is None or prompts.audio is None:
         if engine.images is not None and AUDIO in engine.images.media:
@@ -97,8 +88,8 @@ def encode_audio(
     windows = _windows(prompt, prompts, media)
     encoded = []
     for window in windows:
-        given = Encoded(None, decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
-        encoded.append(finish_row(row, given, adapters, tokenizer, engine, limits))
+        given = Encoded(decoder.token_ids, media=(window,), encoder=of_window(window), rules=decoder.rules)
+        encoded.append(finish_row(row, given, adapters, context))
     times = tuple([WindowTimes(each.start_s, each.end_s) for each in windows])
     return EncodedAudioRow(row, prompt, tuple(encoded), times, windows[0].duration_s, prompts.generation, tokenizer)
 
@@ -176,7 +167,7 @@ def _language(encoded: EncodedAudioRow, parts: Sequence[CompletionOutput]) -> st
         return "english"
     if prompt.language is not None:
         return language_name(language_code(prompt.language))
-    token_ids = (*encoded.windows[0].prompt_token_ids, *parts[0].token_ids)
+    token_ids = (*encoded.windows[0].content.token_ids, *parts[0].token_ids)
     code = None if speech is None else detected_language(encoded.generation, token_ids)
     return None if code is None else language_name(code)
 

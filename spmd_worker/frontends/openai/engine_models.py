@@ -1,8 +1,17 @@
 """The models that the rows of an engine may name."""
 
+from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.served_models import ServedModels, check_names
 from spmd_worker.resolved import ResolvedRun
+
+
+def row_context(engine: Engine, base: str | None = None) -> RowContext:
+    """Context of an engine's rows, with its `engine_models`. Logs a warning for tool calls of an unknown format."""
+    chat_format = model_chat_format(engine.config.model, engine.tokenizer)
+    limits, models = engine.config.limits, engine_models(engine, base)
+    return RowContext(engine.tokenizer, engine.limits, limits, chat_format, models)
 
 
 def engine_models(engine: Engine, base: str | None = None) -> ServedModels:

@@ -18,7 +18,7 @@ from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.frontends.openai.row import Echo, EncodedRow, answer_name
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from spmd_worker.replica.sequence.prompt_scores import PromptScores
-from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS
+from spmd_worker.replica.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 
 _LOWEST_LOGPROB: Final = -9999.0
 """Written for minus infinity, which JSON cannot represent; OpenAI's own value for "very unlikely"."""
@@ -35,7 +35,7 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
         if row.echo is not None:
             drop_first_logprob(choice)
         if row.returns_token_ids:
-            choice["prompt_token_ids"] = list(row.prompt_token_ids)
+            choice["prompt_token_ids"] = list(row.content.token_ids)
     return body
 
 
@@ -47,7 +47,7 @@ def echoed(row: EncodedRow, output: RequestOutput) -> RequestOutput:
     if output.prompt_logprobs is not None:
         # The first token has none: `drop_first_logprob` leaves only its text.
         name = row.echo.first_token
-        first = {row.prompt_token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
+        first = {row.content.token_ids[0]: Logprob(0.0, 1, name.text, tuple(name.own_bytes))}
         prompt = _in_text([first if each is None else each for each in output.prompt_logprobs], row.echo.text)
     return replace(output, outputs=[_behind_prompt(each, row.echo, prompt) for each in output.outputs])
 
@@ -95,7 +95,7 @@ def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonOb
     choices = [_complete_chat_choice(completion, row) for completion in output.outputs]
     body = _body("chat.completion", f"chatcmpl-{answer_name(row)}", row, output, choices, model_name)
     if row.returns_token_ids:
-        body["prompt_token_ids"] = list(row.prompt_token_ids)
+        body["prompt_token_ids"] = list(row.content.token_ids)
     return body
 
 
@@ -106,13 +106,13 @@ def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> Js
 
 def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: EncodedRow) -> JsonObject:
     """Choice of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
-    return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
+    return _choice(completion, content, _chat_logprobs(completion, row.sampling))
 
 
 def _complete_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
     answer = ChatAnswer(completion.text)
     if row.reader is not None:
-        answer = row.reader.read(row.reader.marked_text(row.prompt_token_ids, row.sampling).read(completion))
+        answer = row.reader.read(row.reader.marked_text(row.content.token_ids, row.sampling).read(completion))
     message = chat_message(answer, call_ids(row, completion.index))
     if not row.includes_reasoning:
         message.pop("reasoning_content", None)
@@ -253,14 +253,17 @@ def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str,
     return top
 
 
-def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | None:
-    """One record per token, each with the top `num_top` tokens of its position, all for -1."""
+def _chat_logprobs(completion: CompletionOutput, sampling: SamplingParams) -> JsonObject | None:
+    """One record per token, each with the top tokens of its position; of listed ids with all, the sampled first."""
     if completion.logprobs is None:
         return None
     content = []
+    num_top = ALL_LOGPROBS if sampling.logprob_token_ids is not None else sampling.num_top_logprobs
     for position in completion.logprobs:
         sampled, entry = next(iter(position.items()))
-        ranked = sorted(position.items(), key=lambda item: item[1].rank)
+        ranked = list(position.items())
+        if sampling.logprob_token_ids is None:
+            ranked.sort(key=lambda item: item[1].rank)
         # Cut by number: a sampled token as probable as the last of them has the same rank.
         num_shown = len(ranked) if num_top == ALL_LOGPROBS else num_top
         top = [_chat_record(token_id, each) for token_id, each in ranked[:num_shown]]

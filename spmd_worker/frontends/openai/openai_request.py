@@ -80,7 +80,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "moderation": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "logprob_token_ids": (),
     "truncation_side": ("left",),
     "return_tokens_as_token_ids": (False,),
     "return_weight_versions": (False,),
@@ -91,7 +90,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 
 _INSTEAD: Final = {
     "use_beam_search": "a script that calls LLM.beam_search",
-    "logprob_token_ids": "logprobs, a number of alternatives",
     "return_tokens_as_token_ids": "return_token_ids",
     "return_weight_versions": "a script: weight_versions of LLM.generate's outputs",
     "truncation_side": "a text that is cut at its end",
@@ -184,6 +182,7 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
     if is_alone:
         # The minimum of an engine; the token is not part of the answer.
         given["max_tokens"] = 1
+    _set_listed_ids(given, body)
     sampling = sampling_from(defaults, given)
     check_spaces(body, sampling)
     if echo and sampling.logprobs is not None and sampling.prompt_logprobs is None:
@@ -211,6 +210,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
+    _set_listed_ids(given, body)
     sampling = sampling_from(defaults, given)
     check_spaces(body, sampling)
     return Row(
@@ -219,6 +219,21 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         returns_token_ids=optional_flag(body, "return_token_ids"),
         includes_reasoning=optional_flag(body, "include_reasoning", default=True),
     )
+
+
+def _set_listed_ids(given: dict[str, Any], body: Mapping[str, Any]) -> None:
+    """`logprob_token_ids` of a body replace the number of alternatives. Raises InvalidRequestError as vLLM does, for a
+    body that asks for no log-probabilities, and for one that has its prompt echoed.
+    """
+    if not given.get("logprob_token_ids"):
+        return
+    if given.get("logprobs") is None:
+        flag = "true" if "messages" in body else "0"
+        raise InvalidRequestError(f"logprob_token_ids needs logprobs: add logprobs={flag}", "conflicting_keys")
+    if body.get("echo"):
+        message = "logprob_token_ids with echo: a prompt's log-probabilities are of its top tokens: leave one out"
+        raise InvalidRequestError(message, "conflicting_keys")
+    given["logprobs"] = None
 
 
 def _response_format(body: Mapping[str, Any]) -> ChatRequest | None:

@@ -157,7 +157,7 @@ class ChunkWriter:
     def chunks(self, output: RequestOutput) -> list[JsonObject]:
         """Chunks of the new parts of `output`."""
         if self.row.echo is not None:
-            if self.row.sampling.logprobs is not None and output.prompt_logprobs is None:
+            if self.row.sampling.returns_logprobs and output.prompt_logprobs is None:
                 # The prompt's log-probabilities come first, and are complete at the end.
                 return []
             output = echoed(self.row, output)
@@ -180,7 +180,7 @@ class ChunkWriter:
                 if not sent.has_prompt_ids:
                     sent.has_prompt_ids = True
                     holder = chunk if self.row.kind == "chat" else own
-                    holder["prompt_token_ids"] = list(self.row.prompt_token_ids)
+                    holder["prompt_token_ids"] = list(self.row.content.token_ids)
             found += _with_end_apart(chunk)
         return found
 
@@ -220,7 +220,7 @@ class ChunkWriter:
         if sent.has_ended:
             return None
         if sent.text is None or sent.answer is None:
-            sent.text = reader.marked_text(self.row.prompt_token_ids, self.row.sampling)
+            sent.text = reader.marked_text(self.row.content.token_ids, self.row.sampling)
             sent.answer = AnswerStream(reader)
         num_calls, is_end = sent.answer.num_calls, completion.finished()
         new = sent.answer.read(sent.text.read(completion), is_end=is_end)

@@ -3,21 +3,22 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.late_texts import kept_tokens
-from spmd_worker.compat.prompts import Encoded, TextPair, apply_pooling, encode_prompt
+from spmd_worker.compat.prompts import Encoded, PromptReader, TextPair, apply_pooling
+from spmd_worker.compat.text_offsets import text_offsets
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.prompt_ids import encode, encode_with_images, prepare_images
 from spmd_worker.frontends.openai.prompt_values import invalid_request
 from spmd_worker.frontends.openai.row import ReadPrompt, Row, TextPrompt
-from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.token_places import TokenPlaces
 from spmd_worker.frontends.openai.turns import Turns, result_of
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.model_config.late_interaction import INPUT_TYPES
 from spmd_worker.model_config.pooling import PoolingConfig
-from spmd_worker.replica.sequence.media_items import MediaItem
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata, chunks_of
 from spmd_worker.replica.sequence.pooling_params import PoolingParams, pooled_sampling, resolve_pooling
 from spmd_worker.tokenizer.messages import InvalidRequestError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -25,58 +26,46 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: ids and parameters of its texts, or pairs; `pooling`, the model's, says how vectors
-    are compared, `labels` name scores, and `adapter_id` is the number of the row's adapter. `media_items` are the
-    tokens of its images, `media`. `places` are those of a plain row with numbers for each token; None without a
-    tokenizer.
+    """A row that can run: its texts, or pairs, as ids; `pooling`, the model's, says how vectors are compared, and
+    `labels` name scores. `places` are those of a plain row with numbers for each token; None without a tokenizer.
+    `chunks` are parallel to `texts`, with late chunking.
     """
 
     row: Row
     params: PoolingParams
-    texts: tuple[tuple[tuple[int, ...], PoolingParams], ...]
+    texts: tuple[PromptContent, ...]
     are_pairs: bool
     pooling: PoolingConfig | None = None
-    adapter_id: int = 0
-    media: tuple[PreparedMedia, ...] = ()
-    media_items: tuple[MediaItem, ...] = ()
     labels: tuple[str | None, ...] = ()
     places: TokenPlaces | None = None
+    chunks: tuple[LateChunkingMetadata, ...] = ()
 
     @property
     def num_sequences(self) -> int:
         return len(self.texts)
 
+    @property
+    def media(self) -> tuple[PreparedMedia, ...]:
+        return tuple([each for text in self.texts for each in text.media])
+
     def without_media(self) -> "EncodedPooledRow":
-        return replace(self, media=())
+        return replace(self, texts=tuple([replace(each, media=()) for each in self.texts])) if self.media else self
 
 
-def encode_pooled(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedPooledRow:
-    """Encode a row's texts as ids within the limits of `engine`. `media` are its images, prepared before. Raises
-    InvalidRequestError.
-    """
-    return result_of(encode_pooled_in_turns(row, tokenizer, engine, limits, models, media))
+def encode_pooled(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedPooledRow:
+    """Encode a row's texts as ids. `media` are its images, prepared before. Raises InvalidRequestError."""
+    return result_of(encode_pooled_in_turns(row, context, media))
 
 
 def encode_pooled_in_turns(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
+    row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None
 ) -> Turns[EncodedPooledRow]:
     """`encode_pooled`, with a pause after each text."""
+    tokenizer, engine = context.tokenizer, context.engine
     inputs = row.pooling
     assert inputs is not None, "a pooling row"
     with invalid_request(errors=RequestError):
-        adapter_id = models.adapters_of(row).adapter_id
+        adapter_id = context.models.adapters_of(row).adapter_id
         engine.check_runner(inputs.params)
         engine.check_priority(row.priority)
         config = engine.pooling
@@ -91,24 +80,25 @@ def encode_pooled_in_turns(
             # Lazily: the first pair that is too long ends it, before all are built.
             pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
             prompts = pairs if config.encodes_inside else (TextPrompt(pair.first + pair.second) for pair in pairs)
-        texts: list[tuple[tuple[int, ...], PoolingParams]] = []
-        with_images, places, num_of_row = Encoded(None, ()), None, 0
+        texts: list[PromptContent] = []
+        chunks: list[LateChunkingMetadata] = []
+        places, num_of_row = None, 0
         for index, prompt in enumerate(prompts):
             given = inputs.params
             if config.late is not None and inputs.num_firsts:
                 given = replace(given, input_type=INPUT_TYPES[index >= inputs.num_firsts])
-            encoded = _truncated(prompt, tokenizer, engine, given, media)
-            if encoded.media:
-                with_images = encoded
-            engine.check(encoded.token_ids, pooled_sampling(params, config), params, media_items=encoded.media_items)
-            num_tokens, most = len(encoded.token_ids), limits.max_prompt_tokens
-            num_of_row += num_tokens
+            encoded = _truncated(prompt, context, given, media)
+            engine.check(encoded, pooled_sampling(params, config))
+            num_tokens, most = len(encoded.token_ids), context.limits.max_prompt_tokens
+            num_of_row += params.num_vectors(num_tokens)
             engine.check_token_numbers(num_of_row, params)
             if most is not None and num_tokens > most:
                 message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={most}"
                 raise InvalidRequestError(message, "prompt_too_long")
-            assert encoded.pooling is not None, "resolved by apply_pooling"
-            texts.append((encoded.token_ids, encoded.pooling))
+            # The texts, which no answer has, are not kept.
+            encoded.text, encoded.pair = None, None
+            encoded.adapter, encoded.priority = adapter_id, row.priority
+            texts.append(encoded)
             if row.kind == "pooled" and params.is_for_tokens and tokenizer is not None:
                 assert isinstance(prompt, ReadPrompt), prompt
                 most = _max_tokens(inputs.params, engine) if config.encodes_inside else None
@@ -124,10 +114,14 @@ def encode_pooled_in_turns(
                         ).of_tokens(kept)
                     else:
                         places = TokenPlaces.of(prompt, encoded.token_ids, tokenizer, config.text, most)
+            if params.late_chunking_params is not None:
+                offsets, most = None, num_tokens if config.encodes_inside else None
+                if isinstance(prompt, TextPrompt) and not prompt.images and tokenizer is not None:
+                    offsets = text_offsets(prompt.text, encoded.token_ids, tokenizer, config.text, most)
+                chunks.append(chunks_of(params.late_chunking_params, num_tokens, offsets))
             yield
-        images = (with_images.media, with_images.media_items)
-        compared = (are_pairs, config)
-        return EncodedPooledRow(row, params, tuple(texts), *compared, adapter_id, *images, config.labels, places)
+        named = (config.labels, places, tuple(chunks))
+        return EncodedPooledRow(row, params, tuple(texts), are_pairs, config, *named)
 
 
 def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:
@@ -137,13 +131,10 @@ def _max_tokens(params: PoolingParams, engine: RequestLimits) -> int | None:
 
 
 def _truncated(
-    prompt: ReadPrompt | TextPair,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    params: PoolingParams,
-    media: Sequence[PreparedMedia] | None,
+    prompt: ReadPrompt | TextPair, context: RowContext, params: PoolingParams, media: Sequence[PreparedMedia] | None
 ) -> Encoded:
     """Encode a prompt, truncated like `apply_pooling`."""
+    tokenizer, engine = context.tokenizer, context.engine
 
     def need_tokenizer() -> Tokenizer:
         assert tokenizer is not None, "text needs a tokenizer"
@@ -157,19 +148,18 @@ def _truncated(
         if tokenizer is None:
             raise InvalidRequestError("the model folder has no tokenizer.json: give ids", "tokenizer_missing")
         check_text(prompt.first, prompt.second)
-        encoded = encode_prompt(prompt, need_tokenizer)
+        encoded = PromptReader(need_tokenizer).encode(prompt)
     elif prompt.images:
         is_truncated = params.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, made = encode_with_images(*given, is_truncated=is_truncated)
-        encoded = Encoded(
-            text if isinstance(prompt, TextPrompt) else None, made.token_ids, media=made.media, media_items=made.items
-        )
+        encoded = Encoded(made.token_ids, text, media=made.media, media_items=made.items)
     else:
         text, token_ids = encode(prompt, tokenizer, check_text)
-        # The text of a chat template is truncated as ids: its special tokens are part of the text.
-        encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
+        encoded = Encoded(token_ids, text)
+    # The text of a chat template is truncated as ids: its special tokens are part of the text.
+    encoded.text = encoded.text if isinstance(prompt, TextPrompt) else None
     with invalid_request():
         apply_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     if encoded.error is not None:

@@ -7,6 +7,7 @@ unique digits.
 
 import base64
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -64,7 +65,13 @@ def _of_tokens(encoded: EncodedPooledRow, output: RequestOutput) -> JsonObject:
         **(labels if encoded.params.task == "token_classify" else {}),
         "tokens": None if places is None else places.tokens,
         "offsets": None if places is None else places.offsets,
+        **_of_chunks(encoded, 0),
     }
+
+
+def _of_chunks(encoded: EncodedPooledRow, index: int) -> JsonObject:
+    """vLLM's record of a text's late chunks, by its key."""
+    return {"late_chunking": asdict(encoded.chunks[index])} if encoded.chunks else {}
 
 
 def _numbers(output: RequestOutput) -> Numbers:
@@ -108,7 +115,10 @@ def _entries(
         return [_class(index, output, encoded.labels, format_vector) for index, output in enumerate(outputs)]
     vectors = [_vector(output, inputs, format_vector) for output in outputs]
     if kind == "pooling":
-        return [{"index": index, "object": "pooling", "data": vector} for index, vector in enumerate(vectors)]
+        return [
+            {"index": index, "object": "pooling", "data": vector, **_of_chunks(encoded, index)}
+            for index, vector in enumerate(vectors)
+        ]
     return [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
 
 

@@ -30,8 +30,8 @@ PLAIN_TASKS: Final = ("embed", "classify", "reward", *TOKEN_TASKS)
 """Keys of plain rows that contain the text to pool."""
 
 _PARAM_KEYS: Final = ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens")
-_TYPED_KEYS: Final = (*_PARAM_KEYS, "input_type")
-"""Those of rows whose texts may be queries or documents."""
+_TYPED_KEYS: Final = (*_PARAM_KEYS, "input_type", "late_chunking_params")
+"""Those of rows whose texts may be queries or documents, or have vectors of chunks."""
 _COMMON_KEYS: Final = ("model", "user", "metadata", "request_id", PRIORITY_KEY)
 _CHAT_KEYS: Final = ("messages", *TEMPLATE_KEYS)
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -17,10 +17,10 @@ from spmd_worker.tokenizer.messages import (
     InvalidRequestError,
     MediumName,
     checked_content,
+    checked_message,
     checked_video,
     media_of_parts,
     optional_flag,
-    with_parsed_arguments,
 )
 from spmd_worker.tokenizer.video_parts import VideoPart, is_open
 
@@ -331,6 +331,9 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
         if key != "seed" and isinstance(value, int) and abs(value) > _MAX_INTEGER:
             raise InvalidRequestError(f"{key}={shown(value)} must be at most {_MAX_INTEGER}")
     check_num_logprobs("logprobs", overrides.get("logprobs"))
+    if overrides.get("logprob_token_ids"):
+        # These replace a default number.
+        overrides.setdefault("logprobs", None)
     if all(overrides.get(key) is None for key in _SCORE_KEYS):
         check_num_logprobs("prompt_logprobs", overrides.get("prompt_logprobs"))
     with invalid_request():
@@ -340,15 +343,7 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
 def _message(index: int, value: Any, images: list[Any]) -> dict[str, Any]:
     """A message in the format of chat templates, without keys that are null."""
     name = f"messages[{index}]"
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{name}={shown(value)} must be an object with role and content")
-    if not isinstance(value.get("role"), str) or not value["role"]:
-        raise InvalidRequestError(f"{name}.role={shown(value.get('role'))} must be a string such as 'user'")
-    message = {key: item for key, item in value.items() if item is not None}
-    # Clients send an answer that was only reasoning back without anything.
-    if len(message) == 1 and message["role"] != "assistant":
-        raise InvalidRequestError(f"{name} has no content")
-    message = with_parsed_arguments(name, message)
+    message = {key: item for key, item in checked_message(name, value).items() if item is not None}
     if "content" in message:
         message["content"] = checked_content(f"{name}.content", message["content"], images)
     return message

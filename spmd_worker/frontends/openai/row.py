@@ -5,7 +5,7 @@ line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writ
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from spmd_worker.chat.answer_reader import AnswerReader
@@ -13,12 +13,9 @@ from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.compat.image_prompts import media_digest, num_media_bytes
 from spmd_worker.frontends.openai.transcript import ResponseFormat, Task
 from spmd_worker.media.audio_prepared import PreparedAudio
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.media.sent_audio import PreparedMedia
-from spmd_worker.replica.sequence.encoder_input import EncoderInput
-from spmd_worker.replica.sequence.input_rows import PromptRows
-from spmd_worker.replica.sequence.media_items import MediaItem
 from spmd_worker.replica.sequence.pooling_params import PoolingParams
-from spmd_worker.replica.sequence.prompt_adapter_request import VirtualTokens
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.continued_message import continued_text
 from spmd_worker.tokenizer.messages import MediumName
@@ -182,36 +179,32 @@ class EncodedRow:
     """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
     number.
 
-    `prompt` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool calls
-    and reasoning in the answers of a chat; None if they are only content. `adapter_id` is the number of the adapter and
-    `virtual` are the tokens of the prompt adapter (`ServedModels`), `adapter` and `prompt_adapter` their names in a
-    plain row. The ids are placeholders of `rows` of embeddings, if there are. `media_items` are the tokens of its
-    images, `media`. `encoder` and `encoder_text` are as in `Encoded`, `request_id` and `includes_reasoning` are the
-    row's.
+    `content.text` is the text that was encoded (a chat after its template), None for token ids. `reader` parses tool
+    calls and reasoning in the answers of a chat; None if they are only content. `adapter` and `prompt_adapter` are the
+    names of its adapters in a plain row, `request_id` and `includes_reasoning` are the row's.
     """
 
     index: int
     custom_id: str | None
     kind: RowKind
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    content: PromptContent
     sampling: SamplingParams
     model: str | None = None
     reader: AnswerReader | None = None
     echo: Echo | None = None
     returns_token_ids: bool = False
-    adapter_id: int = 0
     adapter: str | None = None
-    rows: PromptRows | None = None
-    virtual: VirtualTokens | None = None
     prompt_adapter: str | None = None
-    media: tuple[PreparedMedia, ...] = ()
-    media_items: tuple[MediaItem, ...] = ()
-    encoder: EncoderInput | None = None
-    encoder_text: str | None = None
-    priority: int = 0
     request_id: str | None = None
     includes_reasoning: bool = True
+
+    @property
+    def media(self) -> tuple[PreparedMedia, ...]:
+        return self.content.media
+
+    def without_media(self) -> "EncodedRow":
+        """The row without the embeddings and the images, which the engine holds."""
+        return replace(self, content=replace(self.content, rows=None, media=()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Encodes a Row within the limits of an engine; any error becomes a RowError, never an exception."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spmd_worker.base.config.schema import RowLimits
@@ -41,90 +41,79 @@ _NO_FORMAT: Final = ChatFormat()
 _MAX_TOKENS_KEY: Final = "limits.max_prompt_tokens"
 
 
-def resolve(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits = _DEFAULT_LIMITS,
-    chat_format: ChatFormat = _NO_FORMAT,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedRow | RowError:
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """All that rows are encoded with: the limits of an engine and of rows, the model's tokenizer and format of tool
+    calls and reasoning, and the names that rows may give.
+    """
+
+    tokenizer: Tokenizer | None
+    engine: RequestLimits
+    limits: RowLimits = _DEFAULT_LIMITS
+    chat_format: ChatFormat = _NO_FORMAT
+    models: ServedModels = ANY_MODEL
+
+
+def resolve(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedRow | RowError:
     """`encode_row`, with an error row for a row that cannot run."""
     try:
-        return encode_row(row, tokenizer, engine, limits, chat_format, models, media)
+        return encode_row(row, context, media)
     except InvalidRequestError as error:
         return row_error(row, error.code, str(error))
 
 
 @invalid_request(errors=RequestError)
-def encode_row(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    chat_format: ChatFormat,
-    models: ServedModels = ANY_MODEL,
-    media: Sequence[PreparedMedia] | None = None,
-) -> EncodedRow:
-    """Encode the row's prompt and make its limits concrete: a request within the limits of `engine`. Raises
+def encode_row(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None = None) -> EncodedRow:
+    """Encode the row's prompt and make its limits concrete: a request within the limits of the engine. Raises
     InvalidRequestError.
 
     `max_tokens` becomes the row's value or the rest of the engine's `max_model_len`, whichever is less; without a value
-    at most `limits.max_tokens`. `chat_format` is the model's format of tool calls and reasoning. `media` are the row's
-    images, prepared before; None: they are prepared here.
+    at most `limits.max_tokens`. `media` are the row's images, prepared before; None: they are prepared here.
     """
-    adapters = models.adapters_of(row)
-    engine.check_runner(None)
+    adapters = context.models.adapters_of(row)
+    context.engine.check_runner(None)
     if row.request is not None:
-        check_takes_tools(row.request, chat_format)
-    check_text = text_check(row, tokenizer, engine, limits)
-    if engine.encoder_prompts is not None:
-        given = _read_for_encoder(row, tokenizer, engine.encoder_prompts, check_text)
-    else:
-        given = _read(row, tokenizer, engine, check_text, media)
-    return finish_row(row, given, adapters, tokenizer, engine, limits, chat_format)
+        check_takes_tools(row.request, context.chat_format)
+    prompts = context.engine.encoder_prompts
+    given = _read(row, context, media) if prompts is None else _read_for_encoder(row, context, prompts)
+    return finish_row(row, given, adapters, context)
 
 
-def text_check(row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits) -> CheckText:
+def text_check(row: Row, context: RowContext) -> CheckText:
     """The check of a row's text, before it is encoded."""
 
     def check_text(text: str) -> None:
-        if tokenizer is not None:
+        if context.tokenizer is not None:
             is_cut = row.sampling.truncate_prompt_tokens is not None
-            most = None if is_cut else limits.max_prompt_tokens
-            engine.check_text(tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
+            most = None if is_cut else context.limits.max_prompt_tokens
+            context.engine.check_text(context.tokenizer, text, is_cut=is_cut, most=most, key=_MAX_TOKENS_KEY)
 
     return check_text
 
 
-def _read(
-    row: Row,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    check_text: CheckText,
-    media: Sequence[PreparedMedia] | None,
-) -> Encoded:
+def _read(row: Row, context: RowContext, media: Sequence[PreparedMedia] | None) -> Encoded:
     """The prompt of a decoder alone."""
-    prompt = row.prompt
+    prompt, tokenizer, engine, check_text = row.prompt, context.tokenizer, context.engine, text_check(row, context)
     if isinstance(prompt, EncoderPrompt | AudioPrompt):
         kind = "audio" if isinstance(prompt, AudioPrompt) else "encoder_prompt, decoder_prompt or language"
         message = f"this model has no encoder: give a prompt, and no {kind}"
         raise InvalidRequestError(message, "encoder_unsupported")
     if isinstance(prompt, EmbedsPrompt):
         rows = _read_rows(row, prompt, engine)
-        return Encoded(None, (PLACEHOLDER,) * rows.num_rows, rows=rows)
+        return Encoded((PLACEHOLDER,) * rows.num_rows, rows=rows)
     if prompt.images:
         is_truncated = row.sampling.truncate_prompt_tokens is not None
         images = prepare_images(prompt, engine, is_truncated=is_truncated) if media is None else tuple(media)
         given = (prompt, images, tokenizer, engine, check_text)
         text, made = encode_with_images(*given, is_truncated=is_truncated)
-        return Encoded(text, made.token_ids, media=made.media, media_items=made.items)
-    return Encoded(*encode(prompt, tokenizer, check_text))
+        return Encoded(made.token_ids, text, media=made.media, media_items=made.items)
+    text, token_ids = encode(prompt, tokenizer, check_text)
+    return Encoded(token_ids, text)
 
 
-def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPrompts, check_text: CheckText) -> Encoded:
+def _read_for_encoder(row: Row, context: RowContext, prompts: EncoderPrompts) -> Encoded:
     """The text of an encoder, and the prompt of the decoder."""
+    tokenizer, check_text = context.tokenizer, text_check(row, context)
     if row.sampling.truncate_prompt_tokens is not None:
         raise InvalidRequestError(NO_TRUNCATION, "conflicting_keys")
     if isinstance(row.prompt, ChatPrompt):
@@ -144,30 +133,22 @@ def _read_for_encoder(row: Row, tokenizer: Tokenizer | None, prompts: EncoderPro
         else:
             text, token_ids = encode(given.decoder, tokenizer, check_text, adds_special_tokens=False)
             made = prompts.decoder_of(token_ids)
-    return Encoded(text, made.token_ids, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
+    return Encoded(made.token_ids, text, encoder=encoder, encoder_text=encoder_text, rules=made.rules)
 
 
 @invalid_request(errors=RequestError)
-def finish_row(
-    row: Row,
-    given: Encoded,
-    adapters: RowAdapters,
-    tokenizer: Tokenizer | None,
-    engine: RequestLimits,
-    limits: RowLimits,
-    chat_format: ChatFormat = _NO_FORMAT,
-) -> EncodedRow:
+def finish_row(row: Row, given: Encoded, adapters: RowAdapters, context: RowContext) -> EncodedRow:
     """A row with its prompt, `given`, and concrete limits. Raises InvalidRequestError."""
-    adapter_id, virtual = adapters
-    num_virtual = 0 if virtual is None else virtual.num_tokens
-    text, rows = given.text, given.rows
-    token_ids = tuple(engine.truncate(given.token_ids, row.sampling, rows, num_virtual))
+    tokenizer, engine, limits, chat_format = context.tokenizer, context.engine, context.limits, context.chat_format
+    given.adapter, given.virtual = adapters
+    given.priority, text = row.priority, given.text
+    given.token_ids = token_ids = engine.truncate(given, row.sampling)
     engine.check_priority(row.priority)
     own = constrained_sampling(row, text, tokenizer, chat_format)
     with invalid_request():
         sampling = given.completed(own, RuledParams())
     try:
-        engine.check(token_ids, sampling, None, rows, num_virtual, given.media_items, given.encoder)
+        engine.check(given, sampling)
     except RequestError as error:
         raise InvalidRequestError(error_message(row, error), error.code) from None
     echo = _echo(row, text, token_ids, tokenizer)
@@ -176,7 +157,7 @@ def finish_row(
         message = f"the prompt has {num_tokens} tokens, more than {_MAX_TOKENS_KEY}={limits.max_prompt_tokens}"
         raise InvalidRequestError(message, "prompt_too_long")
     # A prompt that is only scored may fill the length: its one token is not computed.
-    num_left = max(engine.max_model_len - num_virtual - len(token_ids), 1)
+    num_left = max(engine.max_model_len - given.num_virtual_tokens - len(token_ids), 1)
     if limits.max_tokens is not None:
         num_left = min(num_left, limits.max_tokens)
     if sampling.min_tokens > num_left:
@@ -191,19 +172,11 @@ def finish_row(
         resolve_params(sampling, tokenizer, engine.vocab_size)
     reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(
-        *(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader),
+        *(row.index, row.custom_id, row.kind, given, sampling, row.model, reader),
         echo=echo,
         returns_token_ids=row.returns_token_ids,
-        adapter_id=adapter_id,
         adapter=row.adapter,
-        rows=rows,
-        virtual=virtual,
         prompt_adapter=row.prompt_adapter,
-        media=given.media,
-        media_items=given.media_items,
-        encoder=given.encoder,
-        encoder_text=given.encoder_text,
-        priority=row.priority,
         request_id=row.request_id,
         includes_reasoning=row.includes_reasoning,
     )

@@ -10,9 +10,9 @@ from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.pooled_row import encode_pooled
 from spmd_worker.frontends.openai.pooling_body import pooled_line
 from spmd_worker.frontends.openai.row import ImagesOfRow, Row, row_error
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, RowOutputs
 from spmd_worker.frontends.openai.row_writer import RowAnswer, error_code_of, error_result, format_error
-from spmd_worker.frontends.openai.served_models import ServedModels
 from spmd_worker.media.sent_audio import PreparedMedia
 from spmd_worker.replica.sequence.outputs import RequestOutput
 from spmd_worker.replica.sequence.pooling_params import pooled_sampling
@@ -29,10 +29,7 @@ def _admit_pooled(engine: Engine, encoded: Any) -> list[RequestId]:
     config = engine.limits.pooling
     assert config is not None, "checked by encode_pooled"
     sampling, index = pooled_sampling(encoded.params, config), encoded.row.index
-    # Only a row of one prompt has images.
-    images: dict[str, Any] = {"media": encoded.media, "media_items": encoded.media_items} if encoded.media else {}
-    common = {"index": index, "adapter": encoded.adapter_id, "priority": encoded.row.priority, **images}
-    return [engine.requests.admit(ids, sampling, pooling=params, **common) for ids, params in encoded.texts]
+    return [engine.requests.admit(each, sampling, index=index) for each in encoded.texts]
 
 
 def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
@@ -40,19 +37,9 @@ def _admit_audio(engine: Engine, encoded: Any) -> list[RequestId]:
     ids = []
     for number, window in enumerate(encoded.windows):
         name = window.custom_id
-        ids.append(
-            engine.requests.admit(
-                window.prompt_token_ids,
-                window.sampling,
-                custom_id=f"{name}#{number}" if name is not None and number else name,
-                index=window.index,
-                call=number,
-                adapter=window.adapter_id,
-                media=window.media,
-                encoder=window.encoder,
-                priority=window.priority,
-            )
-        )
+        name = f"{name}#{number}" if name is not None and number else name
+        given = (window.content, window.sampling)
+        ids.append(engine.requests.admit(*given, custom_id=name, index=window.index, call=number))
     return ids
 
 
@@ -70,8 +57,8 @@ class _SplitRow:
 class SplitRows:
     """Part of `RowRunner` for rows of several requests."""
 
-    def __init__(self, engine: Engine, models: ServedModels) -> None:
-        self._engine, self._models = engine, models
+    def __init__(self, engine: Engine, context: RowContext) -> None:
+        self._engine, self._context = engine, context
         self._rows: dict[RequestId, _SplitRow] = {}
         self.num_rows = self.num_sequences = self.num_media_bytes = 0
         """Rows that are not answered yet, their texts and samples, and bytes of their prepared images and audio."""
@@ -88,13 +75,12 @@ class SplitRows:
         """Queue a row's requests for the next step; returns the answer of one that cannot run. `media` are its images,
         or the windows of its audio.
         """
-        engine = self._engine
         encode = encode_pooled if row.pooling is not None else encode_audio
         try:
-            encoded = encode(row, engine.tokenizer, engine.limits, engine.config.limits, self._models, media)
+            encoded = encode(row, self._context, media)
         except InvalidRequestError as error:
             return error_result(row_error(row, error.code, str(error)))
-        ids, images = admit_split(engine, encoded), ImagesOfRow.of(encoded.media)
+        ids, images = admit_split(self._engine, encoded), ImagesOfRow.of(encoded.media)
         num_sequences = encoded.num_sequences // len(ids)
         # The engine holds the images and the audio.
         self._rows |= dict.fromkeys(ids, _SplitRow(encoded.without_media(), ids, images, num_sequences))
@@ -120,9 +106,9 @@ class SplitRows:
             code = error_code_of(failed)
             line = format_error(row_error(encoded.row, code, str(failed.error)))
         elif isinstance(encoded, EncodedAudioRow):
-            line = audio_line(encoded, output.outputs, self._models.base)
+            line = audio_line(encoded, output.outputs, self._context.models.base)
         else:
-            line = pooled_line(encoded, output.outputs, self._models.base)
+            line = pooled_line(encoded, output.outputs, self._context.models.base)
         return RowAnswer(
             encoded.row.index,
             line,

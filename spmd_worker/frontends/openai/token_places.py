@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmd_worker.compat.late_texts import encode_late_text
+from spmd_worker.compat.text_offsets import text_offsets
 from spmd_worker.frontends.openai.row import ReadPrompt, TextPrompt
 from spmd_worker.model_config.late_interaction import LateInteraction
 from spmd_worker.model_config.sentence_folder import TextTransform
@@ -28,19 +29,11 @@ class TokenPlaces:
         form: TextTransform,
         max_tokens: int | None,
     ) -> "TokenPlaces":
-        """Places of a prompt's `token_ids`. Its text is encoded once more, as the folder's `form` says, to at most
-        `max_tokens`; None for all.
-        """
+        """Places of a prompt's `token_ids` (`text_offsets`)."""
         tokens = tuple([tokenizer.token(token_id) for token_id in token_ids])
-        if not isinstance(prompt, TextPrompt) or prompt.images or form.message_format:
+        if not isinstance(prompt, TextPrompt) or prompt.images:
             return TokenPlaces(tokens, None)
-        num_before = len(form.prompt)
-        ids, offsets = tokenizer.encode_with_offsets(form.prompt + prompt.text, max_tokens)
-        # Decoders keep the last tokens.
-        if not token_ids or tuple(ids[-len(token_ids) :]) != token_ids:
-            return TokenPlaces(tokens, None)
-        places = [(max(0, start - num_before), max(0, end - num_before)) for start, end in offsets[-len(token_ids) :]]
-        return TokenPlaces(tokens, tuple(places))
+        return TokenPlaces(tokens, text_offsets(prompt.text, token_ids, tokenizer, form, max_tokens))
 
     @staticmethod
     def of_late(

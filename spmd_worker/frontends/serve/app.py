@@ -91,7 +91,8 @@ class ServerApp:
     def __init__(
         self, exchange: RequestExchange, reader: RequestReader, roots: Mapping[str, str], api_key: str, reader_s: float
     ) -> None:
-        self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, reader.models.base, reader_s
+        self.exchange, self.reader, self.reader_s = exchange, reader, reader_s
+        self.model_name = reader.context.models.base
         self._roots = dict(roots)
         self.num_answered = self.num_aborted = 0
         self._errors: dict[int, int] = collections.Counter()
@@ -188,7 +189,7 @@ class ServerApp:
             "owned_by": "spmd-worker",
             "root": self._roots[name],
             "parent": None if name == self.model_name else self.model_name,
-            "max_model_len": self.reader.engine_limits.max_model_len,
+            "max_model_len": self.reader.context.engine.max_model_len,
         }
 
     async def health(self, request: "Request") -> AsgiApp:
@@ -261,7 +262,7 @@ class ServerApp:
 
     async def _body(self, request: "Request", held: contextlib.AsyncExitStack) -> bytes:
         """The request's body. A large one holds one of `_MAX_LARGE` slots until `held` ends."""
-        most = self.reader.limits.num_line_bytes
+        most = self.reader.context.limits.num_line_bytes
         too_long = InvalidRequestError(f"the body is longer than limits.max_line_bytes={most}", "line_too_long")
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":

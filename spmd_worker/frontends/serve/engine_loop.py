@@ -96,29 +96,19 @@ class EngineLoop:
         else:
             try:
                 request_id = self._engine.requests.admit(
-                    row.prompt_token_ids,
-                    row.sampling,
-                    prompt=row.prompt,
-                    custom_id=row.custom_id,
-                    index=row.index,
-                    adapter=row.adapter_id,
-                    rows=row.rows,
-                    virtual=row.virtual,
-                    media=row.media,
-                    media_items=row.media_items,
-                    encoder=row.encoder,
-                    encoder_text=row.encoder_text,
-                    priority=row.priority,
+                    row.content, row.sampling, custom_id=row.custom_id, index=row.index
                 )
             except ValueError as error:
                 # Errors that only the engine detects, such as a bad word that is not a token.
-                rejected = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
+                rejected = RequestOutput(
+                    "", row.content.text, list(row.content.token_ids), finished=True, error=str(error)
+                )
                 self._exchange.give([(request, rejected)])
                 return
             ids = [request_id]
             if request.is_streamed:
                 self._partials[request_id] = PartialOutputs(
-                    RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer, row.encoder_text
+                    *(RequestOutputKind.CUMULATIVE, row.content.text, self._engine.tokenizer, row.content.encoder_text)
                 )
         self._holds_media = self._holds_media or bool(row.media)
         self._ids[request], self._outputs[request] = ids, {}

@@ -192,5 +192,5 @@ def _wake(requests: list[OpenRequest]) -> None:
 
 def _failed(request: OpenRequest, reason: str) -> RequestOutput:
     row = request.row
-    prompt, token_ids = (row.prompt, list(row.prompt_token_ids)) if isinstance(row, EncodedRow) else (None, [])
+    prompt, token_ids = (row.content.text, list(row.content.token_ids)) if isinstance(row, EncodedRow) else (None, [])
     return RequestOutput("", prompt, token_ids, finished=True, error=reason, error_code=FAILED)

@@ -7,16 +7,14 @@ never used: the answer does not depend on other clients.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Final
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.files import JsonError, parse_json_object
-from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.compat.image_prompts import num_media_bytes
-from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.audio_request import AUDIO_TASKS
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio
 from spmd_worker.frontends.openai.openai_request import COMPLETIONS_URL, IGNORED_KEYS
@@ -24,16 +22,14 @@ from spmd_worker.frontends.openai.pooled_row import encode_pooled_in_turns
 from spmd_worker.frontends.openai.pooling_request import MAX_INPUTS
 from spmd_worker.frontends.openai.prompt_values import SPACES_KEY, check_keys
 from spmd_worker.frontends.openai.row import EncodedRow
-from spmd_worker.frontends.openai.row_encoding import encode_row
+from spmd_worker.frontends.openai.row_encoding import RowContext, encode_row
 from spmd_worker.frontends.openai.row_outputs import EncodedSplitRow, is_split
 from spmd_worker.frontends.openai.row_parser import parse_fields
-from spmd_worker.frontends.openai.served_models import ANY_MODEL, ServedModels
 from spmd_worker.frontends.openai.turns import Turns, result_of
 from spmd_worker.frontends.serve.audio_form import body_of_form
 from spmd_worker.frontends.serve.multipart import is_multipart, read_form
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
-from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _STREAM_KEYS: Final = ("stream", "stream_options")
 _STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -88,11 +84,7 @@ class RequestReader:
     """Parser of an engine's requests. Any thread may use it."""
 
     defaults: SamplingParams
-    limits: RowLimits
-    engine_limits: RequestLimits
-    tokenizer: Tokenizer | None
-    chat_format: ChatFormat = field(default_factory=ChatFormat)
-    models: ServedModels = ANY_MODEL
+    context: RowContext
 
     def read(self, index: int, url: str, data: bytes, custom_id: str | None, content_type: str = "") -> ServedRow:
         """Parse a body; `custom_id` is the header's, `index` the request's number. A request of audio may be a form
@@ -105,7 +97,7 @@ class RequestReader:
     ) -> Turns[ServedRow]:
         """`read`, with a pause after each of several texts."""
         is_form = url in AUDIO_TASKS and is_multipart(content_type)
-        body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.limits)
+        body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.context.limits)
         stream = _stream_of(body)
         fields = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
         prompts = _prompts(url, fields)
@@ -132,15 +124,14 @@ class RequestReader:
     ) -> Turns[EncodedRow | EncodedSplitRow]:
         # Content is named only for what can run: rejected bodies may have megabytes.
         line = {"custom_id": custom_id or _UNNAMED, "method": "POST", "url": url, "body": fields}
-        row = parse_fields(index, line, self.defaults, self.limits)
+        row = parse_fields(index, line, self.defaults, self.context.limits)
         if is_split(row):
             if is_streamed:
                 message = "vectors, scores and transcripts cannot be streamed: leave out stream"
                 raise InvalidRequestError(message, "unsupported_value")
-            given = (row, self.tokenizer, self.engine_limits, self.limits, self.models)
             if row.pooling is not None:
-                return (yield from encode_pooled_in_turns(*given))
-            return encode_audio(*given).named(content_name(url, fields) if custom_id is None else custom_id)
+                return (yield from encode_pooled_in_turns(row, self.context))
+            return encode_audio(row, self.context).named(content_name(url, fields) if custom_id is None else custom_id)
         # With echo and logprobs those of the prompt are in the choices.
         is_echoed = row.echo is not None and fields.get("prompt_logprobs") is None
         for name in ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "return_routed_experts"):
@@ -149,7 +140,7 @@ class RequestReader:
             if is_streamed and is_asked and not (is_echoed and name == "prompt_logprobs"):
                 message = f"{name} cannot be streamed: leave out stream or {name}"
                 raise InvalidRequestError(message, "unsupported_value")
-        encoded = encode_row(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format, self.models)
+        encoded = encode_row(row, self.context)
         return replace(encoded, custom_id=content_name(url, fields) if custom_id is None else custom_id)
 
 

@@ -11,10 +11,9 @@ from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.remote_names import shown_name
-from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import read_run, start_engine
-from spmd_worker.frontends.openai.engine_models import engine_models, own_names
+from spmd_worker.frontends.openai.engine_models import own_names, row_context
 from spmd_worker.frontends.serve.app import ServerApp
 from spmd_worker.frontends.serve.engine_loop import EngineLoop
 from spmd_worker.frontends.serve.exchange import RequestExchange
@@ -81,9 +80,8 @@ def answer_clients(engine: Engine, watchdog: Watchdog, exchange: RequestExchange
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
     exchange.max_sequences = engine.max_num_seqs + config.serve.max_queued
-    chat_format = model_chat_format(config.model, engine.tokenizer)
-    models = engine_models(engine)
-    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format, models)
+    context = row_context(engine)
+    reader, models = RequestReader(engine.default_sampling, context), context.models
     folders = {**(config.model.adapters or {}), **(config.model.prompt_adapters or {})}
     roots = {models.base: shown_name(config.model.path or models.base), **folders}
     app = ServerApp(exchange, reader, roots, listener.api_key, config.serve.reader_timeout_s)

@@ -26,10 +26,10 @@ _KEYS: Final = ("model", "prompt", *_CHAT_KEYS, *_FLAGS)
 
 def answer_tokens(reader: RequestReader, url: str, data: bytes) -> JsonObject:
     """Body of the response to a request at either path. Any thread may call it. Raises InvalidRequestError."""
-    body = parse_body(data, reader.limits)
-    if reader.tokenizer is None:
+    body = parse_body(data, reader.context.limits)
+    if reader.context.tokenizer is None:
         raise InvalidRequestError("the model folder has no tokenizer.json", "tokenizer_missing")
-    return (_tokenized if url == TOKENIZE_URL else _detokenized)(reader, reader.tokenizer, body)
+    return (_tokenized if url == TOKENIZE_URL else _detokenized)(reader, reader.context.tokenizer, body)
 
 
 def _tokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str, Any]) -> JsonObject:
@@ -45,7 +45,7 @@ def _tokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str, A
     _, token_ids = encode(prompt, tokenizer, _check_length, adds)
     return {
         "count": len(token_ids),
-        "max_model_len": reader.engine_limits.max_model_len,
+        "max_model_len": reader.context.engine.max_model_len,
         "tokens": list(token_ids),
         "token_strs": [tokenizer.token(each) or "" for each in token_ids] if shows_strings else None,
     }
@@ -58,7 +58,7 @@ def _detokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str,
     token_ids = tokens_prompt("tokens", body.get("tokens")).token_ids
     if len(token_ids) > MAX_CHARACTERS:
         raise InvalidRequestError(f"tokens has {len(token_ids)} ids, more than {MAX_CHARACTERS}", "limit_exceeded")
-    size = max(reader.engine_limits.vocab_size, tokenizer.vocab_size)
+    size = max(reader.context.engine.vocab_size, tokenizer.vocab_size)
     if min(token_ids) < 0 or max(token_ids) >= size:
         message = f"tokens contains an id outside the vocabulary of {size} tokens"
         raise InvalidRequestError(message, "token_out_of_vocabulary")
@@ -69,7 +69,7 @@ def _conversation(reader: RequestReader, body: Mapping[str, Any]) -> ChatPrompt:
     """The prompt of a chat body, parsed by the same code."""
     chat = {key: body[key] for key in _CHAT_KEYS if key in body}
     fields = {"custom_id": "tokens", "method": "POST", "url": CHAT_URL, "body": chat}
-    row = parse_fields(0, fields, reader.defaults, reader.limits)
+    row = parse_fields(0, fields, reader.defaults, reader.context.limits)
     assert isinstance(row.prompt, ChatPrompt), "of a chat body"
     if row.prompt.images:
         what = "images" if row.prompt.media[0] == "image" else "recordings"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.adapters.source import AdapterModule, AdapterSource
+from spmd_worker.model.adapters.source import AdapterModule, AdapterSource, raise_problems
 from spmd_worker.model.layers.weight_slice import WeightSlice, volume
 from spmd_worker.model.weights.checkpoint_names import CheckpointNames
 
@@ -21,9 +21,9 @@ def module_sizes(names: CheckpointNames, shapes: Mapping[str, Sequence[int]]) ->
         if names.layer_of_expert(name) is None:
             continue
         stack = names.expert_stack(name)
-        if stack is None:
+        if stack is None and name.endswith(".weight"):
             found[name.removesuffix(".weight")] = (shape[0], shape[1])
-        elif len(shape) == 3:
+        elif stack is not None and len(shape) == 3:
             rows, columns = shape[:0:-1] if stack.is_transposed else shape[1:]
             found |= {f"{name}.{expert}": (rows, columns) for expert in range(shape[0])}
     return found
@@ -43,19 +43,26 @@ def by_expert(source: AdapterSource, names: CheckpointNames, shapes: Mapping[str
     stays, for the caller's error. `shapes` are those of the checkpoint's tensors.
 
     PEFT knows which dimension of a stack has inputs from its class, but not for each class and in each release: if
-    sizes are those of matrices the other way round, the adapter is turned.
+    sizes are those of matrices the other way round, the adapter is turned, and with it its stacks of square matrices,
+    whose sizes do not tell. Raises AdapterError if a stack and a module have matrices of the same expert.
     """
-    if not any(each.num_experts for each in source.modules.values()):
+    stacks = {name: module for name, module in source.modules.items() if module.num_experts}
+    if not stacks:
         return source
-    modules: dict[str, AdapterModule] = {}
     sizes = module_sizes(names, shapes)
-    for name, module in source.modules.items():
-        found = {name: module}
-        if module.num_experts:
-            found = _experts(name, module, names)
-            turned = found if _fits(found, sizes) else _experts(name, module.turned(), names)
-            found = turned if _fits(turned, sizes) else found
-        modules |= found
+    found = {name: _experts(name, module, names) for name, module in stacks.items()}
+    others = [name for name in stacks if not _fits(found[name], sizes)]
+    turned = {name: _experts(name, stacks[name].turned(), names) for name in others}
+    turned = {name: experts for name, experts in turned.items() if _fits(experts, sizes)}
+    if turned:
+        square = [name for name, module in stacks.items() if len(module.b) == module.a.shape[1]]
+        turned |= {name: _experts(name, stacks[name].turned(), names) for name in square}
+    modules = {name: module for name, module in source.modules.items() if name not in stacks}
+    problems: list[str] = []
+    for given, experts in (found | turned).items():
+        problems += [f"{given}: has matrices of {name}, as another module has" for name in experts if name in modules]
+        modules |= experts
+    raise_problems(source.subject, problems)
     return replace(source, modules=modules)
 
 

@@ -78,11 +78,11 @@ class LoadedAdapters:
         self._scores: dict[int, Mapping[str, Tensor]] = {}
         self._device = device
         self.adapted_layers: frozenset[str] = frozenset()
-        """Layers that a loaded adapter has matrices for: steps skip the others."""
+        """Names of stacks that a loaded adapter has matrices in: steps skip the others."""
         self._places: dict[str, _Place] = {}
         """Places of layers' matrices, by name."""
         of_experts = {
-            name: layer.accept_adapters(self._kernels)
+            name: layer.accept_adapters(self._kernels, limits.max_cpu_loras)
             for name, layer in self.targets.sparse_layers.items()
             if not self.targets.why_no_experts
         }
@@ -233,7 +233,9 @@ class LoadedAdapters:
         return [(a, torch.zeros((part.stop - part.start, 1), dtype=dtype)) for part in self.targets.parts[name]]
 
     def _note_layers(self) -> None:
-        self.adapted_layers = frozenset(name for name, place in self._places.items() if not place.stack.is_empty)
+        # Steps compare them: experts of a layer have one name.
+        names = {id(place.stack): name for name, place in self._places.items() if not place.stack.is_empty}
+        self.adapted_layers = frozenset(names.values())
 
     def _packed(self, matrices: Mapping[str, Sequence[Matrices | None]]) -> dict[str, Any]:
         """Matrices by layer, as its stack takes them; layers without any are left out."""
@@ -249,7 +251,7 @@ class LoadedAdapters:
 
     def step(self, slots: Tensor) -> StepAdapters:
         """Adapters of a step's tokens by slot, int32 [T] on the device."""
-        return self._kernels.step(slots)
+        return self._kernels.step(slots, self._limits.max_cpu_loras)
 
     def _saved(self, source: AdapterSource) -> tuple[dict[str, Tensor], list[str]]:
         """Full weights by the checkpoint's names, and what is wrong with them."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from spmd_worker.base.errors import CheckpointError
-from spmd_worker.model.adapters.expert_modules import by_expert
+from spmd_worker.model.adapters.expert_modules import by_expert, module_sizes
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
 from spmd_worker.model.adapters.targets import scaled
 from spmd_worker.model.adapters.text_part import text_part
@@ -20,6 +20,7 @@ def weight_updates(
     which replace weights.
     """
     adapter = by_expert(text_part(adapter, names), names, shapes)
+    experts = module_sizes(names, shapes)
     updates: dict[str, LowRankUpdate | StackUpdate] = {}
     stacks: dict[str, dict[int, LowRankUpdate]] = {}
     problems: list[str] = []
@@ -36,11 +37,12 @@ def weight_updates(
         stack, _, expert = module.rpartition(".")
         found = names.expert_stack(stack)
         if found is not None:
-            update = update.transposed() if found.is_transposed else update
-            num_experts, *sizes = shapes.get(stack, (0,))
-            if int(expert) >= num_experts or sizes != list(update.shape):
-                problems.append(f"{module}: is {list(update.shape)}, but {stack} has {[num_experts, *sizes]}")
-            stacks.setdefault(stack, {})[int(expert)] = update
+            if experts.get(module) != update.shape:
+                sizes = list(shapes.get(stack, ()))
+                problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {stack} has {sizes}")
+            else:
+                update = update.transposed() if found.is_transposed else update
+                stacks.setdefault(stack, {})[int(expert)] = update
             continue
         try:
             name, *others = names.parts(f"{module}.weight", update.shape)
@@ -56,6 +58,8 @@ def weight_updates(
             problems.append(f"{module}: the model has no such matrix")
         elif shape != update.shape or (base is not None and shape != tuple(base.shape)):
             problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(shape)}")
+        elif name in updates:
+            problems.append(f"{module}: a second adapter of its module")
         else:
             updates[name] = update
     raise_problems(adapter.subject, problems)

@@ -47,10 +47,6 @@ _OF_GROUPS: Final = "self_attn.o_a_proj"
 _EXPERTS: Final = "experts"
 _POOLER: Final = "pooler."
 _BY_OPTION: Final = "adapters of experts need room for all experts: set model.lora_experts=true, or merge the adapter"
-_BY_KERNELS: Final = (
-    "GPU kernels add no adapters to experts: target attention, dense layers and shared experts, or merge the adapter "
-    "with model.lora_merge"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +79,21 @@ class AdapterTargets:
     """All modules of the model, those of other stages too, and the layers of this rank."""
 
     def __init__(self, model: DecoderForCausalLM, *, of_experts: bool = False) -> None:
-        """`of_experts`: experts are among them, if the kernels can add to their outputs."""
+        """`of_experts`: experts are among them."""
         self._names, self._table = model.weights.names, model.model_config.names
         modules = dict(model.named_modules())
         self.sparse_layers = {name: each for name, each in modules.items() if isinstance(each, SparseFeedForward)}
         """Those of this rank that have experts."""
-        can_adapt = model.model.adapts_experts
         has_experts = any(layer.experts is not None for layer in model.model_config.layers)
-        reason = _BY_KERNELS if not can_adapt else "" if of_experts else _BY_OPTION
-        self.why_no_experts = reason if has_experts else ""
+        self.why_no_experts = _BY_OPTION if has_experts and not of_experts else ""
         """Reason why the model's experts take no adapters, or nothing."""
         self.layers: dict[str, AdaptableLayer] = {
             name: each
             for name, each in modules.items()
-            if isinstance(each, AdaptableLayer)
-            and (_EXPERTS not in name.split(".") or not self.why_no_experts)
-            and (can_adapt or not isinstance(each, Router))
+            if isinstance(each, AdaptableLayer) and (_EXPERTS not in name.split(".") or not self.why_no_experts)
         }
         fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
-        self._routers = [ending for ours in _ROUTERS for ending in self._endings(ours)]
-        linears = [ours for ours in _LINEARS if can_adapt or ours not in _ROUTERS]
-        endings = [ending for ours in linears for ending in self._endings(fused.get(ours, ours))]
+        endings = [ending for ours in _LINEARS for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
@@ -141,8 +131,6 @@ class AdapterTargets:
             return name, ""
         if _EXPERTS in name.split(".") and self.why_no_experts:
             return name, self.why_no_experts
-        if name in self._shapes and self._inside(name) in self._routers:
-            return name, "GPU kernels add no adapters to routers: target other modules, or merge the adapter"
         if name in self._shapes and self._inside(name) in self._endings(_LATENT_PROJECTION):
             return name, (
                 "adapters of kv_b_proj are not supported, because its two parts are applied to queries and to sums of "

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from spmd_worker.model.layers.choice_bytes import BLOCK, TILE, rows_at_once
-from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig
+from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig, LayerConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
-from spmd_worker.ops.attention.cache_dtype import from_cache
+from spmd_worker.ops.attention.cache_dtype import from_cache, to_cache
+from spmd_worker.ops.attention.listed import ListedKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import Kernels
+from spmd_worker.ops.kernels.group_keys import GroupKeys
 from spmd_worker.ops.kernels.host_copies import to_device
 
 
@@ -68,6 +70,15 @@ class KeptKeys:
         return self.num_kv_heads * self.key_size * (1 if self.latent_size else 2)
 
 
+def lists_keys(layer: LayerConfig) -> bool:
+    """Whether the keys that its indexer chooses can be listed on the device: latents, one by one."""
+    return layer.latent is not None and layer.latent.indexer is not None and _lists(layer.latent.indexer)
+
+
+def _lists(indexer: IndexerConfig) -> bool:
+    return indexer.run_length == 1 and not indexer.is_by_head
+
+
 def latent_keys(latent: LatentConfig) -> KeptKeys:
     """Those of latent attention."""
     return KeptKeys(1, latent.key_size, latent.rank)
@@ -79,6 +90,9 @@ class ChosenKeys:
     def __init__(self, backend: AttentionBackend, kernels: Kernels, indexer: IndexerConfig, kept: KeptKeys) -> None:
         """`kernels` multiply plain float32."""
         self._backend, self._kernels, self._indexer, self._kept = backend, kernels, indexer, kept
+        self._listed: ListedKeys | None = None
+        if kept.latent_size and _lists(indexer):
+            self._listed = backend.listed_keys()
 
     def parts_of(self, layer_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of a cache [blocks, block elements]: keys [blocks, *block_shape], and [blocks, block size, Di], those
@@ -94,14 +108,27 @@ class ChosenKeys:
 
     def leaves_out(self, metadata: AttentionMetadata) -> bool:
         """Whether any token of a step sees fewer keys than there are."""
-        assert metadata.fixed is None, "steps that choose keys are not recorded"
-        return max(metadata.context_lengths, default=0) > self._indexer.most_seen
+        assert metadata.fixed is None or self._listed is not None, "steps that choose keys on the host are not recorded"
+        return metadata.longest > self._indexer.most_seen
+
+    def write(self, keys: Tensor, index_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Write the keys [T, Di] of an indexer of this step."""
+        if self._listed is not None:
+            self._listed.write(keys, index_cache, metadata, index_cache.shape[1])
+        else:
+            index_cache[metadata.token_blocks, metadata.token_offsets] = to_cache(keys, index_cache.dtype)
 
     def choose(self, choosing: IndexQueries, index_cache: Tensor, metadata: AttentionMetadata) -> list[Tensor]:
         """Positions of the keys seen, int32 [N, K] ascending, or [N * Hkv, K] of heads that choose for themselves, of
         those tokens that do not see all, N at a time; the step's keys are in the cache. Of runs, the last positions of
-        a token that are behind its own do not count.
+        a token that are behind its own do not count. Where keys are listed on the device, of all tokens, one tensor
+        [T, K].
         """
+        if self._listed is not None:
+            assert choosing.weights is not None, "heads choose together"
+            block_size, num_chosen = index_cache.shape[1], self._indexer.num_chosen
+            tokens = (choosing.queries, choosing.weights)
+            return [self._listed.choose(*tokens, index_cache, metadata, block_size, num_chosen)]
         return [
             self._chosen(
                 choosing.of_rows(slice(rows.start, rows.stop)),
@@ -120,6 +147,9 @@ class ChosenKeys:
         if not self.leaves_out(metadata):
             return self._backend.attend(query, keys, metadata, scale, 0, value_size=value_size)
         assert metadata.is_causal, "keys are chosen in causal attention"
+        if self._listed is not None:
+            groups = GroupKeys(keys[:, 0, 0], 1, self._indexer.num_chosen, chosen[0])
+            return self._listed.attend(query, keys, metadata, scale, value_size, groups)
         dense, others = self._divided(metadata)
         output = query.new_empty((*query.shape[:2], value_size or self._kept.key_size))
         if dense:

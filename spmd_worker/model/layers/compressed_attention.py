@@ -37,8 +37,10 @@ from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import CompressedConfig, LayerConfig
+from spmd_worker.ops.attention.listed import ListedKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.group_keys import GroupKeys
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -126,12 +128,34 @@ class EntryIndexer(nn.Module):
         ascending. `tokens` are hidden states [T, hidden], latents of queries and angles; `keys` is the cache of keys
         [blocks, E, Di].
         """
-        if max(metadata.context_lengths, default=0) // self._rate <= self._indexer.num_chosen:
-            return []
+        choosing = self._choosing(tokens, metadata, adapters)
+        return [] if choosing is None else list(self._chosen(choosing, keys, metadata, block_size))
+
+    def listed(
+        self,
+        listed: ListedKeys,
+        tokens: tuple[Tensor, Tensor, Angles],
+        keys: Tensor,
+        metadata: AttentionMetadata,
+        block_size: int,
+        adapters: StepAdapters | None,
+    ) -> Tensor | None:
+        """`choose` of all tokens, on the device, int32 [T, K]; None if they see all entries."""
+        choosing = self._choosing(tokens, metadata, adapters)
+        if choosing is None or choosing.weights is None:
+            return None
+        sizes = (block_size, self._indexer.num_chosen, self._rate)
+        return listed.choose(choosing.queries, choosing.weights, keys, metadata, *sizes)
+
+    def _choosing(
+        self, tokens: tuple[Tensor, Tensor, Angles], metadata: AttentionMetadata, adapters: StepAdapters | None
+    ) -> IndexQueries | None:
+        """Queries of the step; None if its tokens see all entries."""
+        if metadata.longest // self._rate <= self._indexer.num_chosen:
+            return None
         x, latents, angles = tokens
         queries = self.q_b_proj(latents, adapters).view(len(x), self._indexer.num_heads, -1)
-        choosing = IndexQueries(angles.rotate_last(self._kernels, queries), self.weights_proj(x))
-        return list(self._chosen(choosing, keys, metadata, block_size))
+        return IndexQueries(angles.rotate_last(self._kernels, queries), self.weights_proj(x))
 
     def _chosen(
         self, choosing: IndexQueries, keys: Tensor, metadata: AttentionMetadata, block_size: int
@@ -169,7 +193,7 @@ class CompressedAttention(nn.Module):
         groups = shard_range(config.num_groups, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = heads[1] - heads[0], 1, size
         self._config, self._scale, self._rope = config, layer.scale, layer.rope
-        self._kernels, self._backend = context.kernels, context.attention
+        self._kernels, self._backend, self._listed = context.kernels, context.attention, context.attention.listed_keys()
         latents = (
             OutputPart("q_a_proj", config.query_rank, 0, config.query_rank),
             OutputPart("kv_proj", size, 0, size),
@@ -220,19 +244,53 @@ class CompressedAttention(nn.Module):
         key = angles.rotate_last(self._kernels, self.kv_norm(keys.contiguous()).unsqueeze(1))
         self._backend.write(key, None, key_cache, metadata)
         latents = self.q_a_norm(query_latents.contiguous())
-        chosen: list[tuple[slice, Tensor]] = []
-        if self.compressor is not None:
-            groups = completed_groups(metadata, self._config.rate)
-            chosen = self._compress((x, latents, angles), beside, (metadata, entry_metadata), groups, adapters)
+        tokens = (x, latents, angles)
         query = self.q_b_norm(self.query_proj(latents, adapters).view(len(x), self.num_heads, -1))
         query = angles.rotate_last(self._kernels, query)
-        caches = (key_cache, metadata.block_tables), (beside[2], entry_metadata.block_tables)
-        attended = self._attend(query, caches, metadata, chosen, block_size)
+        if self._listed is not None:
+            assert of_entries is None, "kernels that list keys have one table (window_groups.py)"
+            attended = self._attend_on_device(self._listed, tokens, query, (key_cache, *beside), metadata, adapters)
+        else:
+            chosen: list[tuple[slice, Tensor]] = []
+            if self.compressor is not None:
+                groups = completed_groups(metadata, self._config.rate)
+                chosen = self._compress(tokens, beside, (metadata, entry_metadata), groups, adapters)
+            caches = (key_cache, metadata.block_tables), (beside[2], entry_metadata.block_tables)
+            attended = self._attend(query, caches, metadata, chosen, block_size)
         attended = angles.reverse.rotate_last(self._kernels, attended)
         num_groups = self.num_heads * self.head_size // self.o_a_proj.shape_of("weight")[1]
         projected = self.o_a_proj(attended.reshape(len(x), num_groups, -1))
         output: Tensor = self.o_proj(projected.flatten(1), adapters)
         return output
+
+    def _attend_on_device(
+        self,
+        listed: ListedKeys,
+        tokens: tuple[Tensor, Tensor, Angles],
+        query: Tensor,
+        caches: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        adapters: StepAdapters | None,
+    ) -> Tensor:
+        """Write rows and entries of the step, then attend to keys where they are: [T, H, D] -> [T, H, D]. `caches` as
+        of `_parts_of`. A layer of a window alone attends to it as others do.
+        """
+        config, size, sinks = self._config, self.head_size, self.sinks.scores
+        key_cache, rows, index_rows, entries, index_entries = caches
+        if self.compressor is None:
+            return self._backend.attend(
+                query, key_cache, metadata, self._scale, config.window, sinks=sinks, value_size=size
+            )
+        numbers: Tensor | None = None
+        both = (metadata, metadata)
+        self.compressor.write(tokens[0], rows, entries, both, None, adapters)
+        most = metadata.longest // config.rate
+        if self.indexer is not None and config.indexer is not None:
+            self.indexer.compressor.write(tokens[0], index_rows, index_entries, both, None, adapters)
+            numbers = self.indexer.listed(listed, tokens, index_entries, metadata, rows.shape[1], adapters)
+            most = config.indexer.num_chosen
+        groups = GroupKeys(entries, config.rate, most, numbers)
+        return listed.attend(query, key_cache, metadata, self._scale, size, groups, config.window, sinks)
 
     def _compress(
         self,

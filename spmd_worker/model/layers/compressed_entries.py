@@ -25,6 +25,7 @@ from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import CompressedConfig, NormConfig
+from spmd_worker.ops.attention.listed import ListedKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.host_copies import send
@@ -99,7 +100,7 @@ class Compressor(torch.nn.Module):
         super().__init__()
         assert config.rope is not None, config
         self._rate, self._overlaps, self._size = config.rate, config.overlaps, size
-        self._kernels, self._dtype = context.kernels, context.dtype
+        self._kernels, self._dtype, self._listed = context.kernels, context.dtype, context.attention.listed_keys()
         width = size * (1 + config.overlaps)
         parts = tuple([OutputPart(name, width, 0, width) for name in ("kv_proj", "gate_proj")])
         self.row_proj = ColumnParallelLinear(context, hidden_size, parts, has_bias=False)
@@ -121,6 +122,9 @@ class Compressor(torch.nn.Module):
         are caches [blocks, block size, R] and [blocks, places, D], with `metadata` of each.
         """
         of_rows, of_entries = metadata
+        if self._listed is not None:
+            self._write_on_device(self._listed, self.row_proj(x, adapters), rows, entries, of_rows)
+            return
         rows[of_rows.token_blocks, of_rows.token_offsets] = self.row_proj(x, adapters)
         clear(entries, of_entries)
         if groups is None:
@@ -145,8 +149,24 @@ class Compressor(torch.nn.Module):
         for member in range(1, weights.shape[1]):
             total += weights[:, member]
             mean += products[:, member]
-        normed = self.kv_norm((mean / total).to(self._dtype))
-        positions = numbers * self._rate
+        return self._finished((mean / total).to(self._dtype), numbers * self._rate)
+
+    def _write_on_device(
+        self, listed: ListedKeys, values: Tensor, rows: Tensor, entries: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Every token computes an entry, and those that end a group write it: what a step launches does not depend on
+        its groups.
+        """
+        block_size = rows.shape[1]
+        listed.write(values, rows, metadata, block_size, cleared=entries)
+        sizes = (self._rate, self._size)
+        means = listed.compress(rows, self.gate_bias.values, metadata, sizes, self._dtype, overlaps=self._overlaps)
+        firsts = listed.positions(metadata, block_size).long() // self._rate * self._rate
+        listed.write(self._finished(means, firsts), entries, metadata, block_size, self._rate)
+
+    def _finished(self, means: Tensor, positions: Tensor) -> Tensor:
+        """Means [G, D] of groups, normed, and rotated by their first `positions`, int64 [G]."""
+        normed = self.kv_norm(means)
         angles = self._rotary.angles(positions, torch.zeros_like(positions), self._dtype)
         return angles.rotate_last(self._kernels, normed.unsqueeze(1)).squeeze(1)
 

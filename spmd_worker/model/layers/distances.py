@@ -77,7 +77,7 @@ def distance_scores(
     num_tokens, num_heads, _ = query.shape
     rows = distances.rows
     scores = query.new_empty((config.num_products, num_heads, num_tokens, len(rows))).transpose(1, 2)
-    for tokens, own in _by_adapter(kernels, adapters, len(rows)):
+    for tokens, own in _by_adapter(adapters, len(rows)):
         as_queries, as_keys = project(rows, own)
         factors = [(query, as_keys)] * config.has_keys + [(key, as_queries)] * config.has_queries
         for (heads, embedded), out in zip(factors, scores.unbind(0), strict=True):
@@ -93,9 +93,7 @@ def distance_scores(
     return DistanceScores(of_queries, scores[-1] if config.has_queries else None, distances.columns)
 
 
-def _by_adapter(
-    kernels: Kernels, adapters: StepAdapters | None, num_rows: int
-) -> Iterator[tuple[Tensor | None, StepAdapters | None]]:
+def _by_adapter(adapters: StepAdapters | None, num_rows: int) -> Iterator[tuple[Tensor | None, StepAdapters | None]]:
     """Tokens of each adapter, None for all, and the adapters of as many rows, all of that one."""
     if adapters is None:
         yield None, None
@@ -103,4 +101,4 @@ def _by_adapter(
     for slot in sorted(dict.fromkeys(adapters.slots.tolist())):
         tokens = (adapters.slots == slot).nonzero().squeeze(1)
         own = adapters.slots.new_full((num_rows,), slot)
-        yield tokens, None if slot < 0 else kernels.adapter_kernels().step(own)
+        yield tokens, None if slot < 0 else adapters.of_rows(own)

@@ -19,19 +19,17 @@ from spmd_worker.ranks.leaves import tree_sum
 
 @dataclass(frozen=True, slots=True)
 class AddedToExperts:
-    """Addends of a step's adapters to experts' outputs. `step` has a row for each token and expert of it."""
+    """Implements `AddsToExperts`. `step` has a row for each token and expert of it."""
 
     gate_up: AdapterStack
     down: AdapterStack
     step: StepAdapters
 
     def add_to_columns_(self, columns: Tensor, x: Tensor) -> None:
-        """Add to outputs of the gate and up projections [T * k, outputs of this rank] of inputs x [T * k, inputs]."""
         if not self.gate_up.is_empty:
             self.gate_up.add_(columns, x, self.step)
 
     def add_to_parts_(self, results: Tensor, gated: Tensor) -> None:
-        """Add to this rank's parts of the down projections [T * k, hidden] of inputs [T * k, columns of this rank]."""
         if not self.down.is_empty:
             self.down.add_(results, gated, self.step)
 
@@ -44,11 +42,13 @@ class AddedToExperts:
 
 class ExpertAdapters:
     """The matrices of all adapters for the `own` experts of a rank, ascending, of `num_choices`: adapter a of the
-    expert at place e among `own` is in slot a * len(own) + e of each stack.
+    expert at place e among `own` is in slot a * len(own) + e of each stack. There are `max_adapters`.
     """
 
-    def __init__(self, kernels: AdapterKernels, own: Sequence[int], num_choices: int, device: torch.device) -> None:
-        self._kernels, self._num_own = kernels, len(own)
+    def __init__(
+        self, kernels: AdapterKernels, max_adapters: int, own: Sequence[int], num_choices: int, device: torch.device
+    ) -> None:
+        self._kernels, self._num_own, self._num_slots = kernels, len(own), max_adapters * len(own)
         places = torch.full((num_choices,), -1)
         places[list(own)] = torch.arange(len(own))
         self._places = places.to(device)
@@ -65,6 +65,5 @@ class ExpertAdapters:
         slots = adapters.slots.long().repeat_interleave(ids.numel() // len(adapters.slots))
         places = self._places[ids.flatten()]
         found = torch.where((slots < 0) | (places < 0), -1, slots * self._num_own + places)
-        return AddedToExperts(
-            self.stacks["gate_up_proj"], self.stacks["down_proj"], self._kernels.step(found.to(torch.int32))
-        )
+        step = self._kernels.step(found.to(torch.int32), self._num_slots)
+        return AddedToExperts(self.stacks["gate_up_proj"], self.stacks["down_proj"], step)

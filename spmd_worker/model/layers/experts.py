@@ -15,7 +15,7 @@ T: tokens of the step; E: experts of the layer; k: experts of a token.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import nan
 from typing import Any, Final, TypeGuard
 
@@ -98,7 +98,8 @@ class Router(AdaptableLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         kernels = self._expert_kernels
         if kernels is not None:
-            return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts)
+            add = partial(self.adapted, x=x.float(), step=adapters) if self.is_adapted(adapters) else None
+            return kernels.route(x, self.weight, self.bias, self.choice_bias, self._experts, add)
         x, num_experts = x.float(), self._experts.num_choices
         logits = self.adapted(self._kernels.linear(x, self.weight, None), x, adapters)
         shared_gate = sigmoid(logits[:, num_experts:]) if self._experts.has_shared_gate else None
@@ -418,7 +419,8 @@ class SparseFeedForward(nn.Module):
         """`routes` and `token_ids`: see `Router`. `slots`: see `AttentionMetadata.slots`. The router reads
         `router_input`, or the same as experts. If not `is_fused`, experts are called one by one, without padding;
         clamped gates then have torch's exponential instead of that of `Kernels.expert_kernels`. If a step has adapters
-        and one of experts is loaded, experts are called one by one too, with the same bits for rows without any.
+        and one of experts is loaded, they add between the GEMMs of `Kernels.expert_kernels`; without these, experts are
+        called one by one too. Rows without any have the same bits.
         """
         ids, weights, shared_gate = self.gate(x if router_input is None else router_input, routes, adapters, token_ids)
         inputs = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x, adapters)
@@ -431,18 +433,23 @@ class SparseFeedForward(nn.Module):
             padding = None if slots is None else slots.repeat_interleave(num_chosen)
         kernels = self._expert_kernels if is_fused else None
         joined = self._joined_experts() if is_fused else None
-        of_experts = self.expert_adapters
+        of_experts, added = self.expert_adapters, None
         if adapters is not None and of_experts is not None and not of_experts.is_empty:
-            joined = None
-            results = self._adapted_results(inputs, chosen, of_experts.step(adapters, chosen))
+            added = of_experts.step(adapters, chosen)
+        if added is not None and kernels is None:
+            joined = joined if joined is not None and joined.takes_activation and len(x) else None
+            results = self._adapted_results(inputs, chosen, added, joined, padding)
         elif joined is not None:
-            results = self._summed(joined.outputs(inputs, chosen, self._totals), x.dtype)
+            results = self._summed(joined.outputs(inputs, chosen, self._totals, padding), x.dtype)
         elif kernels is None:
             results = self._summed(self._results(inputs, chosen, is_fused), x.dtype)
         else:
             assert self._stacked is not None, "made with the kernels"
             stack, is_exact = self._stacked.get(), self._is_exact
-            outputs = kernels.outputs(inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact)
+            assert added is None or not self._sums_each, "complete experts, or parts that are added at last"
+            outputs = kernels.outputs(
+                inputs, chosen, stack, padding, self._totals, others_are_zero=is_exact, added=added
+            )
             results = self._summed(outputs, x.dtype)
         shared: Tensor | None = None
         if self.shared_expert is not None:
@@ -481,11 +488,10 @@ class SparseFeedForward(nn.Module):
         # Without a number of tokens that the host would have to know.
         return torch.where(is_identity.unsqueeze(1), inputs.repeat_interleave(num_chosen, 0), results)
 
-    def accept_adapters(self, kernels: AdapterKernels) -> ExpertAdapters:
-        """Adapters of experts, whose stacks the caller makes: not for kernels that compute all experts in one call."""
-        assert self._expert_kernels is None, "no place for adapters"
+    def accept_adapters(self, kernels: AdapterKernels, max_adapters: int) -> ExpertAdapters:
+        """Adapters of experts, whose stacks the caller makes."""
         config, device = self._config, self._totals.device
-        self.expert_adapters = ExpertAdapters(kernels, self.own, config.num_choices, device)
+        self.expert_adapters = ExpertAdapters(kernels, max_adapters, self.own, config.num_choices, device)
         return self.expert_adapters
 
     @property
@@ -538,8 +544,21 @@ class SparseFeedForward(nn.Module):
             results[slots] = expert(x[slots // num_chosen], is_fused=is_fused)
         return results
 
-    def _adapted_results(self, x: Tensor, ids: Tensor, added: AddedToExperts) -> Tensor:
+    def _adapted_results(
+        self, x: Tensor, ids: Tensor, added: AddedToExperts, joined: JoinedExperts | None, slots: Tensor | None
+    ) -> Tensor:
         """`_results` with what adapters add, summed over ranks if each expert's output is, and rounded."""
+        if joined is not None:
+            first: Any = next(iter(self.experts.values()))
+            seen: list[Tensor] = []
+
+            def activated(columns: Tensor) -> Tensor:
+                added.add_to_columns_(columns, x)
+                seen.append(first.gate_up_proj.activated(columns))
+                return seen[0]
+
+            results = joined.outputs(x, ids, self._totals, slots, activated)
+            return self._with_added(results, seen[0], x.dtype, added)
         num_chosen, calls = ids.shape[1], self._calls(ids)
         results = x.new_zeros((ids.numel(), x.shape[1]), dtype=self._results_dtype(x))
         if not calls:
@@ -548,12 +567,16 @@ class SparseFeedForward(nn.Module):
         columns = x.new_zeros((len(results), gates.num_outputs))
         for expert, slots in calls:
             columns[slots] = expert.columns(x[slots // num_chosen])
-        added.add_to_columns_(columns, x.repeat_interleave(num_chosen, 0))
+        added.add_to_columns_(columns, x)
         gated = gates.activated(columns)
         for expert, slots in calls:
             results[slots] = expert.down(gated[slots])
+        return self._with_added(results, gated, x.dtype, added)
+
+    def _with_added(self, results: Tensor, gated: Tensor, dtype: torch.dtype, added: AddedToExperts) -> Tensor:
+        """Results of down projections, summed over ranks if each is, with what adapters add."""
         if self._sums_each:
-            results = self._group.sum_parts(results, x.dtype)
+            results = self._group.sum_parts(results, dtype)
             added.add_to_sums_(results, gated, self._group)
         else:
             added.add_to_parts_(results, gated)

@@ -23,7 +23,6 @@ from spmd_worker.model.layers.norm import FullNorm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import LatentConfig, NormConfig
-from spmd_worker.ops.attention.cache_dtype import to_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 
@@ -80,7 +79,7 @@ class Indexer(nn.Module):
     ) -> None:
         """Write the keys of this step's hidden states [T, hidden]."""
         keys = self._rotated(self.k_norm(self.wk(x, adapters)).unsqueeze(1), angles).squeeze(1)
-        index_cache[metadata.token_blocks, metadata.token_offsets] = to_cache(keys, index_cache.dtype)
+        self._chosen.write(keys, index_cache, metadata)
 
     def choose(
         self,

@@ -12,7 +12,7 @@ from spmd_worker.base.errors import CheckpointError
 from spmd_worker.base.files import JsonError, is_plain_name, parse_json_object, read_regular_file
 from spmd_worker.model.weights.safetensors_header import MAX_HEADER_BYTES
 from spmd_worker.model_config.gguf.files import linked_files
-from spmd_worker.model_config.gguf.header import SUFFIX
+from spmd_worker.model_config.gguf.header import is_gguf
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE, STATE_FILE
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
@@ -84,7 +84,7 @@ def _nothing_found(folder: Path) -> str:
             "code: convert them to safetensors (save_pretrained of a recent transformers does), or take those of a "
             "pull request on the hub (model.revision=refs/pr/N), which many models have"
         )
-    if any(entry.suffix == SUFFIX for entry in folder.iterdir()):
+    if any(map(is_gguf, folder.iterdir())):
         return f"{folder}: has weights only as GGUF, which is read as a model: give model.path its file"
     found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
     others = f"; it has {', '.join(found[:3])} without an index" if found else ""

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from spmd_worker.base.errors import CheckpointError, ModelConfigError
 from spmd_worker.model.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_header
-from spmd_worker.model_config.gguf.header import SUFFIX, GgufHeader, GgufTensor, read_gguf_header
+from spmd_worker.model_config.gguf.header import GgufHeader, GgufTensor, is_gguf, read_gguf_header
 
 
 def read_weight_header(path: Path) -> SafetensorsHeader:
     """The header of a file. Raises CheckpointError."""
-    if path.suffix != SUFFIX:
+    if not is_gguf(path):
         return read_header(path)
     try:
         header = read_gguf_header(path)

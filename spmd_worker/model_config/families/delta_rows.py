@@ -5,10 +5,11 @@ Tensor names are those of the hub's files.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.model_config.config_reader import ConfigReader
-from spmd_worker.model_config.families.experts import ExpertsFamily
+from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
     Attention,
     Family,
@@ -17,6 +18,7 @@ from spmd_worker.model_config.families.family import (
     Norms,
     Rope,
     TextPart,
+    Windows,
     next_to,
 )
 from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
@@ -106,6 +108,30 @@ def _has_rope(reader: ConfigReader) -> bool:
     if "rope_theta" in given:
         return given["rope_theta"] is not None
     return reader.get("rope_theta") is not None or given.get("rope_type") is not None
+
+
+_LARA_TURNS: Final = (
+    *("linear_attention", "sliding_attention", "linear_attention"),
+    *("full_attention", "sliding_attention"),
+)
+
+
+def _lara_kinds(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The config with a kind for each layer, which take turns."""
+    if config.get("layer_types") is not None:
+        return config
+    num_layers = ConfigReader({"num_hidden_layers": 34, **config}, path).count("num_hidden_layers")
+    return {**config, "layer_types": [_LARA_TURNS[layer % len(_LARA_TURNS)] for layer in range(num_layers)]}
+
+
+def _lara_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Nets among layers with attention, of which those with a window have a rope."""
+    sizes = {"num_key_heads": 8, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
+    delta = _delta(reader, sizes, norm_eps=layers[0].norm.eps)
+    return tuple(
+        replace(layer, mixer="delta", delta=delta) if kind == "linear_attention" else layer
+        for kind, layer in zip(layer_types(reader, len(layers), "sliding_attention"), layers, strict=True)
+    )
 
 
 _IN_PROJ: Final = {part: f"linear_attn.in_proj_{part}" for part in "qkvzba"}
@@ -251,6 +277,43 @@ DELTA_ROWS: Final[dict[str, Family]] = {
             "num_attention_heads": 30,
             "max_position_embeddings": 65536,
             "eos_token_id": 100257,
+        },
+    ),
+    "LaraMiniForCausalLM": Family(
+        models="Lara 4 Mini",
+        names=Names(
+            fused={"linear_attn.in_proj": tuple(_IN_PROJ[part] for part in "qkvzba"), **_CONV},
+            parts={"linear_attn.norm": "linear_attn.out_norm"},
+            layer_aliases={"linear_attn.norm.": "linear_attn.out_norm."},
+            stacked=(
+                StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
+                StackedTensor("mlp.experts.down_proj", ("down_proj",)),
+            ),
+        ),
+        attention=Attention(qk_norm="head", head_size=128),
+        windows=Windows(rule="layer_types", others=("linear_attention",)),
+        rope=Rope(layers="sliding"),
+        norms=Norms(rounds_once=True),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(default_count=128, shared_key="shared_expert_intermediate_size"),
+        layers=_lara_layers,
+        newer=_lara_kinds,
+        # No layer is dense.
+        file_keys={"intermediate_size": "moe_intermediate_size"},
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "eos_token_id": 151643,
         },
     ),
 }

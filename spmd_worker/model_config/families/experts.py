@@ -38,7 +38,7 @@ class ExpertsFamily:
     gates, and `bounds_key` lists `ExpertsConfig.bound` of each layer, null or 0 for none. `shared_key` is the columns
     of the expert that every token visits, or, with `counts_shared`, how many times `size_key` they are. `shared_bias`
     is True or False in every file, or the key that has the flag. `is_gated` and the size at `latent_key`, if the file
-    has one, are as in `ExpertsConfig`, and so are the number at `identity_key` and `skips_layer`.
+    has one, are as in `ExpertsConfig`, and so are the number at `identity_key`, `skips_layer` and `weighs_inputs`.
     """
 
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -73,3 +73,4 @@ class ExpertsFamily:
     latent_key: str = ""
     identity_key: str = ""
     skips_layer: bool = False
+    weighs_inputs: bool = False

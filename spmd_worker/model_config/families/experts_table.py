@@ -101,6 +101,45 @@ _GLM4: Final = Family(
     },
 )
 
+_SARVAM_EXPERTS: Final = {**_DEEPSEEK_V3, "count_keys": ("n_routed_experts", "num_local_experts", "num_experts")}
+_SARVAM_ATTENTION: Final = {
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+}
+_SARVAM: Final = replace(
+    _GLM4,
+    models="Sarvam 30B",
+    names=Names(
+        embedding="model.word_embeddings",
+        parts={**_SHARED_EXPERTS, **_SARVAM_ATTENTION, "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
+        fused={"attention.query_key_value": QKV},
+        aliases={"model.embed_tokens.": "model.word_embeddings."},
+        layer_aliases={
+            **{f"{ours}.": f"{theirs}." for ours, theirs in _SARVAM_ATTENTION.items()},
+            "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+        },
+        ignores_later_layers=True,
+    ),
+    attention=replace(_GLM4.attention, head_size=64),
+    experts=ExpertsFamily(default_count=128, **_SARVAM_EXPERTS),
+    older_keys={"n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"},
+    required={"score_function": "sigmoid", "use_bias": False, "moe_router_enable_expert_bias": True},
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 8000000.0,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1024,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "eos_token_id": 1,
+    },
+)
+
 _DBRX_ACTIVATION: Final = "ffn_config.ffn_act_fn.name"
 
 
@@ -294,6 +333,22 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         rope=Rope(may_be_partial=True, sections=(8, 12, 12)),
         text=TextPart(tie="also"),
         defaults={**_GLM4.defaults, "max_position_embeddings": 65536, "attention_bias": True},
+    ),
+    "SarvamMoEForCausalLM": _SARVAM,
+    "Param2MoEForCausalLM": replace(
+        _SARVAM,
+        models="Param 2 17B-A2.4B",
+        experts=ExpertsFamily(default_count=64, **_SARVAM_EXPERTS),
+        defaults={
+            **_SARVAM.defaults,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "rope_theta": 500000.0,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 2,
+            "tie_word_embeddings": True,
+            "eos_token_id": 3,
+        },
     ),
     "GraniteMoeForCausalLM": _GRANITE,
     "GraniteMoeSharedForCausalLM": replace(

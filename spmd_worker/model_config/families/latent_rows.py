@@ -211,6 +211,15 @@ def _latent_family(**parts: Any) -> Family:
     )
 
 
+def _newer_sarvam(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The config of Sarvam with YaRN by its usual name."""
+    scaling = ConfigReader(config, path).object("rope_scaling").config
+    if "deepseek_yarn" not in (scaling.get("type"), scaling.get("rope_type")):
+        return config
+    rest = {key: value for key, value in scaling.items() if key != "type"}
+    return {**config, "rope_scaling": {**rest, "rope_type": "yarn"}}
+
+
 _MINICPM_DEFAULTS: Final[dict[str, Any]] = {
     "vocab_size": 73448,
     "hidden_size": 2560,
@@ -409,6 +418,46 @@ LATENT_ROWS: Final[dict[str, Family]] = {
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
             },
+        },
+    ),
+    "YoutuForCausalLM": _latent_family(
+        models="Youtu-LLM 2B",
+        required=_NEIGHBOURS,
+        defaults={
+            **_HEADS,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 131072,
+            "q_lora_rank": 1536,
+            "tie_word_embeddings": True,
+            "eos_token_id": 128001,
+        },
+    ),
+    "SarvamMLAForCausalLM": _latent_family(
+        models="Sarvam 105B",
+        names=DEEPSEEK_V3_NAMES,
+        experts=replace(_V3_EXPERTS, default_count=128),
+        newer=_newer_sarvam,
+        older_keys={"n_shared_experts": "num_shared_experts"},
+        required={**_V3_CHOICE, **_NEIGHBOURS, "score_function": "sigmoid"},
+        defaults={
+            **_HEADS,
+            "vocab_size": 262144,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 4096,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 2048,
+            "eos_token_id": 1,
         },
     ),
 }

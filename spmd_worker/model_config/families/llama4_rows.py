@@ -125,6 +125,7 @@ _LLAMA4: Final = Family(
         every_key="interleave_moe_layer_step",
         kinds_key=_SPARSE_KINDS,
         score="sigmoid_chosen",
+        weighs_inputs=True,
         renormalises=False,
         shared_key="shared_expert_intermediate_size",
     ),

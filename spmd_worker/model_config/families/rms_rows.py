@@ -85,7 +85,43 @@ _HYPERCLOVA: Final = Family(
     required={"use_post_norm": True},
     defaults={"eos_token_id": 2},
 )
+_EXAONE_PARTS: Final = {
+    **{f"self_attn.{each}_proj": f"attn.attention.{each}_proj" for each in "qkv"},
+    "self_attn.o_proj": "attn.attention.out_proj",
+    **{f"mlp.{ours}_proj": f"mlp.c_{theirs}" for ours, theirs in (("gate", "fc_0"), ("up", "fc_1"), ("down", "proj"))},
+}
+_EXAONE_NORMS: Final = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
+_EXAONE: Final = Family(
+    models="EXAONE 3.0, 3.5 and Deep",
+    names=Names(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        norms=("ln_1", "", "ln_2", ""),
+        parts=_EXAONE_PARTS,
+        ignored=("rotary.inv_freq",),
+        aliases={
+            "model.embed_tokens.": "transformer.wte.",
+            "model.layers.": "transformer.h.",
+            "model.norm.": "transformer.ln_f.",
+        },
+        layer_aliases={f"{ours}.": f"{theirs}." for ours, theirs in (_EXAONE_PARTS | _EXAONE_NORMS).items()},
+    ),
+    older_keys={
+        "num_hidden_layers": "num_layers",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "eos_token_id": 361,
+    },
+)
 RMS_ROWS: Final[dict[str, Family]] = {
+    "ExaoneForCausalLM": _EXAONE,
     "Olmo3ForCausalLM": Family(
         models="OLMo 3",
         names=Names(norms=_AFTER),

@@ -187,6 +187,19 @@ _MIMO_DEFAULTS: Final[dict[str, Any]] = {
     "attention_value_scale": 0.707,
 }
 
+
+def _flint_kinds(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The config with a kind of attention for each layer: the first two, every fourth and the last are full. Null is
+    the default list of dense layers.
+    """
+    config = {key: value for key, value in config.items() if value is not None or key != "mlp_only_layers"}
+    if config.get("layer_types") is not None:
+        return config
+    num_layers = ConfigReader({"num_hidden_layers": 49, **config}, path).count("num_hidden_layers")
+    is_full = [layer < 2 or layer % 4 == 1 or layer == num_layers - 1 for layer in range(num_layers)]
+    return {**config, "layer_types": [_FULL if each else _SLIDING for each in is_full]}
+
+
 SLIDING_SPARSE_ROWS: Final[dict[str, Family]] = {
     "AfmoeForCausalLM": Family(
         models="Trinity Nano, Mini and Large",
@@ -336,5 +349,67 @@ SLIDING_SPARSE_ROWS: Final[dict[str, Family]] = {
             "add_full_attention_sink_bias": False,
         },
         defaults=_MIMO_DEFAULTS,
+    ),
+    "Kolibri1ForCausalLM": Family(
+        models="Kolibri 1",
+        names=Names(
+            norms=("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm"),
+            parts={_BIAS: "moe.router.expert_bias", **_SHARED_EXPERTS},
+            layer_aliases={
+                "post_self_attn_layernorm.": "post_attn_norm.",
+                "post_mlp_layernorm.": "post_ffn_norm.",
+                _BIAS: "moe.router.expert_bias",
+            },
+        ),
+        attention=Attention(qkv_bias=False, output_bias=False, head_size=128, qk_norm="head"),
+        windows=Windows(rule="layer_types", full_every=5),
+        rope=Rope(layers="sliding_or_all"),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=384,
+            score="sigmoid_chosen",
+            has_choice_bias=True,
+            shared_key="shared_expert_intermediate_size",
+        ),
+        # No layer is dense.
+        file_keys={"intermediate_size": "moe_intermediate_size"},
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 262144,
+            "sliding_window": 513,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "FlintForCausalLM": Family(
+        models="Flint",
+        names=Names(
+            parts={"self_attn.sinks": "self_attn.softmax_offset"},
+            layer_aliases={"self_attn.sinks": "self_attn.softmax_offset"},
+        ),
+        attention=Attention(head_size=128, qk_norm="head", has_sinks=True),
+        windows=Windows(rule="layer_types"),
+        rope=Rope(layers="sliding"),
+        norms=Norms(rounds_once=True),
+        feed_forward=FeedForward(bias=False),
+        experts=ExpertsFamily(
+            default_count=256,
+            every_key="decoder_sparse_step",
+            dense_layers_key="mlp_only_layers",
+            score="sigmoid",
+            shared_key="shared_expert_intermediate_size",
+        ),
+        newer=_flint_kinds,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 262144,
+            "sliding_window": 513,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0, 1],
+        },
     ),
 }

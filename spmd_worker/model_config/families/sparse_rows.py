@@ -35,6 +35,37 @@ def _shared(module: str) -> dict[str, str]:
 _V3: Final[dict[str, Any]] = {"score": "sigmoid", "has_choice_bias": True, "counts_shared": True}
 _WITH_GROUPS: Final[dict[str, Any]] = {**_V3, "has_groups": True, "scaling_key": "routed_scaling_factor"}
 
+_MINICPM5: Final = Family(
+    models="MiniCPM5, with experts: 15B-A2.5B",
+    names=Names(
+        parts=_shared("mlp.shared_experts"),
+        layer_aliases={"self_attn.q_gate_proj.": "self_attn.q_proj."},
+        ignores_later_layers=True,
+    ),
+    attention=Attention(head_size=128, output_gate="number"),
+    feed_forward=FeedForward(bias=False),
+    experts=ExpertsFamily(
+        **_WITH_GROUPS,
+        count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
+        default_count=160,
+        first_key="first_k_dense_replace",
+        kinds_key="mlp_layer_types",
+        shared_key="n_shared_experts",
+    ),
+    required={"use_gated_attention": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    defaults={
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 524288,
+        "rope_theta": 5000000.0,
+        "num_experts_per_tok": 16,
+        "moe_intermediate_size": 512,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 3.66,
+        "eos_token_id": [1, 130073],
+    },
+)
 SPARSE_ROWS: Final[dict[str, Family]] = {
     "GraniteMoeSWAForCausalLM": Family(
         models="Granite with experts, windows and a rope for each layer",
@@ -197,6 +228,8 @@ SPARSE_ROWS: Final[dict[str, Family]] = {
             "norm_topk_prob": True,
         },
     ),
+    "MiniCPM5MoeForCausalLM": _MINICPM5,
+    "MiniCPM5MoEForCausalLM": _MINICPM5,
     "HunYuanMoEV1ForCausalLM": Family(
         models="Hunyuan A13B",
         names=Names(

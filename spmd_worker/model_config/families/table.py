@@ -270,8 +270,17 @@ FAMILIES: Final[dict[str, Family]] = {
     **ENCODER_DECODER_ROWS,
 }
 
+CLASSES_OF_OTHERS: Final[dict[str, tuple[str, str]]] = {
+    "exaone": ("LlamaForCausalLM", "ExaoneForCausalLM"),
+    "sarvam_moe": ("Glm4MoeForCausalLM", "SarvamMoEForCausalLM"),
+    "param2moe": ("Glm4MoeForCausalLM", "Param2MoEForCausalLM"),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
+}
+"""By `model_type`: the class of another family by which transformers 5.25 builds and saves models of this one, whose
+defaults and tensor names it has all the same, and the row.
+"""
+
 _EXPERTS: Final = "its layers have experts of a form that does not run"
-_TWO_LATENTS: Final = "its layers have latent attention in a form that does not run"
 _RECURRENT: Final = "some of its layers have a recurrent state of a kind that does not run"
 _MASKS_KEYS: Final = "its attention leaves out keys by what they hold"
 _OF_HEADS: Final = "its attention has experts, each with queries of its own"
@@ -290,7 +299,6 @@ _HAS_ENCODER: Final = "it is an encoder-decoder model of a form that does not ru
 
 UNSUPPORTED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: ("BailingMoeForCausalLM",),
-    _TWO_LATENTS: ("YoutuForCausalLM",),
     _RECURRENT: (
         *("ZambaForCausalLM", "Zamba2ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"),
         "MiniMaxForCausalLM",

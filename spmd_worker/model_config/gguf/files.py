@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Final
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.gguf.header import SUFFIX
+from spmd_worker.model_config.gguf.header import SUFFIX, is_gguf
 from spmd_worker.model_config.tensor_names import STATE_FILE
 
-_PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+_PART: Final = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(?i:(\.gguf))")
 _NO_MODEL: Final = ("mmproj", "imatrix")
 """Parts of names of files beside a model: towers for images, and statistics of quantisation."""
-_ON_HUB: Final = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::[\w.-]+|/[\w./-]+\.gguf)")
+_ON_HUB: Final = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::[\w.-]+|/[\w./-]+(?i:\.gguf))")
 """vLLM's names of one quantisation on the hub, `ORG/NAME:TYPE` and `ORG/NAME/FILE.gguf`."""
 _LINK: Final = "linked"
 _SHOWN: Final = 20
@@ -28,11 +28,11 @@ def gguf_files(path: Path) -> list[Path]:
             f"model.path={path} is no file or folder, and GGUF is not downloaded from the hub: download one file "
             f"(hf download {on_hub[1]} FILE.gguf --local-dir models), and give model.path that"
         )
-    if path.suffix == SUFFIX and not path.is_dir():
+    if is_gguf(path) and not path.is_dir():
         return _parts(path)
     if not path.is_dir() or linked_files(path):
         return []
-    found = sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
+    found = sorted(each for each in path.iterdir() if is_gguf(each))
     found = [each for each in found if not any(word in each.name.lower() for word in _NO_MODEL)]
     if not found or (path / STATE_FILE).exists() or any(path.glob("*.safetensors")):
         return []
@@ -71,8 +71,8 @@ def _parts(path: Path) -> list[Path]:
     part = _PART.fullmatch(path.name)
     if part is None:
         return [path]
-    name, count = part[1], int(part[3])
-    paths: Sequence[Path] = [path.with_name(f"{name}-{number:05d}-of-{part[3]}.gguf") for number in range(1, count + 1)]
+    name, count, end = part[1], int(part[3]), f"-of-{part[3]}{part[4]}"
+    paths: Sequence[Path] = [path.with_name(f"{name}-{number:05d}{end}") for number in range(1, count + 1)]
     if not paths:
         raise ModelConfigError(f"{path} is a part of 0 by its name: give it the name that it was downloaded by")
     missing = next((each for each in paths if not each.exists()), None)

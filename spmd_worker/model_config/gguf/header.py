@@ -22,6 +22,7 @@ from spmd_worker.base.files import describe_os_error, open_regular_file
 from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES, TensorType
 
 SUFFIX: Final = ".gguf"
+"""Suffix of links and messages; `is_gguf` tells files."""
 _MAGIC: Final = b"GGUF"
 _VERSION: Final = 3
 _MAX_HEADER_BYTES: Final = 1 << 28
@@ -39,6 +40,11 @@ _WAY_OUT: Final = "copy or download it again"
 _FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Numbers of the format's types of values -> those of `struct`."""
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file is GGUF by its name, in letters of any size."""
+    return path.suffix.lower() == SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,8 @@ def _check_beginning(cursor: _Cursor) -> None:
     if (magic := cursor.take(4, "the magic")) != _MAGIC:
         raise _FaultError(f"begins with {magic!r}, and a GGUF file with {_MAGIC!r}: give another file")
     version = cursor.integer("I", "the version")
+    if version == 0:
+        raise _FaultError(f"is damaged, its version is 0: {_WAY_OUT}")
     if version & 0xFFFF == 0:
         raise _FaultError("is a big-endian GGUF, which is not supported: take the little-endian one")
     if version != _VERSION:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.numerical_policy import Region, source_version
+from spmd_worker.ops.attention.listed import ListedKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -129,6 +130,10 @@ class AttentionBackend(Protocol):
         `projected` [T, (Hq + 2 * Hkv) * D] has each token's queries, keys and values and may be overwritten; `angles`
         are cosines and sines [T, D / 2] -> [T, Hq * D].
         """
+        return None
+
+    def listed_keys(self) -> ListedKeys | None:
+        """Choice of keys, and attention to lists of them, on the device; None if not supported."""
         return None
 
     def of_sequences(self, head_size: int, block_size: int) -> "AttentionBackend":

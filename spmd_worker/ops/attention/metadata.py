@@ -37,7 +37,7 @@ class AttentionMetadata:
 
     `cross` has what layers of a decoder with an encoder compute with; the other fields are then of all tokens, and only
     writes of keys and values may use them. `step_lengths` are the context lengths of the step whose tokens these are a
-    part of; None if they are all.
+    part of; None if they are all. `most_keys` bounds the context lengths of fixed steps.
     """
 
     query_starts: tuple[int, ...]
@@ -58,6 +58,12 @@ class AttentionMetadata:
     group_of: tuple[int, ...] = ()
     cross: "CrossStep | None" = None
     step_lengths: tuple[int, ...] | None = None
+    most_keys: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """Keys that no sequence of the step has more than."""
+        return max(self.context_lengths, default=0) if self.most_keys is None else self.most_keys
 
     @property
     def is_causal(self) -> bool:

@@ -10,6 +10,7 @@ T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,17 @@ from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_constants, from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
+from spmd_worker.ops.attention.triton_listed import TritonListedKeys
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
+from spmd_worker.ops.kernels.host_copies import send
 from spmd_worker.ops.kernels.recurrent import StateSegments
-from spmd_worker.ops.kernels.triton import attention, attention_kernels, rows
+from spmd_worker.ops.kernels.triton import attention, attention_kernels, listed, rows
+from spmd_worker.ops.kernels.triton.listed import PlacedTokens
 from spmd_worker.ops.kernels.triton.version import triton_region
 
 _NO_SLOT: Final = -1
+_KINDS: Final = 3
+"""Kinds of launches that the kind of a step counts."""
 HEAD_SIZES = range(16, 513)
 """Smaller heads fit no matrix instruction; larger ones are not compiled by tests/ops/kernels/compile_gate.py."""
 LATENT_SIZES = range(16, 577)
@@ -31,26 +37,33 @@ LATENT_SIZES = range(16, 577)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Work that a step's layers share. `plans` by window, query heads, key-value heads and head size."""
+    """Work that a step's layers share. `plans` by window, query heads, key-value heads and head size; `placed`: the
+    tokens, if a layer lists keys.
+    """
 
     source: AttentionMetadata
     slots: Tensor
     plans: dict[tuple[int, int, int, int], attention.PlannedAttention] = field(default_factory=dict)
+    placed: list[PlacedTokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _FixedStep:
-    """Slots and launches of all steps of one number of tokens and kind, and the owner of what all steps share."""
+    """Slots and launches of all steps of one number of tokens and kind, the owner of what all steps share, and tokens,
+    if layers list keys.
+    """
 
     owner: "TritonFixedAttention"
     slots: Tensor
     launches: attention.Launches
+    placed: PlacedTokens | None
 
 
 class TritonFixedAttention:
     """Implements `attention.backend.FixedAttention` for steps of up to `max_tokens` tokens, in up to `max_seqs`
     sequences of up to `max_blocks` blocks of `block_size`. If the model `has_states`, steps have segments, which are
-    padded with such that nothing is computed for.
+    padded with such that nothing is computed for. `lists_above`: layers list keys of sequences with more keys than the
+    least of these numbers; steps whose sequences all have no more are of another kind. None: no layer lists keys.
     """
 
     def __init__(
@@ -62,8 +75,14 @@ class TritonFixedAttention:
         device: torch.device,
         *,
         has_states: bool = False,
+        lists_above: int | None = None,
     ) -> None:
         self._max_tokens, self._block_size = max_tokens, block_size
+        self._lists_above, self._max_keys = lists_above, max_blocks * block_size
+        num_placed = 0 if lists_above is None else max_tokens
+        self._sequences, self._positions = (
+            torch.full((num_placed,), _NO_SLOT, dtype=torch.int32, device=device) for _ in range(2)
+        )
         self._slots = torch.full((max_tokens,), _NO_SLOT, dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
         self._starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
@@ -75,7 +94,7 @@ class TritonFixedAttention:
         self._plans: dict[tuple[int, int, int, int], attention.PlannedAttention] = {}
         """Key: window, query heads, key-value heads and head size."""
         self._filled: AttentionMetadata | None = None
-        self._steps: dict[tuple[int, attention.Launches], AttentionMetadata] = {}
+        self._steps: dict[tuple[int, attention.Launches, int], AttentionMetadata] = {}
 
     def fill(self, metadata: AttentionMetadata, num_tokens: int) -> AttentionMetadata:
         assert metadata.starts is not None, "only for batches of `BatchState`"
@@ -99,18 +118,31 @@ class TritonFixedAttention:
         if launches.has_many:
             # One kind for all mixed steps.
             launches = attention.Launches(has_many=True, has_joins=True)
-        key = (num_tokens, launches)
+        most_keys = self._max_keys
+        if self._lists_above is not None:
+            placed = (self._sequences[:num_tokens], self._positions[:num_tokens])
+            listed.place_tokens(self._starts, self._lengths, count, *placed)
+            if max(metadata.context_lengths) <= self._lists_above:
+                most_keys = min(most_keys, self._lists_above)
+        key = (num_tokens, launches, most_keys)
         if key not in self._steps:
             nothing = self._slots[:0]
-            step = _FixedStep(self, self._slots[:num_tokens], launches)
+            step = _FixedStep(self, self._slots[:num_tokens], launches, self._placed(num_tokens, most_keys))
             self._steps[key] = AttentionMetadata(
                 *((), (), self._tables, nothing, nothing),
                 slots=step.slots,
                 fixed=step,
-                kind=sum(map(int, launches)),
+                kind=sum(map(int, launches)) + _KINDS * (most_keys < self._max_keys),
                 segments=self._segments_of(num_tokens),
+                most_keys=most_keys,
             )
         return self._steps[key]
+
+    def _placed(self, num_tokens: int, most_keys: int) -> PlacedTokens | None:
+        if self._lists_above is None:
+            return None
+        sequences, positions, slots = (each[:num_tokens] for each in (self._sequences, self._positions, self._slots))
+        return PlacedTokens(sequences, positions, self._tables, slots, most_keys)
 
     def _fill_segments(self, segments: StateSegments | None) -> None:
         """Those of a step, whose starts are filled; the others are padding."""
@@ -161,6 +193,9 @@ class TritonBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         return (1 + has_values, num_kv_heads, block_size, head_size)
 
+    def listed_keys(self) -> TritonListedKeys:
+        return TritonListedKeys(self._placed)
+
     def of_sequences(self, head_size: int, block_size: int) -> "TritonBackend":
         # A step of the text keeps its own plan.
         del head_size, block_size
@@ -204,8 +239,8 @@ class TritonBackend(AttentionBackend):
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(query, metadata, layer_cache, num_heads, window)
         if value_size:
-            assert (score_cap, sinks, distance_bias) == (0.0, None, None), "latents have no caps, sinks or biases here"
-            return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size)
+            assert (score_cap, distance_bias) == (0.0, None), "latents have no caps or biases here"
+            return attention.attend_latents(query, layer_cache, plan, num_heads, scale, value_size, sinks)
         if distance_scores is not None:
             distance_scores.check(query, metadata.query_starts, metadata.context_lengths)
         more = (score_cap, sinks, distance_bias, distance_scores)
@@ -232,17 +267,35 @@ class TritonBackend(AttentionBackend):
     def _slots(self, metadata: AttentionMetadata, layer_cache: Tensor) -> Tensor:
         """int32 [T]: slot of each token's key and value."""
         fixed = _fixed_step(metadata)
-        return self._planned_step(metadata, layer_cache).slots if fixed is None else fixed.slots
+        return self._planned_step(metadata, layer_cache.shape[3]).slots if fixed is None else fixed.slots
 
-    def _planned_step(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
+    def _planned_step(self, metadata: AttentionMetadata, block_size: int) -> _Planned:
         planned = self._planned.get(id(metadata))
         if planned is None or planned.source is not metadata:
             if any(not each.source.is_of_step(metadata) for each in self._planned.values()):
                 # Their buffers are large, and only one step's are counted as memory.
                 self._planned.clear()
-            slots = _slots_of(metadata, layer_cache.shape[3])
+            slots = _slots_of(metadata, block_size)
             planned = self._planned[id(metadata)] = _Planned(metadata, slots.to(torch.int32))
         return planned
+
+    def _placed(self, metadata: AttentionMetadata, block_size: int) -> PlacedTokens:
+        """A step's tokens on the device, placed by the first layer that asks."""
+        fixed = _fixed_step(metadata)
+        if fixed is not None:
+            assert fixed.placed is not None, "the steps were not made for layers that list keys"
+            return fixed.placed
+        planned = self._planned_step(metadata, block_size)
+        if not planned.placed:
+            device, (starts, lengths) = planned.slots.device, (metadata.starts, metadata.lengths)
+            if starts is None or lengths is None:
+                numbers = (metadata.query_starts, metadata.context_lengths)
+                starts, lengths = send([np.array(each, dtype=np.int32) for each in numbers], device)
+            sequences, positions = (torch.empty_like(planned.slots) for _ in range(2))
+            listed.place_tokens(starts, lengths, len(lengths), sequences, positions)
+            tables = metadata.block_tables.to(torch.int32).contiguous()
+            planned.placed.append(PlacedTokens(sequences, positions, tables, planned.slots, metadata.longest))
+        return planned.placed[0]
 
     def _plan(
         self, queries: Tensor, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
@@ -250,7 +303,7 @@ class TritonBackend(AttentionBackend):
         fixed = _fixed_step(metadata)
         if fixed is not None:
             return fixed.owner.plan(queries, layer_cache, num_heads, window, fixed.launches)
-        plans = self._planned_step(metadata, layer_cache).plans
+        plans = self._planned_step(metadata, layer_cache.shape[3]).plans
         num_kv_heads, head_size = _heads_of(layer_cache, num_heads)
         key = (window, num_heads, num_kv_heads, head_size)
         if key in plans:

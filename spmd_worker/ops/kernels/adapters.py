@@ -6,9 +6,9 @@ output and rounded once more. Each row is computed by itself, in an order that d
 alone. Rows without an adapter, and outputs that an adapter has no matrices for, are not touched.
 
 All adapters of a layer are in one stack, each in a slot. A merged layer has several parts, ranges of its outputs, each
-with matrices of its own.
+with matrices of its own. Experts of a sparse layer are one stack too (`model/layers/expert_adapters.py`).
 
-T: tokens of the step; r: rank of an adapter.
+T: tokens of the step, or rows of experts; r: rank of an adapter.
 """
 
 from collections.abc import Sequence
@@ -50,12 +50,18 @@ class AdapterSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter. `layout` is for
-    the kernels that made it.
+    """Adapters of a step's tokens: `slots` int32 [T] on the device, -1 for a token without an adapter, of `num_slots`.
+    `layout` is for the `kernels` that made it.
     """
 
     slots: Tensor
+    num_slots: int
+    kernels: "AdapterKernels"
     layout: Any = None
+
+    def of_rows(self, slots: Tensor) -> "StepAdapters":
+        """Those of other rows, for the same stacks."""
+        return self.kernels.step(slots, self.num_slots)
 
 
 class AdapterStack(Protocol):
@@ -86,7 +92,7 @@ class AdapterStack(Protocol):
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
         """Add to the layer's outputs [T, outputs of this rank], in place, what the adapters make of its inputs x [T,
-        inputs of this rank].
+        inputs of this rank], or [T / n, inputs], each of which is that of n outputs, one behind the other.
         """
 
     def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
@@ -107,8 +113,22 @@ class AdapterKernels(Protocol):
     def new_stack(self, sizes: AdapterSizes) -> AdapterStack:
         """An empty stack for one layer."""
 
-    def step(self, slots: Tensor) -> StepAdapters:
-        """The adapters of a step by slot, int32 [T] on the device, negative for tokens without one."""
+    def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
+        """The adapters of a step by slot, int32 [T] on the device, negative for tokens without one, for stacks of
+        `num_slots`.
+        """
+
+
+class AddsToExperts(Protocol):
+    """Adds what a step's adapters make of the inputs of experts' projections to their outputs, which are those of each
+    token's experts: S = T * k rows of k experts.
+    """
+
+    def add_to_columns_(self, columns: Tensor, x: Tensor) -> None:
+        """Add to outputs of the gate and up projections [S, outputs of this rank] of inputs x [T, inputs]."""
+
+    def add_to_parts_(self, results: Tensor, gated: Tensor) -> None:
+        """Add to this rank's parts of the down projections [S, hidden] of inputs [S, columns of this rank]."""
 
 
 class ReferenceStack:
@@ -145,7 +165,7 @@ class ReferenceStack:
         for slot, rows in step.layout.items():
             parts = zip(self.sizes.parts, self.slots.get(slot, ()))
             found = [(start, stop, *matrices) for (start, stop), matrices in parts if matrices is not None]
-            inputs = x[rows].float() if found else x
+            inputs = x[rows // rows_of_each(outputs, x)].float() if found else x
             for start, stop, a, b in found:
                 self._add(outputs, rows, (start, stop), self._sums(inputs, a), b)
 
@@ -192,10 +212,20 @@ class ReferenceAdapterKernels:
     def new_stack(self, sizes: AdapterSizes) -> ReferenceStack:
         return ReferenceStack(sizes)
 
-    def step(self, slots: Tensor) -> StepAdapters:
+    def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """`layout`: the rows of each adapter, int64, by slot."""
         used = [slot for slot in sorted(dict.fromkeys(slots.tolist())) if slot >= 0]
-        return StepAdapters(slots, {slot: (slots == slot).nonzero().squeeze(1) for slot in used})
+        rows = {slot: (slots == slot).nonzero().squeeze(1) for slot in used}
+        return StepAdapters(slots, num_slots, self, rows)
+
+
+def rows_of_each(outputs: Tensor, x: Tensor) -> int:
+    """Number of `outputs` of each of the inputs `x`."""
+    if len(outputs) == len(x):
+        return 1
+    num_each, rest = divmod(len(outputs), len(x))
+    assert not rest, (outputs.shape, x.shape)
+    return num_each
 
 
 def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise
 on the other tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.stored_format import StoredFormat
-from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack
+from spmd_worker.ops.kernels.adapters import AdapterKernels, AdapterStack, AddsToExperts
 from spmd_worker.ops.kernels.recurrent import RecurrentKernels
 from spmd_worker.ops.kernels.sample_row import SampleRow
 
@@ -168,12 +168,24 @@ class ExpertSizes:
 
 
 class JoinedExperts(Protocol):
-    """The experts of a sparse layer in one call, with their weights. T, C and E as in `ExpertKernels`."""
+    """The experts of a sparse layer in one call, with their weights. T, C and E as in `ExpertKernels`; S = T * C."""
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+    takes_activation: bool
+    """Whether `outputs` takes one of the caller's, with the same bits."""
+
+    def outputs(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        totals: Tensor,
+        slots: Tensor | None = None,
+        activated: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """x [T, H], `ids` int64 [T, C] -> outputs [T * C, H] of each token's experts, of `ExpertSizes.part_dtype`, with
         the bits that each has by itself; zero for experts of other ranks. Adds the tokens of each expert, on any rank,
-        to `totals`, int64 [E].
+        to `totals`, int64 [E]. `slots` as of `ExpertKernels`, where steps are padded: outputs of padding are zero.
+        `activated` replaces the activation: [S, outputs of the gate and up projections] -> inputs of the down
+        projections [S, I].
         """
 
     def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:
@@ -190,18 +202,34 @@ class ExpertKernels(Protocol):
     """
 
     def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        choice_bias: Tensor | None,
+        experts: ExpertsConfig,
+        add: Callable[[Tensor], Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, H], float32 weight [E, H] or [E + 1, H], biases float32 [E] -> ids int64 [T, C] and weights float32
-        [T, C] of `model.layers.experts.select_experts`, and the shared expert's gate, float32 [T, 1], or None.
+        [T, C] of `model.layers.experts.select_experts`, and the shared expert's gate, float32 [T, 1], or None. `add`
+        adds adapters in place to what the logits are sums of, float32 [T, E] or [T, E + 1], before they have biases.
         """
 
     def outputs(
-        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        stack: ExpertStack,
+        slots: Tensor | None,
+        totals: Tensor,
+        *,
+        others_are_zero: bool,
+        added: AddsToExperts | None = None,
     ) -> Tensor:
         """x [T, H] -> outputs [T * C, H] of each token's experts, with the bits of `gated_linear` (or the two
         operations that it replaces) and `linear`. Outputs of other ranks' experts and padding are zero if
-        `others_are_zero`, else arbitrary. Adds the tokens of each expert, on any rank, to `totals`, int64 [E].
+        `others_are_zero`, else arbitrary. Adds the tokens of each expert, on any rank, to `totals`, int64 [E]. With
+        `added` outputs have what adapters add, and rows without any the same bits.
         """
 
     def weighted_sum(

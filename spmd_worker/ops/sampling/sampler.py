@@ -255,7 +255,7 @@ class Sampler:
             own, allowed, ids = (
                 part.rows_of(each, "beams", part.beams) for each in (logits, gathered, choice.token_ids)
             )
-            counts = [part.rows[index].sampling.logprobs or 0 for index in part.beams]
+            counts = [part.rows[index].sampling.num_top_logprobs for index in part.beams]
             group = self._group
             entries = beam_logprobs(self._kernels, own, allowed, ids, counts, group, self._shard_start, read_back)
             reports.append((part.beams, entries))
@@ -286,17 +286,22 @@ class Sampler:
         if wants and reads_are_free(choice.token_ids):
             token_ids = choice.token_ids.tolist()
             wants = [index for index in wants if token_ids[index] != NON_FINITE]
-        for number, chosen in enumerate(_report_groups([part.rows[index].sampling.logprobs or 0 for index in wants])):
+        nums_top = [part.rows[index].sampling.num_top_logprobs for index in wants]
+        for number, chosen in enumerate(_report_groups(nums_top)):
             named = [wants[index] for index in chosen]
             asking = [part.rows[index].sampling for index in named]
             # Without a row that has no token, which the host may have seen, these are other rows.
             name = ("report", number, self._logprobs_mode, tuple(named) if len(wants) < len(part.reported) else ())
             factors, divisors = part.kept(("scales", name), partial(self._scales, asking))
-            counts = [each.logprobs or 0 for each in asking]
+            counts = [nums_top[index] for index in chosen]
+            listed = None
+            if any(each.logprob_token_ids for each in asking):
+                (listed,) = part.kept(("listed", name), partial(_listed_ids, asking))
             ids, maxima = part.rows_of(choice.token_ids, name, named), choice.maxima
             maxima = None if maxima is None else part.rows_of(maxima, name, named)
             own = part.rows_of(logits, name, named)
-            reports.append((named, self._of_shards(own, ids, counts, factors, divisors, group, read_back, maxima)))
+            given = (own, ids, counts, factors, divisors, group, read_back, maxima, listed)
+            reports.append((named, self._of_shards(*given)))
         return reports
 
     def _scales(self, asking: list[SamplingParams]) -> Arrays:
@@ -315,15 +320,18 @@ class Sampler:
         group: GroupHandle,
         read_back: ReadBack,
         maxima: Tensor | None = None,
+        listed: Tensor | None = None,
     ) -> Awaited[list[TokenLogprobs]]:
-        """`token_ids` int64 [K]; `maxima` float64 [K] of the complete vocabulary, if known."""
+        """`token_ids` int64 [K]; `maxima` float64 [K] of the complete vocabulary, if known; `listed` int64 [K, C] are
+        more ids that are reported, -1 for none.
+        """
         if maxima is None:
             values, columns = self._kernels.argmax(logits)
             maxima = best_of_shards(values, columns, group, self._first_id(group))[0]
         normalisers = log_normalisers(self._kernels, logits, maxima, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
         numbers = (nums_top, maxima, normalisers, divisors, group, num_owned)
-        return shard_logprobs(self._kernels, logits, token_ids, *numbers, read_back)
+        return shard_logprobs(self._kernels, logits, token_ids, *numbers, read_back, listed)
 
     def _filter(self, logits: Tensor, part: SomeRows) -> None:
         """Apply top-k, top-p and min-p in place: [K, V]."""
@@ -420,6 +428,13 @@ def _report_groups(nums_top: list[int]) -> list[list[int]]:
     several = [index for index, each in enumerate(nums_top) if each != ALL_LOGPROBS]
     alone = [[index] for index, each in enumerate(nums_top) if each == ALL_LOGPROBS]
     return [several, *alone] if several else alone
+
+
+def _listed_ids(asking: list[SamplingParams]) -> Arrays:
+    """`logprob_token_ids` of rows, int64 [K, C], filled up with -1."""
+    rows = [each.logprob_token_ids or () for each in asking]
+    width = max(map(len, rows))
+    return (np.array([[*ids, *[-1] * (width - len(ids))] for ids in rows], dtype=np.int64),)
 
 
 def _index_tensor(indices: list[int], device: torch.device) -> Tensor:

@@ -5,7 +5,8 @@ probable tokens of each shard, and the top-k of each shard. Every rank of the gr
 the row's logits alone: weights are integers (`Kernels.prob_sums`), whose sums do not depend on how the vocabulary is
 sharded.
 
-K: rows; Vs: token ids of this rank's shard; N: ranks of the group; n: maximum of the rows' top-k.
+K: rows; Vs: token ids of this rank's shard; N: ranks of the group; n: maximum of the rows' top-k; C: maximum of their
+listed ids.
 All calls are made by every rank of the group, with the same rows.
 """
 
@@ -45,48 +46,54 @@ def shard_logprobs(
     group: GroupHandle,
     num_owned: int,
     read_back: ReadBack,
+    listed: Tensor | None = None,
 ) -> Awaited[list[TokenLogprobs]]:
-    """[K, Vs] -> for each row the entry of its token, int64 [K], then those of its `nums_top` top tokens, -1 for all.
+    """[K, Vs] -> for each row the entry of its token, int64 [K], then those of its `listed` ids, int64 [K, C], negative
+    for none, then those of its `nums_top` top tokens, -1 for all.
 
     `normalisers` are from `log_normalisers`, `temperatures` float64 [K], `num_owned` is the number of token ids of this
     shard. The entries of a row without a token (a negative one) are meaningless.
     """
-    chosen = token_ids.clamp(min=0)
-    shard_size = logits.shape[1]
-    columns = (chosen - group.rank * shard_size).clamp(0, shard_size - 1).unsqueeze(1)
-    by_rank = group.all_gather(logits.gather(1, columns).squeeze(1).double())
+    named = token_ids.unsqueeze(1) if listed is None else torch.cat((token_ids.unsqueeze(1), listed), dim=1)
+    chosen, num_named, shard_size = named.clamp(min=0), named.shape[1], logits.shape[1]
+    columns = (chosen - group.rank * shard_size).clamp(0, shard_size - 1)
+    by_rank = group.all_gather(logits.gather(1, columns).double())
     values = by_rank.gather(0, (chosen // shard_size).unsqueeze(0)).squeeze(0)
     counts = [shard_size * group.size if each == ALL_LOGPROBS else each for each in nums_top]
     nums_own = [min(each, shard_size) for each in counts]
     own = _candidates(kernels, logits[:, :num_owned], nums_own, group.rank * shard_size)
-    # Counts are gathered with the candidates, as one more pair. Float32 represents the sampled logit exactly.
-    above = kernels.count_above(logits, values.float()).double()
-    own = torch.cat((torch.stack((above, above), dim=-1).unsqueeze(1), own), dim=1)
+    # Counts are gathered with the candidates, as more pairs. Float32 represents the sampled logit exactly.
+    above = [kernels.count_above(logits, column.float().contiguous()).double() for column in values.unbind(1)]
+    own = torch.cat((torch.stack(above, dim=1).unsqueeze(-1).expand(-1, -1, 2), own), dim=1)
     gathered = group.all_gather(own)
-    ranks = gathered[:, :, 0, 0].sum(dim=0).long() + 1
-    pairs = gathered[:, :, 1:].transpose(0, 1).flatten(1, 2)
-    reported = torch.cat((values.unsqueeze(1), pairs[:, :, 0]), dim=1)
+    ranks = gathered[:, :, :num_named, 0].sum(dim=0).long() + 1
+    pairs = gathered[:, :, num_named:].transpose(0, 1).flatten(1, 2)
+    reported = torch.cat((values, pairs[:, :, 0]), dim=1)
     scaled = (reported - maxima.unsqueeze(1)) / temperatures.unsqueeze(1) - normalisers.unsqueeze(1)
     # Rounded to float32 on the device.
-    return read_back.later(partial(_entries, counts), token_ids, ranks, scaled.float().double(), pairs)
+    return read_back.later(partial(_entries, counts), named, ranks, scaled.float().double(), pairs)
 
 
 def _entries(counts: list[int], ids: Tensor, ranks: Tensor, reported: Tensor, pairs: Tensor) -> list[TokenLogprobs]:
-    """Entries of each row, from host tensors [K], [K], [K, 1 + n], [K, n, 2]."""
+    """Entries of each row, from host tensors [K, 1 + C], [K, 1 + C], [K, 1 + C + n], [K, n, 2]."""
     # All rows at once: one `tolist` per row would take longer than the rest.
-    token_ids: list[int] = ids.tolist()
-    rank_of: list[int] = ranks.tolist()
+    named: list[list[int]] = ids.tolist()
+    ranks_of: list[list[int]] = ranks.tolist()
     logprobs: list[list[float]] = reported.tolist()
     listed: list[list[list[float]]] = pairs.tolist()
     entries = []
-    for index, (token_id, (logprob, *others)) in enumerate(zip(token_ids, logprobs, strict=True)):
+    num_named = ids.shape[1]
+    for index, (token_id, *listed_ids) in enumerate(named):
+        (logprob, *values), others = logprobs[index][:num_named], logprobs[index][num_named:]
         merged = sorted(
             (-value, int(top_id), other)
             for (value, top_id), other in zip(listed[index], others, strict=True)
             if top_id >= 0
         )
         top = [(top_id, other) for _, top_id, other in merged[: counts[index]]]
-        entries.append(entries_of(token_id, logprob, rank_of[index], top))
+        rank, *their_ranks = ranks_of[index]
+        listed_entries = zip(listed_ids, values, their_ranks, strict=True) if listed_ids else ()
+        entries.append(entries_of(token_id, logprob, rank, top, listed_entries))
     return entries
 
 

@@ -15,13 +15,13 @@ class SchedulerCounters:
     of those that were looked up. `num_stored_blocks` went to the connector, less those that a rank could not save, if
     no block was to be loaded in the same step, and `num_loaded_blocks` came back from it on every rank. `num_snapshots`
     of recurrent states were kept, `num_snapshots_skipped` were not because sequences owned every slot, and
-    `num_snapshot_hits` sequences began from one. Finished requests had `num_images` of `num_image_tokens` and
-    `num_videos` of `num_video_tokens`; rows of `num_rows_encoded` image tokens were made, those of `num_rows_reused`
-    were there when a sequence began the image. With `cache.verify_hits`, `num_verified_hits` were computed again and
-    compared completely; `num_unverified_hits` were chosen, but the sequence was preempted or ended, or what it had
-    found was evicted or forgotten. With `executor.verify_steps`, of `num_verified_steps` a row was computed again. Of
-    `num_drafted_tokens`, in `num_drafts` steps of a row, `num_accepted_tokens` were what was sampled; so many first,
-    second, ... drafts of a row were made and accepted.
+    `num_snapshot_hits` sequences began from one. Finished requests had `num_images` of `num_image_tokens`, `num_videos`
+    of `num_video_tokens` and `num_recordings` of `num_recording_tokens`; rows of `num_rows_encoded` image tokens were
+    made, those of `num_rows_reused` were there when a sequence began the image. With `cache.verify_hits`,
+    `num_verified_hits` were computed again and compared completely; `num_unverified_hits` were chosen, but the sequence
+    was preempted or ended, or what it had found was evicted or forgotten. With `executor.verify_steps`, of
+    `num_verified_steps` a row was computed again. Of `num_drafted_tokens`, in `num_drafts` steps of a row,
+    `num_accepted_tokens` were what was sampled; so many first, second, ... drafts of a row were made and accepted.
     """
 
     num_steps: int = 0
@@ -48,6 +48,8 @@ class SchedulerCounters:
     num_image_tokens: int = 0
     num_videos: int = 0
     num_video_tokens: int = 0
+    num_recordings: int = 0
+    num_recording_tokens: int = 0
     num_rows_encoded: int = 0
     num_rows_reused: int = 0
     num_verified_hits: int = 0

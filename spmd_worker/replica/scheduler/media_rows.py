@@ -32,12 +32,15 @@ class MediaRowLimits:
     hears: bool = False
     sees: bool = False
 
+    def is_recording(self, item: MediaItem) -> bool:
+        return self.hears and not (self.sees and item.grid[0])
+
     def refusal(self, media: Sequence[MediaItem]) -> tuple[str, str]:
         """Code and text of why a prompt's images can never be computed; empty if they can."""
         if not self.num_rows:
             return "images_unsupported", "this model takes no images: leave them out, or use a model with a tower"
         largest = max(media, key=lambda item: item.num_rows)
-        is_heard, most = self.hears and not (self.sees and largest.grid[0]), largest.num_rows
+        is_heard, most = self.is_recording(largest), largest.num_rows
         code, one = ("audio_too_long", "a recording") if is_heard else ("image_too_long", "an image")
         if most > self.num_rows:
             return code, (

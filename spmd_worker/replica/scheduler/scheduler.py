@@ -96,6 +96,7 @@ class Scheduler:
         self._allocator = new_allocator(limits, cache, state_slots, self.counters)
         assert not (limits.media.sees_whole_image and state_slots), "chunks end at snapshots, perhaps inside an image"
         self.media_rows = MediaRows(limits.media, self.counters)
+        self._is_recording = limits.media.is_recording
         self._drafting = None
         if limits.speculation is not None:
             sizes = (limits.vocab_size, limits.num_lookahead_tokens, self._allocator.snapshot_unit)
@@ -412,7 +413,7 @@ class Scheduler:
                 sequence.kept_ids.append(kept_ids)
             if logprobs is not None:
                 sequence.cumulative_logprob += logprobs[token_id].logprob
-                if sequence.request.sampling.logprobs is not None:
+                if sequence.request.sampling.returns_logprobs:
                     sequence.logprobs.append(logprobs)
             has_ended = self._stop_checker.has_ended(sequence)
         if has_ended:
@@ -468,7 +469,10 @@ class Scheduler:
         self._count_end([sequence.finish_reason for sequence in group.sequences])
         media = () if group.request.num_encoder_positions else group.request.media
         frames = [item.num_rows for item in media if item.frame]
-        images = [item.num_rows for item in media if not item.frame]
+        recordings = [item.num_rows for item in media if self._is_recording(item)]
+        images = [item.num_rows for item in media if not item.frame and not self._is_recording(item)]
+        self.counters.num_recordings += len(recordings)
+        self.counters.num_recording_tokens += sum(recordings)
         self.counters.num_images += len(images)
         self.counters.num_image_tokens += sum(images)
         self.counters.num_videos += sum([item.frame == 1 for item in media])

@@ -28,10 +28,17 @@ def default_sampling(
         advised["max_tokens"] = advised_length
     if generation_config.get("max_new_tokens") is not None:
         advised["max_tokens"] = generation_config["max_new_tokens"]
+    given = config.given()
     try:
-        params = SamplingParams(**{**advised, **config.given()})
+        SamplingParams(**{key: value for key, value in advised.items() if key not in given})
     except ValueError as error:
-        raise ConfigError(f"sampling.{error} (or generation_config.json, where sampling does not set it)") from None
+        raise ConfigError(
+            f"generation_config.json of the model: {error}: mend the file, or set sampling's key of that name"
+        ) from None
+    try:
+        params = SamplingParams(**{**advised, **given})
+    except ValueError as error:
+        raise ConfigError(f"sampling.{error}") from None
     if config.max_tokens is None and max_tokens is not None and params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, max_tokens)
     return params

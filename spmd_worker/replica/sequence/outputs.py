@@ -6,6 +6,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_worker.replica.sequence.late_chunking import LateChunkingMetadata
 from spmd_worker.replica.sequence.lora_request import LoRARequest
 from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_mask import SamplingMask
@@ -182,13 +183,16 @@ Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput,
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Pooled]):
-    """Output of a pooling row, in vLLM's names. `num_cached_tokens` of its tokens were found in the prefix cache."""
+    """Output of a pooling row, in vLLM's names. `num_cached_tokens` of its tokens were found in the prefix cache;
+    `late_chunking` are the ranges of its vectors.
+    """
 
     request_id: str
     outputs: Pooled
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+    late_chunking: LateChunkingMetadata | None = None
 
 
 @dataclass(slots=True)

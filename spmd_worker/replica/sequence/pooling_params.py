@@ -14,6 +14,7 @@ from spmd_worker.base.config.plain_values import plain_bool, plain_int, plain_te
 from spmd_worker.base.names import with_keyword_hints
 from spmd_worker.model_config.late_interaction import INPUT_TYPES
 from spmd_worker.model_config.pooling import TOKEN_TASKS, VECTORS, PoolingConfig
+from spmd_worker.replica.sequence.late_chunking import LateChunkingParams, as_late_chunking
 from spmd_worker.replica.sequence.record_checks import INT64
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
 
@@ -62,6 +63,9 @@ class PoolingParams:
     `input_type`, "query" or "document", is for models whose tokens' vectors are compared (late interaction): the text
     is written as the model's queries or documents are; None leaves it as it is. `num_attended_tokens`: the row is a
     query of token ids for such a model, whose tokens attend to its first so many.
+
+    `late_chunking_params`, with token_embed: the row has a vector for each chunk of so many tokens, the mean of their
+    states, which is then cut and normalised; a mapping too.
     """
 
     task: str | None = None
@@ -73,6 +77,7 @@ class PoolingParams:
     num_first_tokens: int | None = None
     input_type: str | None = None
     num_attended_tokens: int | None = None
+    late_chunking_params: LateChunkingParams | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
@@ -86,6 +91,7 @@ class PoolingParams:
             if given not in INPUT_TYPES:
                 raise ValueError(f"input_type={shown(self.input_type)} must be one of {', '.join(INPUT_TYPES)}")
             object.__setattr__(self, "input_type", given)
+        object.__setattr__(self, "late_chunking_params", as_late_chunking(self.late_chunking_params))
         for name, plain, rule in _TYPES:
             value = getattr(self, name)
             found = plain(value)
@@ -107,8 +113,13 @@ class PoolingParams:
 
     @property
     def is_for_tokens(self) -> bool:
-        """Whether the row has a vector, or scores, for each of its tokens."""
+        """Whether the row has a vector, or scores, for each of its tokens, or a vector for each chunk of them."""
         return self.task in TOKEN_TASKS
+
+    def num_vectors(self, num_tokens: int) -> int:
+        """Number of the vectors of a row of so many tokens that is for tokens."""
+        size = 1 if self.late_chunking_params is None else self.late_chunking_params.chunk_size
+        return -(-num_tokens // size)
 
     @property
     def is_resolved(self) -> bool:
@@ -138,6 +149,12 @@ def resolve_pooling(params: PoolingParams, config: PoolingConfig | None) -> Pool
     assert config is not None, task
     if params.num_first_tokens is not None and not config.has_token_types:
         raise ValueError(f"num_first_tokens={params.num_first_tokens} is not supported: this model has no token types")
+    if params.late_chunking_params is not None:
+        given = f"late_chunking_params.chunk_size={params.late_chunking_params.chunk_size}"
+        if task != "token_embed":
+            raise ValueError(f"{given} is for token_embed, and the task is {task}: set task, or leave it out")
+        if params.input_type is not None or params.num_attended_tokens is not None:
+            raise ValueError(f"{given} with a query or a document: their vectors are of tokens: leave one out")
     for name in ("input_type", "num_attended_tokens"):
         if getattr(params, name) is not None and config.late is None:
             raise ValueError(

@@ -30,6 +30,9 @@ ALL_LOGPROBS: Final = -1
 MAX_SCORES: Final = 1024
 """Most candidates of a prompt position (`prompt_logprob_token_ids`), and most top tokens where they become arrays."""
 
+MAX_LOGPROB_IDS: Final = 128
+"""Most `logprob_token_ids`, as in vLLM."""
+
 _MAX_SAMPLES: Final = 1024
 _MAX_SALT: Final = 1024
 
@@ -51,6 +54,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     f"at most {MAX_SCORES} a row",
     "prompt_logprob_start": "with `prompt_logprobs` k too, which then gives arrays of the top k of each row "
     f"(at most {MAX_SCORES}); earlier rows are found in the prefix cache",
+    "logprob_token_ids": "ranks are those in the vocabulary; a key of rows and bodies too",
     "return_sampling_mask": "a field of each row; needs top_k, top_p, min_p or allowed tokens, and no setting of the "
     "engine",
     "return_routed_experts": "a field of each row; needs no setting of the engine",
@@ -89,7 +93,6 @@ REJECTED: Final[Mapping[str, str]] = {
         "allowed_token_ids, bad_words or logit_bias"
     ),
     "use_beam_search": "call LLM.beam_search instead",
-    "logprob_token_ids": "log-probabilities are those of the top-k tokens: logprobs=-1 gives all",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
     "routed_experts_prompt_start": "return_routed_experts returns those of all prompt tokens: slice the result",
     "watermarking": "answers are not watermarked: leave it out",
@@ -122,7 +125,8 @@ class SamplingParams(_Freezable):
 
     `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
     own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
-    sampled token and of the top k, -1 of all.
+    sampled token and of the top k, -1 of all. `logprob_token_ids` are returned instead of the top k, in this order;
+    `logprobs`, if it is given too, is their number.
 
     `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first, the earlier
     one at a tie. None, or the same number as `n`, selects nothing: `n` samples in their own order.
@@ -164,7 +168,7 @@ class SamplingParams(_Freezable):
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: tuple[tuple[int, ...], ...] | None = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    logprob_token_ids: tuple[int, ...] | None = None
     flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -254,7 +258,16 @@ class SamplingParams(_Freezable):
     @property
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of sampled tokens are computed: to be returned, or to rank the samples."""
-        return self.logprobs is not None or self.is_ranked
+        return self.returns_logprobs or self.is_ranked
+
+    @property
+    def returns_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of the most probable tokens that are returned; -1 is all."""
+        return 0 if self.logprob_token_ids is not None else self.logprobs or 0
 
     @property
     def has_penalties(self) -> bool:
@@ -343,6 +356,7 @@ class SamplingParams(_Freezable):
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
             ("token_rules", () if self.token_rules is None else self.token_rules.token_ids),
+            ("logprob_token_ids", self.logprob_token_ids or ()),
             ("prompt_logprob_token_ids", [each for row in self.prompt_logprob_token_ids or () for each in row]),
         )
         for name, ids in named:
@@ -386,6 +400,11 @@ class SamplingParams(_Freezable):
                 )
         elif self.prompt_logprobs is not None and not _is_num_logprobs(self.prompt_logprobs):
             raise ValueError(f"prompt_logprobs={self.prompt_logprobs} {_LOGPROBS_RULE}")
+        if self.logprob_token_ids is not None and self.logprobs not in (None, len(self.logprob_token_ids)):
+            raise ValueError(
+                f"logprobs={self.logprobs} with {len(self.logprob_token_ids)} logprob_token_ids, which replace the top "
+                f"tokens: leave logprobs out"
+            )
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
         if self.ignore_eos and self.structured_outputs is not None:
@@ -554,6 +573,14 @@ def _as_candidates(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
     return lists
 
 
+def _as_logprob_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """An empty list is None."""
+    ids = _as_token_ids(name, value)
+    if len(ids) > MAX_LOGPROB_IDS:
+        raise ValueError(f"{name} has {len(ids)} ids: give at most {MAX_LOGPROB_IDS}")
+    return ids or None
+
+
 def _as_allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     """Sorted, without duplicates."""
     if value is None:
@@ -620,6 +647,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "bad_words_ids": _as_bad_words_ids,
     "allowed_token_ids": _as_allowed_token_ids,
     "cache_salt": _as_salt,
+    "logprob_token_ids": _as_logprob_token_ids,
     "prompt_logprob_token_ids": _as_candidates,
     "output_kind": _as_output_kind,
     "structured_outputs": _as_constraint,

@@ -18,6 +18,8 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.layers.chosen_keys import lists_keys
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_dtype_of
 from spmd_worker.ops.attention.triton import HEAD_SIZES, LATENT_SIZES, TritonBackend, TritonFixedAttention
@@ -27,7 +29,7 @@ from spmd_worker.ops.kernels.triton import adapters as triton_adapters
 from spmd_worker.ops.kernels.triton import attention, attention_kernels, fp8, matmul
 from spmd_worker.ops.kernels.triton import experts as triton_experts
 from spmd_worker.ops.kernels.triton.compile_ahead import compiling
-from spmd_worker.ops.kernels.triton.int8 import Int8TritonKernels
+from spmd_worker.ops.kernels.triton.int8_model import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.kernels import TritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, is_interpreted
 from spmd_worker.ops.kernels.triton.peer_sums import PeerSums, SymmetricMemory, half_bytes
@@ -103,10 +105,8 @@ class TritonDevice(DeviceBackend):
         if is_interpreted() and self.resolved.dtype == "bfloat16":
             return "is interpreted, and Triton's interpreter does not support bfloat16: use model.dtype=float32"
         for layer in model_config.layers:
-            if layer.compressed is not None:
-                return "has no attention to compressed entries"
             group = layer.num_heads // layer.num_kv_heads
-            if layer.latent is not None:
+            if layer.latent is not None or layer.compressed is not None:
                 if layer.head_size not in LATENT_SIZES:
                     return f"supports latents of up to {LATENT_SIZES[-1]} numbers, not {layer.head_size}"
                 continue
@@ -152,8 +152,8 @@ class TritonDevice(DeviceBackend):
         if self.resolved.model_config.encoder_part is not None:
             return "of encoder-decoder models"
         layers = self.resolved.model_config.layers
-        if any(layer.chooser is not None for layer in layers):
-            return "of models whose tokens see keys that an indexer chooses"
+        if any(each.chooser is not None and not lists_keys(each) for each in layers):
+            return "of models whose tokens see runs of keys that an indexer chooses"
         if any(layer.ngrams is not None for layer in layers):
             return "of models with embedded n-grams"
         has_groups = grouping_of(self.resolved).groups.num_groups > 1
@@ -174,7 +174,9 @@ class TritonDevice(DeviceBackend):
             # Steps have no block tables: a column that nobody reads.
             max_blocks = 1
         sizes, has_states = (max_tokens, max_seqs, max_blocks, block_size), self.resolved.model_config.has_states
-        fixed = TritonFixedAttention(*sizes, self.device, has_states=has_states)
+        fixed = TritonFixedAttention(
+            *sizes, self.device, has_states=has_states, lists_above=_lists_above(self.resolved.model_config)
+        )
         reset_sums = tensor.fast.reset_sums if isinstance(tensor.fast, PeerSums) else None
         return StepGraphs(model, fixed, new_graph, max_tokens, max_seqs, reset_sums, adapters)
 
@@ -207,7 +209,8 @@ class TritonDevice(DeviceBackend):
         block_size, max_model_len = self.resolved.config.cache.block_size, self.resolved.max_model_len
         runner = new_runner(None)
         num_tokens = min(_WARM_UP_ROWS, scheduler.max_num_batched_tokens)
-        num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, max_model_len - 1))
+        num_keys = max(attention_kernels.SEGMENT, _lists_above(self.resolved.model_config) or 0) + 1
+        num_keys = 1 if pooling is not None else max(1, min(num_keys, max_model_len - 1))
         steps = warm_up_steps(num_tokens, num_keys, block_size, num_blocks, pooling)
         if self.resolved.model_config.is_encoder:
             # Whose cache has the blocks of one step of at most `max_num_seqs`.
@@ -301,7 +304,9 @@ class TritonDevice(DeviceBackend):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         layers = self.resolved.model_config.layers
         max_head_size = max(layer.head_size for layer in layers)
-        max_group = max(1 if layer.latent is not None else layer.num_heads // layer.num_kv_heads for layer in layers)
+        max_group = max(
+            1 if layer.latent or layer.compressed else layer.num_heads // layer.num_kv_heads for layer in layers
+        )
         properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
         sizes = ((properties.major, properties.minor), max_head_size, max_group, itemsize)
         tiles = (attention.few_tile(*sizes), attention.many_tile(*sizes))
@@ -316,6 +321,14 @@ class TritonDevice(DeviceBackend):
                 f"{self.resolved.dtype}, and {name} has {available:,}"
             )
         return None
+
+
+def _lists_above(model_config: ModelConfig) -> int | None:
+    """Keys of a sequence that all of its tokens see in each layer; more are listed. None if no layer lists keys."""
+    layers = model_config.layers
+    most = [each.chooser.most_seen for each in layers if each.chooser is not None and lists_keys(each)]
+    most += [0 for each in layers if each.compressed is not None and each.compressed.rate]
+    return min(most, default=None)
 
 
 def _on_all_ranks(control: GroupHandle, call: Callable[[], _Made]) -> _Made | None:

@@ -281,8 +281,9 @@ def expert_bytes(
     dtype: str,
     stored: StoredWeights = NOTHING_STORED,
     quantization: str | None = None,
+    device: str = "cpu",
 ) -> int:
-    """Bytes of a rank's routed experts, on CPUs if they are quantised."""
+    """Bytes of a rank's routed experts, quantised as on a `device`."""
     stage, hidden, total, shapes = stage_of(layout, model_config, rank), model_config.hidden_size, 0, Shapes()
     for index in range(stage.start, stage.stop):
         layer = model_config.layers[index]
@@ -291,7 +292,7 @@ def expert_bytes(
             total += layer.experts.routed_elements(hidden, share)
             shapes += Shapes() if quantization is None else _routed_shapes(layer, hidden, share)
     saved = _bytes_saved(model_config, layout, rank, dtype, stored, only_experts=True)
-    saved += _quantised_bytes_saved(shapes, dtype, "cpu")
+    saved += _quantised_bytes_saved(shapes, dtype, device)
     return total * DTYPE_BYTES[dtype] - saved
 
 

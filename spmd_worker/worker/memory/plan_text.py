@@ -358,7 +358,7 @@ def _experts(plan: MemoryPlan) -> list[str]:
         return []
     size, quantization = DTYPE_BYTES[resolved.dtype], resolved.config.model.quantization
     ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
-    kind = (resolved.dtype, planned_stored_weights(resolved), quantization)
+    kind = (resolved.dtype, planned_stored_weights(resolved), quantization, resolved.device_type)
     max_bytes = max(expert_bytes(model_config, layout, rank, *kind) for rank in ranks)
     whole = RankLayout(1)
     saved = expert_bytes(model_config, whole, 0, resolved.dtype) - expert_bytes(model_config, whole, 0, *kind)

@@ -79,6 +79,8 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
         return one, "cache.window_groups=false"
     if wanted is None and resolved.device_type == "cuda" and not config.executor.enforce_eager:
         return one, "CUDA graphs have one table; cache.window_groups=true gives blocks back and records no graphs"
+    if has_full and not _reads_parts(resolved):
+        return one, "kernels of GPUs read keys and compressed entries in one block"
     if config.cache.connector is not None or config.cache.host_tier_gib:
         key = "cache.connector" if config.cache.connector is not None else "cache.host_tier_gib"
         return one, f"{key} keeps blocks of all layers"
@@ -90,6 +92,12 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
     kept += [part[1] for part in parts if part is not None]
     windows += (_FULL,) * (len(kept) - len(windows))
     return _group(tuple(0 if each is None else each.token_size for each in kept), windows, *sizes)
+
+
+def _reads_parts(resolved: ResolvedRun) -> bool:
+    """Whether the device backend that the run is likely to get reads entries in another group than keys."""
+    backend = resolved.config.executor.device_backend
+    return backend in ("cpu", "torch") or (backend == "auto" and resolved.device_type == "cpu")
 
 
 @lru_cache(maxsize=16)

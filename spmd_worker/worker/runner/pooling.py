@@ -1,8 +1,8 @@
 """Pools a step's hidden states into the vectors of the rows that end in it.
 
 Rows with a vector for each token keep those of earlier chunks on the host, at most `MAX_TOKEN_NUMBERS` a row. Mean
-pooling keeps a float32 sum per row, to which hidden states are added one token after another. So the bits of a
-mean do not depend on how its prompt was split into chunks.
+pooling, and late chunking for its last chunk, keeps a float32 sum per row, to which hidden states are added one token
+after another. So the bits of a mean do not depend on how its prompt was split into chunks.
 
 T: tokens of the step; R: its rows; H: hidden size.
 """
@@ -88,7 +88,8 @@ class RowPooling:
         pooled_rows = iter(self._pooled([each for each, _ in rows], [span for _, span in rows], hidden))
         for each, (start, end) in zip(scheduled, spans, strict=True):
             if _params(each).is_for_tokens:
-                numbers = self._with_earlier(each, self._headed(each, hidden[start:end].float()))
+                states = self._late_chunks(each, hidden, start, end)
+                numbers = self._with_earlier(each, self._headed(each, states) if len(states) else None)
             else:
                 pooled = next(pooled_rows)
                 numbers = None if pooled is None else self._headed(each, pooled)
@@ -119,18 +120,43 @@ class RowPooling:
         numbers: NDArray[np.float32] = found.cpu().numpy()
         return numbers
 
-    def _with_earlier(self, row: ScheduledSequence, numbers: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """`numbers` of a chunk's tokens behind those of earlier chunks; None for a row that continues."""
+    def _late_chunks(self, row: ScheduledSequence, hidden: Tensor, start: int, end: int) -> Tensor:
+        """States of a row's tokens from `hidden` [T, H], float32 [tokens, H], or with late chunking the means of the
+        chunks that end here, [chunks, H].
+        """
+        params, request_id, first = _params(row), row.sequence.request.request_id, row.sequence.num_computed_tokens
+        if params.late_chunking_params is None:
+            return hidden[start:end].float()
+        size, behind = params.late_chunking_params.chunk_size, first + end - start
+        edges = [first, *range(first - first % size + size, behind, size), behind]
+        totals = torch.zeros(len(edges) - 1, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        if first % size:
+            num_pooled, totals[0] = self._begun.pop(request_id)
+            assert num_pooled == first, (request_id, num_pooled, first, "tokens were skipped")
+        add_rows(totals, hidden, [(start + begin - first, start + stop - first) for begin, stop in pairwise(edges)])
+        counts = [stop - (begin - begin % size) for begin, stop in pairwise(edges)]
+        if not row.num_samples and behind % size:
+            # A copy: a view would keep the totals of all chunks of the step.
+            self._begun[request_id] = (behind, totals[-1].clone())
+            totals, counts = totals[:-1], counts[:-1]
+        return totals / to_device(torch.tensor(counts, dtype=torch.float32), hidden.device).unsqueeze(1)
+
+    def _with_earlier(self, row: ScheduledSequence, numbers: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        """`numbers` of a step's tokens, or chunks that end in it, behind those of earlier steps; None for a row that
+        continues.
+        """
         request_id, num_computed = row.sequence.request.request_id, row.sequence.num_computed_tokens
         earlier = self._begun_tokens.pop(request_id, [])
         # A preempted row starts again from zero.
-        chunks = [*(earlier if num_computed else []), numbers]
-        num_pooled = sum(map(len, chunks)) - len(numbers)
-        assert num_pooled == num_computed, (request_id, num_pooled, num_computed, "tokens were skipped")
+        earlier = earlier if num_computed else []
+        num_pooled, chunking = sum(map(len, earlier)), _params(row).late_chunking_params
+        num_expected = num_computed if chunking is None else num_computed // chunking.chunk_size
+        assert num_pooled == num_expected, (request_id, num_pooled, num_expected, "tokens were skipped")
         if row.num_samples:
-            return np.concatenate(chunks)
+            assert numbers is not None, (request_id, "the last token ends a chunk")
+            return np.concatenate([*earlier, numbers])
         # A copy: a view would keep the states of all rows of the step.
-        self._begun_tokens[request_id] = [*chunks[:-1], numbers.copy()]
+        self._begun_tokens[request_id] = earlier if numbers is None else [*earlier, numbers.copy()]
         return None
 
     def _pooled(

@@ -20,12 +20,11 @@ from tokenizer_folders import write_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker import LLM
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.config.speculation import SpeculativeConfig
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.row_writer import format_result
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
@@ -52,7 +51,7 @@ class Chat:
         if isinstance(parsed, RowError):
             return parsed
         limits = RequestLimits(self.tokenizer.vocab_size, 65536, has_tokenizer=True)
-        return resolve(parsed, self.tokenizer, limits, RowLimits(), self.format)
+        return resolve(parsed, RowContext(self.tokenizer, limits, chat_format=self.format))
 
     def completion(self, text: str, index: int = 0) -> CompletionOutput:
         token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), EOS]
@@ -60,8 +59,8 @@ class Chat:
         return CompletionOutput(index, shown, token_ids, finish_reason="stop")
 
     def answer(self, row: EncodedRow, *completions: CompletionOutput) -> ChatCompletion:
-        prompt = list(row.prompt_token_ids)
-        line = format_result(row, RequestOutput("0", row.prompt, prompt, list(completions), finished=True), "m")
+        prompt = list(row.content.token_ids)
+        line = format_result(row, RequestOutput("0", row.content.text, prompt, list(completions), finished=True), "m")
         return PARSER.validate_python(json.loads(line)["response"]["body"], strict=True)
 
 
@@ -71,7 +70,7 @@ def test_handwritten_call_has_openai_shape(name: str, tmp_path: Path):
     text = CHAT_MODELS[name].call
     row = chat.row(tools=TOOLS, n=2)
     assert isinstance(row, EncodedRow), row
-    assert '"add"' in (row.prompt or "")
+    assert '"add"' in (row.content.text or "")
     first, second = chat.answer(row, chat.completion(text), chat.completion(text, 1)).choices
     for choice in (first, second):
         assert choice.finish_reason == "tool_calls"
@@ -164,9 +163,9 @@ def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path, shape: st
             line = json.dumps(row if shape == "chat" else body).encode()
             parsed = parse_row(0, line, SamplingParams())
             assert not isinstance(parsed, RowError), parsed
-            encoded = resolve(parsed, own, limits)
+            encoded = resolve(parsed, RowContext(own, limits))
             assert isinstance(encoded, EncodedRow), encoded
-            assert encoded.prompt == expected, content
+            assert encoded.content.text == expected, content
 
 
 @pytest.mark.finding(number="A2")
@@ -180,15 +179,15 @@ def test_tools_choose_their_own_template(tmp_path: Path):
     with_tools, without = chat.row(tools=TOOLS), chat.row()
     assert isinstance(with_tools, EncodedRow), with_tools
     assert isinstance(without, EncodedRow), without
-    assert '"add"' in (with_tools.prompt or "")
-    assert without.prompt == "plain"
+    assert '"add"' in (with_tools.content.text or "")
+    assert without.content.text == "plain"
 
 
 def test_returned_calls_are_objects_for_the_template(tmp_path: Path):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     row = Chat(tmp_path, "hermes").row(messages=[*USER, {"role": "assistant", "content": None, "tool_calls": [call]}])
     assert isinstance(row, EncodedRow), row
-    assert 'add{"a": 1}' in (row.prompt or "")
+    assert 'add{"a": 1}' in (row.content.text or "")
 
 
 # Messages that the answer continues.
@@ -213,8 +212,8 @@ def test_continued_row_answers_with_the_rest(name: str, content: str, said: str,
     assert isinstance(row, EncodedRow), row
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(talk, continue_final_message=True, return_dict=False)
-    assert list(row.prompt_token_ids) == expected
-    assert (row.prompt or "").endswith(content)
+    assert list(row.content.token_ids) == expected
+    assert (row.content.text or "").endswith(content)
     (choice,) = chat.answer(row, chat.completion(said)).choices
     assert (choice.message.content, getattr(choice.message, "reasoning_content", None)) == message
 

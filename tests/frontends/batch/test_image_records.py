@@ -25,11 +25,11 @@ from spmd_worker.engine.startup import read_run
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.frontends.batch.job import run_job
 from spmd_worker.frontends.batch.output_file import write_lines
-from spmd_worker.frontends.batch.run_dir import image_answers as answers_module
-from spmd_worker.frontends.batch.run_dir.image_answers import image_answers
+from spmd_worker.frontends.batch.run_dir import media_answers as answers_module
 from spmd_worker.frontends.batch.run_dir.job_files import PROVENANCE_NAME
 from spmd_worker.frontends.batch.run_dir.journal import JournalRecord, RowJournal, RowKey
 from spmd_worker.frontends.batch.run_dir.manifest import FORMAT_VERSION, _compare, write_manifest
+from spmd_worker.frontends.batch.run_dir.media_answers import image_answers
 from spmd_worker.frontends.batch.run_dir.provenance import chained_digest
 from spmd_worker.frontends.openai.row_writer import RowAnswer
 from spmd_worker.frontends.tools.verify import main as verify

@@ -316,7 +316,7 @@ def test_leak_check_detects_prompt_answer_and_variable(
     format_result, write_json = row_runner.format_result, job_module.write_json
 
     def print_and_format(row: Any, output: Any, model_name: str) -> bytes:
-        print(row.prompt, output.outputs[0].text, file=sys.stderr)
+        print(row.content.text, output.outputs[0].text, file=sys.stderr)
         return format_result(row, output, model_name)
 
     monkeypatch.setenv("SOME_TOKEN", "secretvariable")

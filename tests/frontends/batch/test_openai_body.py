@@ -7,6 +7,7 @@ import pytest
 
 from spmd_worker.frontends.openai.openai_body import chat_choice, finite, logprob_records
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.ops.sampling.logprobs import entries_of
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob
 from spmd_worker.replica.sequence.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ def test_chat_row_has_requested_number_of_top_logprobs(sampled: int, rank: int, 
     """A sampled token as likely as the last of them was one more; -1, which asks for all, gave none."""
     likely = [(3, -1.0), (4, -1.5), (5, -2.0)]
     position = entries_of(sampled, -1.0, rank, likely if num_top < 0 else likely[:num_top])
-    row = EncodedRow(0, None, "chat", None, (1,), SamplingParams(logprobs=num_top), None)
+    row = EncodedRow(0, None, "chat", PromptContent((1,)), SamplingParams(logprobs=num_top), None)
     completion = CompletionOutput(0, "", [sampled], None, [position], "stop", None)
     choice = chat_choice(completion, {"message": {}}, row)
     (record,) = choice["logprobs"]["content"]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import CustomIds, parse_row
 from spmd_worker.frontends.openai.row_writer import format_error
 from spmd_worker.replica.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
@@ -461,7 +461,7 @@ def test_values_in_messages_are_cut():
 
 
 def resolved(fields, tokenizer, vocab_size=400, max_model_len=64):
-    return resolve(parse(fields), tokenizer, limits_of(tokenizer, vocab_size, max_model_len))
+    return resolve(parse(fields), RowContext(tokenizer, limits_of(tokenizer, vocab_size, max_model_len)))
 
 
 def limits_of(tokenizer, vocab_size=400, max_model_len=64):
@@ -471,16 +471,16 @@ def limits_of(tokenizer, vocab_size=400, max_model_len=64):
 def test_text_prompt_is_encoded_with_concrete_limit(tokenizer):
     row = resolved({"prompt": "hello", "custom_id": "a"}, tokenizer)
     assert isinstance(row, EncodedRow)
-    assert (row.index, row.custom_id, row.prompt) == (3, "a", "hello")
-    assert row.prompt_token_ids == tuple(tokenizer.encode("hello"))
+    assert (row.index, row.custom_id, row.content.text) == (3, "a", "hello")
+    assert row.content.token_ids == tuple(tokenizer.encode("hello"))
     assert row.sampling == DEFAULTS
 
 
 def test_conversation_is_rendered_and_encoded_without_special_tokens(tokenizer):
     """The template's own special tokens stay."""
     row = resolved(chat(), tokenizer)
-    assert row.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert row.prompt_token_ids == tuple(tokenizer.encode(row.prompt, add_special_tokens=False))
+    assert row.content.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert row.content.token_ids == tuple(tokenizer.encode(row.content.text, add_special_tokens=False))
 
 
 def test_special_tokens_are_added_as_asked(tmp_path):
@@ -499,7 +499,7 @@ def test_special_tokens_are_added_as_asked(tmp_path):
             fields = {**row, "body": {**row["body"], **given}} if "body" in row else {**row, **given}
             found = resolved(fields, tokenizer)
             adds = default if asked is None else asked
-            assert list(found.prompt_token_ids) == oracle.encode(found.prompt, add_special_tokens=adds)
+            assert list(found.content.token_ids) == oracle.encode(found.content.text, add_special_tokens=adds)
     # Control: there is something to add.
     assert oracle.encode("hello") != oracle.encode("hello", add_special_tokens=False)
     row = parse({"prompt": "a", "source_language": "fr", "add_special_tokens": False})
@@ -521,9 +521,9 @@ def test_reasoning_effort_reaches_templates_that_read_it(tmp_path, tokenizer):
     folder = write_byte_level(tmp_path, chat_template="{{ reasoning_effort | default('medium') }}:")
     reads = Tokenizer.open(folder)
     for effort, text in (("low", "low:"), (None, "medium:")):
-        assert resolved(chat(reasoning_effort=effort), reads).prompt == text
+        assert resolved(chat(reasoning_effort=effort), reads).content.text == text
     same = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
-    assert resolved(same, reads).prompt == "low:"
+    assert resolved(same, reads).content.text == "low:"
     differ = parse(chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "low"}))
     assert differ.code == "conflicting_keys"
     unread = resolved(chat(reasoning_effort="low"), tokenizer)
@@ -541,7 +541,6 @@ VLLM_KEYS = {
     "truncation_side": ("left", "right", "a text that is cut"),
     "return_weight_versions": (False, True, "weight_versions of LLM.generate's outputs"),
     "return_tokens_as_token_ids": (False, True, "return_token_ids"),
-    "logprob_token_ids": (None, [5], "logprobs"),
     "kv_transfer_params": (None, {"a": 1}, "kv_transfer_params={"),
     "vllm_xargs": ({}, {"a": 1}, "vllm_xargs={'a': 1} is not supported: leave it out"),
 }
@@ -557,6 +556,25 @@ def test_values_of_vllm_that_change_nothing_are_accepted(make):
         assert words in row.message
     assert parse(chat(documents=[], mm_processor_kwargs={}, chat_template=None)) == parse(chat())
     assert "give chat_template_kwargs" in parse(chat(chat_template="{{ messages }}")).message
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_listed_ids_replace_the_top_tokens(make):
+    asks = {"logprobs": True, "top_logprobs": 2} if make is chat else {"logprobs": 2}
+    sampling = parse(make(logprob_token_ids=[7, 5], **asks)).sampling
+    assert (sampling.logprobs, sampling.logprob_token_ids, sampling.num_top_logprobs) == (None, (7, 5), 0)
+    assert parse(make(logprob_token_ids=[], **asks)) == parse(make(**asks))
+    plain = parse({"prompt": "a", "logprob_token_ids": [7, 5]}, SamplingParams(logprobs=3))
+    assert (plain.sampling.logprobs, plain.sampling.logprob_token_ids) == (None, (7, 5))
+    for more, code, words in (
+        ({"logprob_token_ids": [7]}, "conflicting_keys", "logprob_token_ids needs logprobs: add logprobs="),
+        ({"logprob_token_ids": ["a"], **asks}, "invalid_value", "'a' must be a token id"),
+        ({"logprob_token_ids": [0] * 129, **asks}, "invalid_value", "has 129 ids: give at most 128"),
+    ):
+        row = parse(make(**more))
+        assert (row.code, words in row.message) == (code, True), row.message
+    assert parse(completion(logprobs=1, echo=True, logprob_token_ids=[7])).code == "conflicting_keys"
+    assert "leave logprobs out" in parse({"prompt": "a", "logprob_token_ids": [7, 5], "logprobs": 1}).message
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/classify", "/pooling"])
@@ -579,7 +597,7 @@ def test_answers_of_clients_are_sent_back(tokenizer):
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "refusal": None}
     for answer, text in ((refused, "no"), ({"role": "assistant", "content": None, "tool_calls": None}, "")):
         row = resolved(chat(messages=[user, answer, user]), tokenizer)
-        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.prompt
+        assert f"<|im_start|>assistant\n{text}<|im_end|>" in row.content.text
     assert parse(chat(messages=[{"role": "user", "content": None}])).message == "messages[0] has no content"
 
 
@@ -595,7 +613,7 @@ def test_request_id_is_printable(value):
 
 def test_token_ids_need_no_tokenizer():
     row = resolved({"prompt_token_ids": [0, 399]}, None)
-    assert (row.prompt, row.prompt_token_ids, row.sampling.detokenize) == (None, (0, 399), False)
+    assert (row.content.text, row.content.token_ids, row.sampling.detokenize) == (None, (0, 399), False)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 54), (5, 5), (54, 54), (55, 54), (2**31 - 1, 54)])
@@ -720,13 +738,13 @@ def check_outcome(line, tokenizer):
     row = parse_row(0, line, DEFAULTS)
     assert isinstance(row, Row | RowError)
     if isinstance(row, Row):
-        row = resolve(row, tokenizer, limits_of(tokenizer))
+        row = resolve(row, RowContext(tokenizer, limits_of(tokenizer)))
     assert isinstance(row, EncodedRow | RowError)
     if isinstance(row, RowError):
         json.loads(format_error(row))
     else:
-        assert len(row.prompt_token_ids) + row.sampling.max_tokens <= 64
-        assert all(0 <= token_id < 400 for token_id in row.prompt_token_ids)
+        assert len(row.content.token_ids) + row.sampling.max_tokens <= 64
+        assert all(0 <= token_id < 400 for token_id in row.content.token_ids)
 
 
 @examples(300)
@@ -773,10 +791,10 @@ def test_row_of_any_kind_has_priority(fields):
 
 def test_row_with_priority_needs_its_policy(tokenizer):
     row = parse({"prompt": "hello", "priority": 2})
-    refused = resolve(row, tokenizer, limits_of(tokenizer))
+    refused = resolve(row, RowContext(tokenizer, limits_of(tokenizer)))
     assert (refused.code, refused.message) == (
         "unsupported_value",
         "priority=2 needs scheduler.policy=priority: set it, or leave priority out",
     )
     allowed = RequestLimits(400, 64, has_tokenizer=True, allows_priority=True)
-    assert resolve(row, tokenizer, allowed).priority == 2
+    assert resolve(row, RowContext(tokenizer, allowed)).content.priority == 2

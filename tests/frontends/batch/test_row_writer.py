@@ -6,6 +6,7 @@ import pytest
 
 from spmd_worker.frontends.openai.row import EncodedRow, RowError
 from spmd_worker.frontends.openai.row_writer import format_error, format_result
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.replica.sequence.outputs import CompletionOutput, Logprob, RequestOutput
 from spmd_worker.replica.sequence.prompt_scores import PromptScores
 from spmd_worker.replica.sequence.sampling_mask import SamplingMask, pack_ids
@@ -18,7 +19,7 @@ LOGPROBS = [
 
 
 def encoded(kind="plain", custom_id="x", index=4, model=None, **sampling):
-    return EncodedRow(index, custom_id, kind, "hi", (1, 2, 3), SamplingParams(**sampling), model)
+    return EncodedRow(index, custom_id, kind, PromptContent((1, 2, 3), "hi"), SamplingParams(**sampling), model)
 
 
 def request_output(texts=("one",), **fields):

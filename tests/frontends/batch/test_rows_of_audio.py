@@ -12,13 +12,13 @@ from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job, openai_row
 from speech_models import IDS, sound, speech_folder, wave_file, write_tokenizer
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.compat.encoder_prompts import EncoderPrompts
 from spmd_worker.engine.encoder_limits import EncoderLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.openai.audio_row import EncodedAudioRow, encode_audio, joined_output, transcript_of
 from spmd_worker.frontends.openai.row import AudioPrompt, ImagesOfRow, Row, RowError
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.openai.split_rows import SplitRows
 from spmd_worker.media.audio_prepared import PreparedAudio
@@ -189,7 +189,7 @@ def test_bad_plain_rows_are_error_rows(fields: dict[str, Any], code: str) -> Non
 def encoded_row(tokenizer: Tokenizer, num_windows: int, **body: Any) -> EncodedAudioRow:
     row = body_row(file=str(num_windows), **body)
     assert isinstance(row, Row), row
-    return encode_audio(row, tokenizer, limits(HereAudio(), tokenizer), RowLimits())
+    return encode_audio(row, RowContext(tokenizer, limits(HereAudio(), tokenizer)))
 
 
 def test_null_audio_is_no_audio() -> None:
@@ -206,7 +206,7 @@ def test_structured_outputs_need_a_language(tokenizer: Tokenizer) -> None:
         row = parse({"audio": "1", "language": language, "structured_outputs": {"choice": ["a", "b"]}})
         assert isinstance(row, Row), row
         with pytest.raises(InvalidRequestError, match=words):
-            encode_audio(row, tokenizer, audio, RowLimits())
+            encode_audio(row, RowContext(tokenizer, audio))
 
 
 def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:
@@ -214,8 +214,8 @@ def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:
     start, language, task, last = (
         IDS[each] for each in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")
     )
-    assert [each.prompt_token_ids for each in encoded.windows] == [(start, language, task, last)] * 3
-    names = [each.encoder.media_id for each in encoded.windows if each.encoder is not None]
+    assert [each.content.token_ids for each in encoded.windows] == [(start, language, task, last)] * 3
+    names = [each.content.encoder.media_id for each in encoded.windows if each.content.encoder is not None]
     assert names == [bytes([number]) * 16 for number in range(3)]
     assert [each.sampling.max_tokens for each in encoded.windows] == [60] * 3
     assert encoded.num_sequences == 3
@@ -224,7 +224,7 @@ def test_windows_are_requests_with_one_prompt(tokenizer: Tokenizer) -> None:
     # One file, however many windows.
     assert images.digest == ImagesOfRow.of(encoded.media[:1]).digest != ImagesOfRow.of([window(0, 1, b"2")]).digest
     detected = encoded_row(tokenizer, 1, response_format="srt")
-    assert detected.windows[0].prompt_token_ids == (start,)
+    assert detected.windows[0].content.token_ids == (start,)
     assert detected.has_timestamps
     with pytest.raises(InvalidRequestError, match="klingon"):
         encoded_row(tokenizer, 1, language="klingon")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from image_doors import PAD, WRITTEN, HerePreparer, image_prompts, image_tokeniz
 from jobs_of_rows import openai_row
 from media_models import noise, saved
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.compat.image_prompts import ImagePrompts, num_media_bytes
 from spmd_worker.engine.validation import RequestLimits
@@ -22,7 +22,7 @@ from spmd_worker.frontends.batch.media_window import MediaWindow
 from spmd_worker.frontends.openai.openai_request import CHAT_URL
 from spmd_worker.frontends.openai.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.frontends.serve.token_requests import TOKENIZE_URL, answer_tokens
@@ -55,7 +55,7 @@ class Door:
         row = parse(fields)
         if isinstance(row, RowError):
             return row
-        return resolve(row, self.tokenizer, self.limits(self.images(**preparer)))
+        return resolve(row, RowContext(self.tokenizer, self.limits(self.images(**preparer))))
 
 
 def parse(fields: dict[str, Any], index: int = 0) -> Row | RowError:
@@ -86,13 +86,13 @@ def test_forms_of_a_row_have_the_same_tokens(door: Door):
     found = [door.resolve(each, root=door.folder) for each in rows]
     first = found[0]
     assert isinstance(first, EncodedRow)
-    assert len(first.prompt_token_ids) == len(ids) + 5
-    assert [each.num_rows for each in first.media_items] == [6]
+    assert len(first.content.token_ids) == len(ids) + 5
+    assert [each.num_rows for each in first.content.media_items] == [6]
     for each in found:
         assert isinstance(each, EncodedRow), each
-        assert (each.prompt_token_ids, each.media_items) == (first.prompt_token_ids, first.media_items)
+        assert replace(each.content, text=first.content.text) == first.content
         assert num_media_bytes(each.media) == NUM_BYTES
-    assert [each.prompt for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
+    assert [each.content.text for each in found if isinstance(each, EncodedRow)] == [text] * 7 + [None]
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,18 @@ def test_images_that_never_fit_are_error_rows(door: Door, media: MediaRowLimits)
     generated, pooled = parse({"prompt": WRITTEN, "images": [URL]}), parse({"embed": WRITTEN, "images": [URL]})
     assert isinstance(generated, Row)
     assert isinstance(pooled, Row)
-    found = resolve(generated, door.tokenizer, door.limits(images, media=media))
+    found = resolve(generated, RowContext(door.tokenizer, door.limits(images, media=media)))
     assert isinstance(found, RowError)
     assert (found.code, "6 tokens" in found.message) == ("image_too_long", True)
     limits = door.limits(images, media=media, pooling=last_token_pooling(8))
     with pytest.raises(InvalidRequestError, match="an image of 6 tokens"):
-        encode_pooled(pooled, door.tokenizer, limits, RowLimits())
+        encode_pooled(pooled, RowContext(door.tokenizer, limits))
 
 
 def test_model_without_images_rejects_rows_with_them(door: Door):
     row = parse({"prompt": WRITTEN, "images": [URL]})
     assert isinstance(row, Row)
-    found = resolve(row, door.tokenizer, door.limits(None))
+    found = resolve(row, RowContext(door.tokenizer, door.limits(None)))
     assert isinstance(found, RowError)
     assert found.code == "images_unsupported"
     (ready,) = drained(MediaWindow(None, 0), [row])
@@ -149,24 +149,24 @@ def test_pooled_rows_take_messages_and_images(door: Door):
         assert isinstance(row, Row), row
         images = door.images(root=door.folder)
         limits = door.limits(images, pooling=last_token_pooling(8))
-        found.append(encode_pooled(row, door.tokenizer, limits, RowLimits()))
-        assert encode_pooled(row, door.tokenizer, limits, RowLimits(), media=found[-1].media) == found[-1]
-    assert {each.texts for each in found} == {found[0].texts}
-    assert [each.media_items for each in found] == [found[0].media_items] * 3
-    assert len(found[0].texts[0][0]) == len(door.tokenizer.encode(text)) + 5
+        context = RowContext(door.tokenizer, limits)
+        found.append(encode_pooled(row, context))
+        assert encode_pooled(row, context, found[-1].media) == found[-1]
+    assert [each.texts for each in found] == [found[0].texts] * 3
+    assert len(found[0].texts[0].token_ids) == len(door.tokenizer.encode(text)) + 5
     bad = parse({"embed": text, "images": ["a.png"], "truncate_prompt_tokens": 4})
     assert isinstance(bad, Row)
     with pytest.raises(InvalidRequestError, match="may cut an image"):
-        encode_pooled(bad, door.tokenizer, limits, RowLimits())
+        encode_pooled(bad, RowContext(door.tokenizer, limits))
 
 
 def test_server_prepares_the_images_of_a_request(door: Door):
     images = door.images(root=door.folder)
-    reader = RequestReader(SamplingParams(), RowLimits(), door.limits(images), door.tokenizer)
+    reader = RequestReader(SamplingParams(), RowContext(door.tokenizer, door.limits(images)))
     body = json.dumps({"messages": CHAT, "stream": True}).encode()
     (row,) = reader.read(0, CHAT_URL, body, None).rows
     assert isinstance(row, EncodedRow)
-    assert [each.num_rows for each in row.media_items] == [6]
+    assert [each.num_rows for each in row.content.media_items] == [6]
     with pytest.raises(InvalidRequestError, match="images are not counted here"):
         answer_tokens(reader, TOKENIZE_URL, json.dumps({"messages": CHAT}).encode())
 
@@ -296,7 +296,7 @@ def test_parquet_images_are_read_without_base64(door: Door, tmp_path: Path, form
     found = door.resolve(json.loads(line))
     assert isinstance(found, EncodedRow), found
     assert found.media[0].source_digest == sha256(data).digest()
-    assert found.prompt == f"<user>{WRITTEN}b<answer>"
+    assert found.content.text == f"<user>{WRITTEN}b<answer>"
     ((_, cut),) = RowReader((tmp_path / "a.parquet",), max_line_bytes=len(data))
     assert len(cut) == len(data) + 1
 

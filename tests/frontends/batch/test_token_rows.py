@@ -136,6 +136,32 @@ def test_parquet_has_a_list_for_each_token(name: str, task: str, column: str, tm
     assert data == of["b"]["data"]
 
 
+def test_rows_of_late_chunks_name_their_ranges(tmp_path: Path) -> None:
+    chunking = {"late_chunking_params": {"chunk_size": 3}}
+    body = {"input": TEXTS[:2], "task": "token_embed", **chunking}
+    asked = [
+        {"token_embed": TEXTS[1], **chunking},
+        openai_row("p", "/pooling", body),
+        openai_row("b", "/pooling", {**body, "input": TEXTS[1], "encoding_format": "base64"}),
+        {"embed": TEXTS[1], **chunking},
+        {"token_embed": TEXTS[1], "late_chunking_params": {"chunk_size": "a"}},
+    ]
+    plain, many, packed, *refused = answers_of_job(tmp_path, pooling_folder("last"), asked, "out.parquet")
+    record, found = json.loads(plain["json"]), json.loads(many["json"])["response"]["body"]["data"][1]
+    num_tokens = len(record["tokens"])
+    ranges = record["late_chunking"]["chunks"]
+    assert [each["token_range"][0] for each in ranges] == list(range(0, num_tokens, 3))
+    assert len(record["token_embeddings"]) == len(ranges) < num_tokens == record["usage"]["prompt_tokens"]
+    assert ranges[-1]["char_range"][1] == len(TEXTS[1])
+    assert (found["late_chunking"], found["data"]) == (record["late_chunking"], record["token_embeddings"])
+    assert packed["token_embeddings"] == plain["token_embeddings"]
+    words = ("is for token_embed, and the task is embed", "chunk_size='a' must be a number of tokens")
+    for row, said in zip(refused, words, strict=True):
+        assert (row["error"]["code"], said in row["error"]["message"]) == ("invalid_value", True)
+    with ServedHere(model=pooling_folder("last"), max_queued=8) as served:
+        assert served.client.ask("/pooling", body)[1]["data"][1] == found
+
+
 def test_texts_of_a_row_share_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_worker.engine.validation.MAX_TOKEN_NUMBERS", 30)
     asked = [openai_row(name, "/pooling", {"input": [[40, 50, 60]] * count}) for name, count in (("a", 2), ("b", 3))]

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 from serving import JSON, ServedHere, joined, without_names
 from tokenizer_folders import write_byte_level
 
-from spmd_worker.base.config.schema import RowLimits
 from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.frontends.openai.openai_stream import AnswerName, ChunkWriter, response_body
 from spmd_worker.frontends.openai.row import EncodedRow
+from spmd_worker.frontends.openai.row_encoding import RowContext
 from spmd_worker.frontends.serve.request_reader import RequestReader
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
 from spmd_worker.replica.sequence.outputs import CompletionOutput, RequestOutput
@@ -42,7 +42,7 @@ def served_row(tokenizer: Tokenizer, **body: Any) -> EncodedRow:
     chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
     grammars = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
     limits = RequestLimits(tokenizer.vocab_size, 4096, has_tokenizer=True, grammars=grammars)
-    reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
+    reader = RequestReader(SamplingParams(max_tokens=200), RowContext(tokenizer, limits, chat_format=chat_format))
     (row,) = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None).rows
     assert isinstance(row, EncodedRow), row
     return row
@@ -50,7 +50,7 @@ def served_row(tokenizer: Tokenizer, **body: Any) -> EncodedRow:
 
 def outputs_of(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> Iterator[RequestOutput]:
     """An engine's outputs, token by token, cumulative. The first texts end first."""
-    prompt = list(served.prompt_token_ids)
+    prompt = list(served.content.token_ids)
     samples = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
     decoders = [IncrementalDecoder(tokenizer, prompt) for _ in texts]
     completions = [CompletionOutput(index, "", []) for index in range(len(texts))]
@@ -63,7 +63,7 @@ def outputs_of(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> Iterato
                 text = completions[index].text + decoders[index].append([given[-1]])
             completions[index] = CompletionOutput(index, text, given, finish_reason="stop" if is_end else None)
         is_whole = all(each.finished() for each in completions)
-        yield RequestOutput("0", served.prompt, prompt, list(completions), finished=is_whole)
+        yield RequestOutput("0", served.content.text, prompt, list(completions), finished=is_whole)
 
 
 def streamed_and_whole(tokenizer: Tokenizer, served: EncodedRow, *texts: str) -> tuple[list[JSON], JSON]:
@@ -93,7 +93,7 @@ def test_texts_reach_template_that_iterates_over_parts(tmp_path: Path):
         for content in (text, [{"type": "text", "text": text}]):
             row = served_row(tokenizer, messages=[{"role": "user", "content": content}])
             assert isinstance(row, EncodedRow), row
-            assert row.prompt == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
+            assert row.content.text == f"<|im_start|>User: {text}<end_of_utterance>\nAssistant:"
 
 
 def without_usage(body: JSON) -> JSON:
@@ -209,7 +209,7 @@ def test_chunks_of_calls_have_all_ids(tmp_path: Path):
         (choice,) = chunk["choices"]
         shown[choice["index"]] += choice["token_ids"]
         if "prompt_token_ids" in chunk:
-            assert chunk["prompt_token_ids"] == whole["prompt_token_ids"] == list(served.prompt_token_ids)
+            assert chunk["prompt_token_ids"] == whole["prompt_token_ids"] == list(served.content.token_ids)
             prompts.append(choice["index"])
     assert sorted(prompts) == [0, 1]
     assert [shown[index] for index in (0, 1)] == [choice["token_ids"] for choice in whole["choices"]]
@@ -296,13 +296,13 @@ def test_marked_text_contains_special_tokens_in_order(tmp_path: Path):
     served = served_row(tokenizer, tools=TOOLS)
     assert served.reader is not None
     text = CHAT_MODELS["mistral with names"].call
-    marked = served.reader.marked_text(served.prompt_token_ids, served.sampling)
+    marked = served.reader.marked_text(served.content.token_ids, served.sampling)
     outputs = list(outputs_of(tokenizer, served, text))
     assert "".join([marked.read(output.outputs[0]) for output in outputs]) == text
     # A stop string holds the end of the text back.
     sampling = replace(served.sampling, stop=("}",))
     for shown, expected in (("so", "[THINK]so[/THINK][TOOL_CALLS]"), ("s", "[THINK]s"), ("soad", text[:31])):
-        fresh = served.reader.marked_text(served.prompt_token_ids, sampling)
+        fresh = served.reader.marked_text(served.content.token_ids, sampling)
         cut = replace(outputs[-1].outputs[0], text=shown)
         assert fresh.read(cut) == expected
 
@@ -319,10 +319,10 @@ def test_marker_from_other_tokens_is_plain_text(tmp_path: Path):
     for opening, shown in ((spelled, "[THINK]so "), ([token_id], "so "), ([token_id, *spelled], "[THINK]so ")):
         whole = CompletionOutput(0, shown, [*opening, *end], finish_reason="stop", stop_reason="zz")
         assert tokenizer.decode(whole.token_ids).startswith(shown)
-        marked = served.reader.marked_text(served.prompt_token_ids, sampling)
+        marked = served.reader.marked_text(served.content.token_ids, sampling)
         assert marked.read(whole) == "[THINK]" * (token_id in opening) + shown
         # The same of a stream.
-        marked, given = served.reader.marked_text(served.prompt_token_ids, sampling), ""
+        marked, given = served.reader.marked_text(served.content.token_ids, sampling), ""
         for num_tokens in range(1, len(whole.token_ids)):
             text = tokenizer.decode(whole.token_ids[:num_tokens])[: len(shown)]
             given += marked.read(CompletionOutput(0, text, whole.token_ids[:num_tokens]))

@@ -26,13 +26,14 @@ from peft_adapters import Settings, peft_logits, write_adapter
 from recent_checkpoints import recent_folder
 from reference_models import random_prompt, relative_error
 from run_folder import made_once
-from stored_checkpoints import StackingKernels
 from thread_groups import on_ranks
 from torch import Tensor
 
 from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import AdapterError
+from spmd_worker.model.adapters.expert_modules import by_expert
 from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.merge import weight_updates
 from spmd_worker.model.adapters.peft_config import PeftConfig
 from spmd_worker.model.adapters.source import (
     AdapterModule,
@@ -49,7 +50,6 @@ from spmd_worker.model.registry import build_model
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ops.attention.sdpa import SdpaBackend
 from spmd_worker.ops.kernels.reference import ReferenceKernels
-from spmd_worker.ranks.communicator import single_group
 from spmd_worker.ranks.expert_layout import ExpertLayout
 from spmd_worker.ranks.leaves import num_leaves
 
@@ -311,21 +311,12 @@ def test_merged_adapter_is_that_of_rows(case: str):
     assert max(map(relative_error, prompt_logits(model, PROMPTS), theirs(case))) < 1e-4
 
 
-def test_adapters_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_adapters_of_experts_are_refused():
     model, source = load_model(expert_folder("mixtral")), read_adapter(adapter_of("mixtral"))
     with pytest.raises(
         AdapterError, match=r"experts\.0\.w1, of 96 of experts: adapters .* need room .* model\.lora_experts=true"
     ):
         LoadedAdapters(model, replace(LIMITS, of_experts=False)).prepare(source)
-    parts = (single_group(), StackingKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    assert model.model.adapts_experts
-    assert not build_model(LayerContext(*parts), model.model_config).model.adapts_experts
-    monkeypatch.setattr(model.model, "adapts_experts", False)
-    routers = {name: each for name, each in source.modules.items() if name.endswith("gate")}
-    with pytest.raises(AdapterError, match="GPU kernels add no adapters to routers"):
-        LoadedAdapters(model, LIMITS).prepare(replace(source, modules=routers))
-    with pytest.raises(AdapterError, match=r"experts: GPU kernels add no adapters"):
-        LoadedAdapters(model, LIMITS).prepare(source)
 
 
 FAULTS: dict[str, tuple[str, tuple[int, int], tuple[int, int], str]] = {
@@ -378,3 +369,50 @@ def test_step_without_loaded_adapter_calls_all_experts_at_once(monkeypatch: pyte
     loaded.remove(source.digest)
     monkeypatch.setattr(SparseFeedForward, "_calls", lambda *_: pytest.fail("one by one"))
     prompt_logits(model, PROMPTS[:1], loaded=loaded, digests=[attention.digest])
+
+
+def stack_adapter(model: DecoderForCausalLM, *, is_turned: bool) -> AdapterSource:
+    """Matrices of both stacks of layer 0 as a release of PEFT has them that knows no class's order, or does."""
+    generator, tensors = torch.Generator().manual_seed(2), {}
+    name = "base_model.model.model.layers.0.mlp.experts"
+    for path, parameter in ((f"{name}.base_layer", STACKS[0]), (name, STACKS[1])):
+        outputs, inputs = (64, 64) if parameter == STACKS[0] else (64, 32)
+        module = AdapterModule(
+            torch.randn(16, inputs, generator=generator), torch.randn(outputs, 16, generator=generator), 1.0, 8
+        )
+        module = module.turned() if is_turned else module
+        tensors |= {f"{path}.lora_A.weight": module.a, f"{path}.lora_B.weight": module.b}
+    return adapter_from_tensors({"peft_type": "LORA", "r": 2, "target_parameters": list(STACKS)}, tensors)
+
+
+def test_square_stacks_turn_with_the_others():
+    """OLMoE's gate_up_proj is square: its sizes do not say which dimension has inputs."""
+    model = our_model_of("mixtral")
+    names, shapes = model.weights.names, model.weights.shapes
+    straight, turned = (by_expert(stack_adapter(model, is_turned=each), names, shapes) for each in (False, True))
+    assert [*straight.modules] == [*turned.modules]
+    for name, module in straight.modules.items():
+        assert torch.equal(module.a, turned.modules[name].a)
+        assert torch.equal(module.b, turned.modules[name].b), name
+
+
+def test_second_matrices_of_an_expert_are_named():
+    """Of a stack and of a module for one expert, and under two names of a module, one was used, silently."""
+    model = our_model_of("mixtral")
+    source, pair = stack_adapter(model, is_turned=False), AdapterModule(torch.ones(2, 64), torch.ones(32, 2), 1.0)
+    one, other = "model.layers.0.mlp.experts.3.w1", "model.layers.0.block_sparse_moe.experts.3.w1"
+    for modules in (source.modules | {other: pair}, {one: pair, other: pair}):
+        with pytest.raises(AdapterError, match=r"experts\.3\.w1"):
+            weight_updates(replace(source, modules=modules), model.weights.names, model.weights.shapes)
+        with pytest.raises(AdapterError, match=r"experts\.3\.w1"):
+            LoadedAdapters(model, LIMITS).prepare(replace(source, modules=modules))
+
+
+@pytest.mark.parametrize("module", ["gate_up_proj.foo", "gate_up_proj.-1", "down_proj.8", "down_proj.03"])
+def test_expert_that_is_not_there_is_named(module: str):
+    """A name that is no number ended a job that merges the adapter, by ValueError."""
+    model, name = our_model_of("gpt_oss"), f"model.layers.0.mlp.experts.{module}"
+    tensors = {f"{name}.lora_A.weight": torch.ones(2, 64), f"{name}.lora_B.weight": torch.ones(64, 2)}
+    source = adapter_from_tensors({"peft_type": "LORA", "r": 2}, tensors)
+    with pytest.raises(AdapterError, match=name.replace(".", r"\.")):
+        weight_updates(source, model.weights.names, model.weights.shapes)

@@ -30,15 +30,31 @@ class TorchExperts:
     """Implements `ExpertKernels` from the stack alone, for gates in turns."""
 
     def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        choice_bias: Tensor | None,
+        experts: ExpertsConfig,
+        add: object = None,
     ) -> tuple[Tensor, Tensor, None]:
         assert bias is not None
+        assert add is None, "no adapters"
         return *select_experts(x.float() @ weight.T + bias, choice_bias, experts), None
 
     def outputs(
-        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        stack: ExpertStack,
+        slots: Tensor | None,
+        totals: Tensor,
+        *,
+        others_are_zero: bool,
+        added: object = None,
     ) -> Tensor:
         del slots, others_are_zero
+        assert added is None
         assert stack.gate_up_bias is not None
         assert stack.down_bias is not None
         totals += ids.flatten().bincount(minlength=len(totals))

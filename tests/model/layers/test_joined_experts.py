@@ -31,7 +31,7 @@ KINDS: dict[str, LayerConfig] = {
         ("gelu", "gelu_tanh", {"num_chosen": 1}),
         ("without gates", "relu2", {"is_gated": False}),
         ("clamped", "silu", {"limit": 0.9, "has_bias": True, "has_router_bias": True}),
-        ("weighted inputs", "silu", {"score": "sigmoid_chosen", "renormalises": False}),
+        ("weighted inputs", "silu", {"score": "sigmoid_chosen", "weighs_inputs": True, "renormalises": False}),
         ("latent", "silu", {"latent_size": 32}),
     )
 }

@@ -68,7 +68,7 @@ HELD_BY_ALL += (
     *("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "mlp.expert_bias"),
     *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
     *("per_layer_model_projection.weight", "f_a_proj.weight", "g_a_proj.weight", "dense_bias"),
-    *("mlp.router.classifier.weight", "mlp.gate.expert_bias"),
+    *("mlp.router.classifier.weight", "mlp.gate.expert_bias", "moe.router.expert_bias"),
     *("wkv_a_with_mqa.weight", "wkv_a_with_mqa.bias", "attention.wo.bias"),
     *("indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "lerope.alpha", ".gate.weight"),
     *("indexer.wq_b.weight", "indexer.wk.weight", "indexer.weights_proj.weight", "indexer.index_qk_proj.weight"),

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,12 @@ from spmd_worker.ops.kernels.triton import (
     head_kernels,
     head_products,
     int8,
+    int8_experts,
     int8_kernels,
     leaf_kernels,
     leaf_matmul,
+    listed,
+    listed_kernels,
     matmul,
     matmul_kernels,
     penalty_kernels,
@@ -157,9 +160,13 @@ _SPILLED_BYTES: dict[int, dict[str, int]] = {
     80: {
         "attend 512 many": 40,
         "expert_linear fp8 rows 64x64x128 stages 4": 64,
-        "gate_up fp8 rows 16x64x128 stages 4": 112,
+        "expert_linear fp8 rows by slot 64x64x128 stages 4": 64,
     },
-    100: {"gate_up fp8 rows 16x64x128 stages 4": 96, "gated_norm 8192": 8, "linear_of_leaf_pairs": 104},
+    100: {
+        "gated_norm 8192": 8,
+        "linear_of_leaf_pairs": 104,
+        "choose_keys": 8,
+    },
     120: {"attend deberta distances few": 8, "attend fp8 cache many": 80, "linear_of_leaves 2 of 1792": 144},
 }
 """By capability and beginning of a variant's name: what Triton 3.7.1 spills on chips on which no tile was measured."""
@@ -230,6 +237,7 @@ _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 def variants(element: str = "bf16") -> Iterator[Variant]:
     """Every kernel that a step of a dense model launches, in the shapes of three models."""
     yield from attention_variants(element)
+    yield from listed_variants(element)
     yield from (norm_variant(width, element) for width in (576, 896, 4096))
     types, constants = _typed(row_kernels.silu_and_mul, element), {"BN": 1024}
     yield Variant("silu_and_mul", row_kernels.silu_and_mul, types, constants, row_kernels.LAUNCH, ("N", "stride"))
@@ -316,7 +324,62 @@ def head_variants(element: str = "bf16") -> Iterator[Variant]:
         yield Variant(name, kernel, types, tile.constants(), tile.options(), aligned, tile.rows >= 64)
 
 
+LISTS = {"latent lists deepseek-v3": (128, 576, 512), "latent lists sinks deepseek-v4": (64, 512, 512)}
+"""Query heads, sizes of a key and of its value."""
+
+
+def listed_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Kernels of layers that choose, list or compress keys, in the shapes of DeepSeek V3.2 and V4."""
+    for name, (heads, size, _) in LISTS.items():
+        for way in ("few", "few joined", "many"):
+            variant = attend_variant(f"attend {name} {way}", heads, listed.num_groups((9, 0), heads), size, element)
+            yield replace(variant, stack_bytes=_LIST_BYTES)
+    scored = {"queries": f"*{element}", "cache": f"*{element}", "weights": "*fp32", "scores": "*fp32"}
+    types = _of_lists(listed_kernels.score_keys) | scored
+    for rate in (1, 4):
+        constants, options = listed.score_constants(64, 128, 16, rate), listed.score_options()
+        aligned = ("stride_page", "stride_row")
+        yield Variant(f"score_keys {rate}", listed_kernels.score_keys, types, constants, options, aligned, True)
+    options = listed.choice_options()
+    constants, types = {"RATE": 1, "BATCH": options.pop("BATCH")}, _of_lists(listed_kernels.choose_keys)
+    yield Variant("choose_keys", listed_kernels.choose_keys, types | {"scores": "*fp32"}, constants, options)
+    for word, is_chosen in (("first", False), ("chosen", True)):
+        constants = {"RATE": 4, "BLOCK": 16, "CHOSEN": is_chosen, "EACH": 1024}
+        yield Variant(f"list_keys {word}", listed_kernels.list_keys, _of_lists(listed_kernels.list_keys), constants, {})
+    constants = {"EACH": 64, "BATCH": 256}
+    yield Variant("place_tokens", listed_kernels.place_tokens, _of_lists(listed_kernels.place_tokens), constants, {})
+    types = _of_lists(listed_kernels.write_places) | dict.fromkeys(("values", "cache", "cleared"), f"*{element}")
+    constants = listed.write_constants(2560, 16, 4, 2048)
+    yield Variant("write_places", listed_kernels.write_places, types, constants, listed_kernels.LAUNCH)
+    types = _of_lists(listed_kernels.compress) | {"rows": f"*{element}", "out": f"*{element}", "bias": "*fp32"}
+    constants = listed.compress_constants(4, 512, 16, overlaps=True)
+    yield Variant("compress", listed_kernels.compress, types, constants, listed_kernels.LAUNCH)
+
+
+_LIST_BYTES = 1152
+"""Sums of 512 numbers lie on the stack between segments."""
+
+
+def _of_lists(kernel: Any) -> dict[str, str]:
+    """Integers of 32 bits, and pointers to such."""
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    tensors = (
+        "starts",
+        "lengths",
+        "sequences",
+        "positions",
+        "slots",
+        "tables",
+        "chosen",
+        "numbers",
+        "listed",
+        "counts",
+    )
+    return {name: "*i32" if name in tensors else "i32" for name in names}
+
+
 LATENTS = {"latent deepseek-v3": (128, 8, 576), "latent glm": (20, 2, 576), "latent mistral-4": (32, 2, 320)}
+LATENTS |= {"latent sinks deepseek-v4": (64, 4, 512)}
 """Query heads, groups of them, size of a key."""
 
 
@@ -327,11 +390,12 @@ def attend_variant(name: str, heads: int, kv_heads: int, size: int, element: str
     tile = choose(_COMPUTE[capability], size, heads // kv_heads, itemsize)
     capped, sinks = "cap" in name, "sinks" in name
     is_latent = "latent" in name
-    value_size = size - 64 if is_latent else size
+    value_size = size - 64 if is_latent and size != 512 else size
     kind = {"is_capped": capped, "has_sinks": sinks, "is_latent": is_latent, "has_sight": "sight" in name}
     kind |= {"is_biased": "bias" in name}
     kind |= dict.fromkeys(("has_query_scores", "has_key_scores"), "distances" in name)
-    constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, 16, **kind)
+    block_size = 1 if "lists" in name else 16
+    constants = attention.attend_constants(tile, heads, kv_heads, size, value_size, block_size, **kind)
     constants |= {"ONE": "many" not in name, "LOOPS": not name.endswith("few")}
     # One tile of keys and one of values are in flight.
     staged = itemsize * attention_kernels.TILE * (size + (0 if is_latent else size // tile.parts))
@@ -459,6 +523,7 @@ def expert_variants(element: str = "bf16", *, is_short: bool = False) -> Iterato
         (expert_kernels.count_slots, sizes | {"BLOCK": expert_kernels.BLOCK}),
         (expert_kernels.place_slots, sizes | {"OWN": 128, "OWN_PADDED": 128, "BM": 64, "BLOCK": expert_kernels.BLOCK}),
         (expert_kernels.weighted_sum, sizes | {"ALL": False, "BH": 1024}),
+        (expert_kernels.clamp_columns, {"BN": 1024}),
     ):
         yield Variant(kernel.__name__, kernel, _of_experts(kernel, element), constants, light, ("H",))
     options = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -495,33 +560,38 @@ _OF_ADAPTERS = {
 
 
 def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
-    """Merged q, k and v of rank 16, down of an 8B model of rank 64, with and without leaves, two parts of rank 256, and
-    rows placed by adapter. `is_short`: the first of few rows and that with leaves, and rows.
+    """Merged q, k and v of rank 16, down of an 8B model of rank 64, with and without leaves, two parts of rank 256,
+    gates of experts, 8 of a token, routers beside them, and rows placed by adapter. `is_short`: the first of few rows
+    and that with leaves, and rows.
     """
     sizes = {"CHOSEN": 1, "PADDED": False, "BLOCK": expert_kernels.BLOCK}
     for kernel, constants, absent in (
         (expert_kernels.count_slots, sizes, "totals"),
         (expert_kernels.place_slots, sizes | {"OWN": 12, "OWN_PADDED": 16, "BM": 16}, "own"),
+        (expert_kernels.place_slots, sizes | {"OWN": 1024, "OWN_PADDED": 1024, "BM": 64}, "own"),
     ):
         types = _of_experts(kernel, "bf16") | {"ids": "*i32"}
         types = {name: kind for name, kind in types.items() if name not in ("slots", absent)}
-        yield Variant(f"{kernel.__name__} of adapters", kernel, types, constants, expert_kernels.LAUNCH)
+        word = " and experts" * (constants.get("OWN", 0) > 12)
+        yield Variant(f"{kernel.__name__} of adapters{word}", kernel, types, constants, expert_kernels.LAUNCH)
     for word, tile, dtype in (
         ("few", adapters.FEW_ROWS, torch.bfloat16),
         ("many", adapters.MANY_ROWS, torch.bfloat16),
         ("float16", adapters.FLOAT16, torch.float16),
         ("float32", adapters.FLOAT32, torch.float32),
+        ("float32 beside bfloat16", adapters.FLOAT32.with_rows(adapters.MANY_ROWS.rows), torch.float32),
     ):
         element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
         ends = leaf_bounds(14336, 8)[1:]
-        for rank, num_parts, num_inputs, leaf_ends in (
-            *((16, 3, 4096, ()), (64, 1, 14336, ()), (64, 1, 14336, ends), (256, 2, 4096, ())),
+        for rank, num_parts, num_inputs, leaf_ends, num_each in (
+            *((16, 3, 4096, (), 1), (64, 1, 14336, (), 1), (64, 1, 14336, ends, 1), (256, 2, 4096, (), 1)),
+            (16, 2, 2048, (), 8),
         ):
-            if is_short and (word != "few" or not (rank == 16 or leaf_ends)):
+            if is_short and (word != "few" or not (rank == 16 or leaf_ends) or num_each > 1):
                 continue
             pieces = adapters.pieces_of(num_inputs, leaf_ends)
             kernels = [
-                (adapter_kernels.shrink, tile.shrink_constants(pieces, rank, num_parts)),
+                (adapter_kernels.shrink, tile.shrink_constants(pieces, rank, num_parts, num_each)),
                 (adapter_kernels.expand, tile.expand_constants(pieces, rank, num_parts, dtype)),
             ]
             kernels += [(adapter_kernels.join, tile.join_constants(pieces, rank))] if leaf_ends else []
@@ -533,11 +603,12 @@ def adapter_variants(*, is_short: bool = False) -> Iterator[Variant]:
                 is_shrink = kernel is adapter_kernels.shrink
                 staged = constants["BK"] * (tile.rows + constants["BR"]) * dtype.itemsize if is_shrink else 0
                 yield Variant(
-                    f"{kernel.__name__} {word} rank {rank} of {num_parts}{' in leaves' * bool(leaf_ends)}",
+                    f"{kernel.__name__} {word} rank {rank} of {num_parts}{' in leaves' * bool(leaf_ends)}"
+                    f"{' of experts' * (num_each > 1)}",
                     *(kernel, types, constants, options, ("R", "N", "K", "stride_x", "stride_out")),
                     multiplies=kernel is not adapter_kernels.join
                     and (dtype == torch.bfloat16 or (dtype == torch.float16 and is_shrink)),
-                    pipelined_bytes=staged * tile.num_stages,
+                    pipelined_bytes=staged * tile.num_stages if tile.num_stages > 1 else 0,
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,
                     chips=(80, 90, 120) if word == "few" else tuple(SHARED_BYTES),
@@ -559,8 +630,11 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
         if is_short and (pair[0].rows != 16 or word == "fp8 rows"):
             continue
         for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
-            for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
+            launches = [(expert_kernels.gate_up, False), (expert_kernels.expert_linear, False)]
+            launches += [] if is_short else [(expert_kernels.expert_linear, True)]
+            for kernel, gathers in launches:
                 is_gated = kernel is expert_kernels.gate_up
+                tile = pair[not is_gated]
                 is_clamped = is_gated and stored.is_mxfp4
                 if (is_short and is_gated != stored.is_mxfp4) or (
                     by_tma and not experts.gates_by_tma(is_clamped, divmod(chip, 10))
@@ -572,15 +646,15 @@ def _stored_variants(num_slots: int, chip: int, element: str, *, is_short: bool)
                 if by_tma:
                     num_bytes = tile.inputs // 2 if stored.is_mxfp4 else tile.inputs
                     types["weight"] = f"tensordesc<u8[{tile.columns}, {num_bytes}]>"
-                    if not is_gated:
+                    if not is_gated and not gathers:
                         types["x"] = f"tensordesc<{element}[{tile.rows}, {tile.inputs}]>"
                 if not is_clamped:
                     del types["bias"]
                 constants = experts.constants(8, tl.bfloat16, tile, stored) | {"BIAS": is_clamped, "BY_TMA": by_tma}
-                constants |= {"CLAMPED": is_clamped} if is_gated else {"GATHERS": False}
+                constants |= {"CLAMPED": is_clamped} if is_gated else {"GATHERS": gathers, "BY_SLOT": True}
                 options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
                 yield Variant(
-                    f"{kernel.__name__} {word} {shape}{' tma' if by_tma else ''}",
+                    f"{kernel.__name__} {word} {'by slot ' * gathers}{shape}{' tma' if by_tma else ''}",
                     *(kernel, types, constants, options, ("N", "K"), True),
                     instruction="mma.sync" if tile.rows < 64 else "",
                     stack_bytes=_OUTER_LOOP_BYTES,
@@ -593,10 +667,11 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
     for by_tma in (True,) if is_short else (True, False) if chip >= 90 else (False,):
         for tile, kernel in zip(pair, (expert_kernels.gate_up, expert_kernels.expert_linear), strict=True):
             is_gated = kernel is expert_kernels.gate_up
-            for flag in (is_gated,) if is_short else (False, True):
+            words = ("", "clamped ") if is_gated else ("", "gathers ", "gathers by slot ")
+            for word in words[is_gated : 1 + is_gated] if is_short else words:
+                flag = word != ""
                 if by_tma and is_gated and not experts.gates_by_tma(flag, divmod(chip, 10)):
                     continue
-                word = "" if not flag else "clamped " if is_gated else "gathers "
                 shape = f"{tile.rows}x{tile.columns}x{tile.inputs} stages {tile.num_stages}"
                 types = _of_experts(kernel, element)
                 del types["scales"]
@@ -608,7 +683,8 @@ def _grouped_variants(pair: experts.Tiles, chip: int, element: str, *, is_short:
                 if not has_bias:
                     del types["bias"]
                 constants = experts.constants(8, tl.bfloat16, tile) | {"BIAS": has_bias, "BY_TMA": by_tma}
-                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag}
+                by_slot = word != "gathers "
+                constants |= {"CLAMPED": flag} if is_gated else {"GATHERS": flag, "BY_SLOT": by_slot}
                 options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
                 yield Variant(
                     f"{kernel.__name__} {word}{shape}{' tma' if by_tma else ''}",
@@ -850,6 +926,25 @@ def int8_variants(element: str = "bf16") -> Iterator[Variant]:
             yield int8_variant(tile, element, is_gated)
     yield int8_variant(int8.HOPPER_TILES[2], element, False, by_tma=False)
     yield int8_variant(int8.HOPPER_TILES[-1], "i32", False)
+    types = _of_experts(int8_kernels.expert_linear, "i8") | {"x_scales": "*fp32", "out": f"*{element}"}
+    types |= dict.fromkeys(("weights", "biases"), "*i64") | {"row_bytes": "i32"}
+    elsewhere = (int8_experts.FEW_ELSEWHERE, int8.OTHER_CHIPS)
+    hopper = (int8_experts.FEW, int8_experts.SOME, int8_experts.MANY)
+    for chips, of_chips in (((90,), hopper), (others, elsewhere)):
+        for tile, gathers, by_slot in product(of_chips, (False, True), (False, True)):
+            if not gathers and not by_slot:
+                continue
+            kind = {"CHOSEN": 8, "ELEMENT": _NUMBERS[element], "GATHERS": gathers, "BY_SLOT": by_slot, "BIAS": gathers}
+            name = f"int8 experts{' gathers' * gathers}{' by slot' * by_slot} {tile.rows}x{tile.columns}"
+            staged = tile.inputs * tile.num_stages * (tile.rows + tile.columns)
+            yield Variant(
+                *(name, int8_kernels.expert_linear, types, tile.constants() | kind, tile.options()),
+                aligned=("N", "K", "row_bytes"),
+                multiplies=tile.rows >= 64 and 90 in chips,
+                pipelined_bytes=staged if 90 in chips else 0,
+                instruction="mma.sync" if tile.rows < 64 else "",
+                chips=chips,
+            )
 
 
 def int8_variant(
@@ -878,7 +973,9 @@ def _on(variant: Variant, capability: int) -> Variant:
     if variant.kernel is not attention_kernels.attend:
         return variant
     constants = variant.constants
-    heads = (constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"])
+    heads = [constants["KV_HEADS"] * constants["G"], constants["KV_HEADS"], constants["D"]]
+    if "lists" in variant.name:
+        heads[1] = listed.num_groups(_COMPUTE[capability], heads[0])
     chosen = attend_variant(variant.name, *heads, variant.types["out"][1:], capability)
     share = 2 if "fp8 cache" in variant.name else 1
     return replace(chosen, stack_bytes=variant.stack_bytes, pipelined_bytes=chosen.pipelined_bytes // share)
@@ -1032,6 +1129,10 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
         "write_rows llama-8b",
         "attend fp8 cache few joined",
         "attend latent deepseek-v3 few",
+        "attend latent lists sinks deepseek-v4 many",
+        "score_keys 4",
+        "choose_keys",
+        "compress",
         "write_rows latent",
         "linear_of_heads 16",
         *(each.name for each in draw_variants()),
@@ -1044,6 +1145,7 @@ def variants_for(capability: int, *, is_short: bool) -> Iterator[Variant]:
             "fp8 linear rows 64x128x1",
             "fp8 linear gated rows 64x64x1",
             "int8 linear 128x256",
+            "int8 experts gathers 64x128",
         ),
     )
     found = [each for each in variants() if not is_short or each.name.startswith(first)]

@@ -47,7 +47,7 @@ def step_of(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def added(kernels: AdapterKernels, stack: AdapterStack, slots: Tensor, x: Tensor, y: Tensor) -> Tensor:
     outputs = y.clone()
-    stack.add_(outputs, x, kernels.step(slots))
+    stack.add_(outputs, x, kernels.step(slots, NUM_SLOTS))
     return outputs
 
 
@@ -104,8 +104,8 @@ def test_cleared_slot_adds_nothing(dtype: torch.dtype):
 
 def test_step_divides_rows_of_adapters_into_blocks():
     slots = torch.tensor([1, -1, 0, *[1] * 9, -1, 0], dtype=torch.int32)
-    step = NativeAdapterKernels(library_for("native")).step(slots)
+    step = NativeAdapterKernels(library_for("native")).step(slots, NUM_SLOTS)
     assert step.layout.rows.tolist() == [2, 13, 0, *range(3, 12)]
     assert step.layout.blocks.tolist() == [[0, 0, 2], [1, 2, 8], [1, 10, 2]]
-    none = NativeAdapterKernels(library_for("native")).step(torch.full((3,), -1, dtype=torch.int32))
+    none = NativeAdapterKernels(library_for("native")).step(torch.full((3,), -1, dtype=torch.int32), NUM_SLOTS)
     assert not none.layout.structure.num_blocks

@@ -44,7 +44,7 @@ def step_of(num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 def on_one(kernels: AdapterKernels, num_inputs: int, dtype: torch.dtype, ends: tuple[int, ...]) -> Tensor:
     slots, x, y = step_of(num_inputs, dtype)
-    stack_of(kernels, num_inputs, (0, num_inputs), dtype, ends).add_(y, x, kernels.step(slots))
+    stack_of(kernels, num_inputs, (0, num_inputs), dtype, ends).add_(y, x, kernels.step(slots, len(RANKS) + 1))
     return y
 
 
@@ -54,7 +54,7 @@ def on_ranks(kernels: AdapterKernels, num_inputs: int, dtype: torch.dtype, size:
     bounds, each = leaf_bounds(num_inputs, NUM_LEAVES), NUM_LEAVES // size
     shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
     stacks = [stack_of(kernels, num_inputs, share, dtype, leaf_ends(share, num_inputs, NUM_LEAVES)) for share in shares]
-    step = kernels.step(slots)
+    step = kernels.step(slots, len(RANKS) + 1)
     sums = [stack.input_sums(x[:, slice(*share)], step) for stack, share in zip(stacks, shares, strict=True)]
     for each_sums in sums:
         assert each_sums.shape == (NUM_TOKENS, MAX_RANK)
@@ -85,7 +85,7 @@ def test_any_number_of_ranks_has_equal_bits(instruction_set: str, dtype: torch.d
         stack = stack_of(kernels, num_inputs, (0, num_inputs), dtype, ends)
         for row in (1, 2, 5):
             alone = y[row : row + 1].clone()
-            stack.add_(alone, x[row : row + 1], kernels.step(slots[row : row + 1]))
+            stack.add_(alone, x[row : row + 1], kernels.step(slots[row : row + 1], len(RANKS) + 1))
             assert torch.equal(alone[0], one[row])
         relative = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(one, on_one(reference, num_inputs, dtype, ()), rtol=relative, atol=relative)

@@ -23,8 +23,10 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_stored_experts_cases.py": (("gate",), 4),
     "triton_quantised_cases.py": (("gate",), 4),
     "triton_adapter_cases.py": (("gate",), 7),
+    "triton_expert_adapter_cases.py": (("gate",), 3),
     "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 5),
+    "triton_listed_cases.py": ((), 6),
     "triton_tower_cases.py": (("gate",), 1),
     "triton_cross_cases.py": (("gate",), 1),
 }
@@ -32,8 +34,9 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
 ALL_CASES = {
     "triton_experts_cases.py": ((), 19),
     "triton_stored_experts_cases.py": ((), 12),
-    "triton_quantised_cases.py": ((), 22),
-    "triton_adapter_cases.py": ((), 13),
+    "triton_quantised_cases.py": ((), 23),
+    "triton_adapter_cases.py": ((), 14),
+    "triton_expert_adapter_cases.py": ((), 6),
     "triton_sampling_cases.py": (("long",), 17),
     "triton_attention_cases.py": (("wide",), 16),
     "triton_recurrent_cases.py": ((), 10),
@@ -45,11 +48,13 @@ ENGINES = {
     "triton_engine.py": 12,
     "triton_graphs.py": 16,
     "triton_leaves_engine.py": 7,
-    "triton_experts_engine.py": 22,
+    "triton_experts_engine.py": 26,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
+    "triton_expert_adapters_engine.py": 16,
     "triton_states_engine.py": 10,
     "triton_windows_engine.py": 4,
+    "triton_listed_engine.py": 10,
 }
 """Scripts, and how many comparisons of an engine they make."""
 LONGEST_S = 500.0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton_cases import report, set_device
 
+from spmd_worker.model.layers.distances import _by_adapter
 from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, ReferenceAdapterKernels
 from spmd_worker.ops.kernels.triton import adapters, expert_kernels, matmul, placing, rows, tiles
 from spmd_worker.ops.kernels.triton.adapters import AdapterTile, TritonAdapterKernels
@@ -64,6 +65,7 @@ class Layer:
         """`inputs` are a rank's, of a layer that ranks share."""
         device = torch.device(torch.get_default_device())
         self.kernels = ReferenceAdapterKernels() if is_reference else TritonAdapterKernels()
+        self.num_slots = len(order)
         sizes = (len(order), max_rank, inputs[1] - inputs[0], parts, dtype, device, leaf_ends)
         self.stack = self.kernels.new_stack(AdapterSizes(*sizes))
         for slot, number in enumerate(order):
@@ -74,7 +76,7 @@ class Layer:
 
     def __call__(self, outputs: Tensor, x: Tensor, slots: Sequence[int]) -> Tensor:
         found = outputs.clone()
-        self.stack.add_(found, x, self.kernels.step(torch.tensor(slots, dtype=torch.int32)))
+        self.stack.add_(found, x, self.kernels.step(torch.tensor(slots, dtype=torch.int32), self.num_slots))
         return found
 
 
@@ -220,7 +222,7 @@ def on_ranks(dtype: torch.dtype, size: int, add: Callable[[list[Tensor]], Tensor
     bounds, each = leaf_bounds(INPUTS, NUM_LEAVES), NUM_LEAVES // size
     shares = [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(size)]
     layers = [Layer(dtype, ONE, inputs=share, leaf_ends=leaf_ends(share, INPUTS, NUM_LEAVES)) for share in shares]
-    placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32))
+    placed = layers[0].kernels.step(torch.tensor(slots, dtype=torch.int32), len(ADAPTERS))
     sums = [layer.stack.input_sums(x[:, slice(*share)], placed) for layer, share in zip(layers, shares, strict=True)]
     none = torch.tensor(slots, dtype=torch.int32) < 0
     assert not any(each[none].any() for each in sums)
@@ -251,6 +253,23 @@ def control_other_orders_and_boundaries_are_found() -> None:
     assert not torch.equal(on_ranks(dtype, 4, lambda sums: ((sums[0] + sums[1]) + sums[2]) + sums[3]), one)
     assert not torch.equal(Layer(dtype, ONE, leaf_ends=(ends[0] + 1, *ends[1:]))(outputs, x, slots), one)
     assert not torch.equal(Layer(dtype, ONE)(outputs, x, slots), one)
+
+
+def rows_of_distances_have_their_adapters() -> None:
+    """They had none: new kernels knew no slots."""
+    outputs, x, slots = step(37, torch.float32)
+    layer = Layer(torch.float32)
+    placed, found = layer.kernels.step(torch.tensor(slots, dtype=torch.int32), layer.num_slots), []
+    for tokens, own in _by_adapter(placed, 9):
+        assert tokens is not None
+        slot = slots[int(tokens[0])]
+        assert (own is None) == (slot < 0)
+        if own is not None:
+            found.append(slot)
+            added = outputs[:9].clone()
+            layer.stack.add_(added, x[:9], own)
+            assert torch.equal(added, layer(outputs[:9], x[:9], [slot] * 9)), slot
+    assert found == ADAPTERS
 
 
 def broken(change: Callable[[], Any]) -> bool:
@@ -301,6 +320,7 @@ OTHERS: tuple[Callable[[], None], ...] = (
     zeros_that_fill_up_the_rank_change_no_bit,
     a_slot_that_is_filled_again_has_nothing_of_the_last,
     numbers_between_the_products_keep_float32,
+    rows_of_distances_have_their_adapters,
     control_pieces_of_another_size_have_other_bits,
     control_matrices_of_the_next_adapter_are_found,
 )

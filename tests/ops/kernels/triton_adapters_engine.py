@@ -20,6 +20,7 @@ from triton_engine import CONFIG
 from triton_graphs import EAGER, GRAPHS, SETTINGS, SMALL, counted, rows
 
 from spmd_worker import LLM, LoRARequest
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.ops.kernels.triton import adapters
 from spmd_worker.worker.runner.step_graphs import StepGraphs
@@ -70,7 +71,9 @@ def answers(llm: LLM, requests: Sequence[LoRARequest | None], chosen: Sequence[i
     digests = engine.adapters.digests_of(requests) if has_adapters else (0,) * len(requests)
     prompts, params = rows()
     numbers = [
-        engine.requests.add(tuple(prompts[row]["prompt_token_ids"]), params[row], adapter=digest, index=row)
+        engine.requests.add(
+            PromptContent(tuple(prompts[row]["prompt_token_ids"]), adapter=digest), params[row], index=row
+        )
         for row, digest in zip(chosen, digests, strict=True)
     ]
     found = {}
@@ -86,8 +89,8 @@ def ids_of(found: list) -> list:
     return [row[0] for row in found]
 
 
-def alone(llm: LLM) -> list:
-    return [answers(llm, [request], [row])[0] for row, request in enumerate(MIXED)]
+def alone(llm: LLM, requests: Sequence[LoRARequest | None] = MIXED) -> list:
+    return [answers(llm, [request], [row])[0] for row, request in enumerate(requests)]
 
 
 def check_eager(folder: Path, found: dict[str, bool]) -> list:

@@ -128,7 +128,8 @@ def a_token_alone_has_its_bits_in_a_batch() -> None:
 
 def a_layer_is_the_reference_layer() -> None:
     shared = replace(CONFIG, shared_size=24, has_shared_gate=True, score="sigmoid", scaling=1.7)
-    weighs_inputs = replace(shared, has_shared_gate=False, score="sigmoid_chosen", renormalises=False, scaling=1.0)
+    weighs_inputs = replace(shared, has_shared_gate=False, weighs_inputs=True, score="sigmoid_chosen")
+    weighs_inputs = replace(weighs_inputs, renormalises=False, scaling=1.0)
     for config in (CONFIG, CLAMPED, shared, weighs_inputs, replace(CONFIG, are_beside_dense=True)):
         x = tokens(19, torch.float32)
         ours, reference = new_layer(config), new_layer(config, is_reference=True)

@@ -109,6 +109,28 @@ def check_graphs(folder: Path, found: dict[str, bool]) -> None:
         found["same bits where weights have moved, without graphs"] = answers(llm) == scaled
 
 
+def copy_weights(worker: Worker) -> None:
+    """The same weights elsewhere."""
+    for parameter in worker.get_model().parameters():
+        parameter.data = parameter.data.clone()
+
+
+def check_int8(folder: Path, expected: list, found: dict[str, bool]) -> None:
+    """Experts in int8 beside the CPU's: sums are exact, and the rest of a layer is another kernel's."""
+    int8 = {"quantization": "int8", "invariant_tensor_parallel": False}
+    with open_llm(folder, "triton", **int8) as llm:
+        eager = answers(llm)
+    with open_llm(folder, **int8) as llm:
+        found["int8: ids are the CPU's"] = ids_of(eager) == ids_of(answers(llm))
+    found["int8: control: eight bits are seen"] = eager != expected
+    with open_llm(folder, GRAPHS, **int8) as llm:
+        first, _, num_replayed = counted(lambda: answers(llm))
+        found["int8: same bits replayed"] = first == eager and num_replayed > 4
+        llm.collective_rpc(copy_weights)
+        moved, num_recorded, _ = counted(lambda: answers(llm))
+        found["int8: same bits where weights have moved"] = moved == eager and num_recorded > 0
+
+
 def main() -> None:
     use_small_steps()
     found: dict[str, bool] = {}
@@ -126,6 +148,9 @@ def main() -> None:
             found[f"{family}: control: other kernels have other bits"] = ours != expected
             if family == "Qwen3MoeForCausalLM":
                 check_graphs(folder, found)
+                (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 32}))
+                with open_llm(folder, "triton") as llm:
+                    check_int8(folder, answers(llm), found)
     found["control: graphs were recorded"] = RecordedGraph.num_recorded > 0
     print(json.dumps(found))
 

@@ -25,11 +25,13 @@ import torch
 from torch import Tensor
 from triton_cases import report, run, set_device
 
+from spmd_worker.ops.kernels.api import ExpertSizes, ExpertWeights
 from spmd_worker.ops.kernels.fp8 import Fp8Weights, ReferenceFp8Kernels, products, quantised, scales_of
 from spmd_worker.ops.kernels.int8 import Int8Kernels, row_maxima
 from spmd_worker.ops.kernels.triton import attention_kernels, fp8, int8, rows
 from spmd_worker.ops.kernels.triton.fp8 import Fp8Tile, Fp8TritonKernels
-from spmd_worker.ops.kernels.triton.int8 import Int8Tile, Int8TritonKernels
+from spmd_worker.ops.kernels.triton.int8 import Int8Tile
+from spmd_worker.ops.kernels.triton.int8_model import Int8TritonKernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
 
 _PROCESSES = 10
@@ -389,6 +391,7 @@ def int8_bits_are_those_of_the_cpu() -> None:
         for added, added_there in ((None, None), (bias, on_cpu[2])):
             expected = bits(reference.linear(on_cpu[0], expected_pack, added_there))
             assert torch.equal(bits(kernels.linear(x, packed, added)).cpu(), expected), dtype
+            assert kernels.linear(x[:0], packed, added).shape == (0, len(weight))
             operands = (*int8.quantise(x), kernels.weights.numbers(packed), kernels.weights.scales(packed))
             for tile in INT8_TILES:
                 for by_tma in (False, True):
@@ -421,6 +424,59 @@ def int8_shares_of_two_ranks_have_the_bits_of_one() -> None:
     assert torch.equal(bits(shared(row_maxima(x))), bits(whole))
     # Control: with the maxima of one share they are other numbers.
     assert not torch.equal(bits(shared(row_maxima(x[:, :128]))), bits(whole))
+
+
+def int8_experts_of(
+    kernels: Int8TritonKernels, dtype: torch.dtype, own: tuple[int, ...], **kind: Any
+) -> tuple[dict[int, ExpertWeights], ExpertSizes]:
+    """Some of 5 experts of 48 inputs and 32 columns, with biases."""
+    hidden, size, is_gated = 48, 32, kind.get("is_gated", True)
+    weights = {}
+    for expert in own:
+        generator = torch.Generator(torch.get_default_device()).manual_seed(expert)
+        shapes = ((size * (1 + is_gated), hidden), (size * (1 + is_gated),), (hidden, size), (hidden,))
+        gates, gates_bias, down, down_bias = (torch.randn(each, generator=generator).to(dtype) for each in shapes)
+        weights[expert] = ExpertWeights(kernels.pack_gated(gates), gates_bias, kernels.pack(down), down_bias)
+    sizes = {"activation": "silu", "limit": 0.0, "bound": 0.0, "is_gated": True} | kind
+    return weights, ExpertSizes(5, hidden, size, leaf_ends=(), dtype=dtype, part_dtype=dtype, **sizes)
+
+
+def int8_experts_together_have_the_bits_of_each() -> None:
+    """Gates of three kinds; experts of another rank, one that nobody chose, and padding."""
+    kinds: tuple[dict[str, Any], ...] = ({}, {"limit": 0.7}, {"is_gated": False, "activation": "gelu_tanh"})
+    for dtype, kind in [(DTYPES[0], kind) for kind in kinds] + [(DTYPES[1], kinds[0])]:
+        kernels, own = Int8TritonKernels(dtype), (0, 1, 3, 4)
+        experts, sizes = int8_experts_of(kernels, dtype, own, **kind)
+        joined = kernels.join_experts(experts, sizes)
+        x, ids = numbers(20, 48, dtype=dtype), torch.tensor([[0, 2], [1, 4], [0, 1], [1, 2]] * 5)
+        x[3] = 0.0
+        slots, totals = torch.zeros(20, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+        slots[18:] = -1
+        found = joined.outputs(x, ids, totals, slots).view(20, 2, 48)
+        assert totals.tolist() == [9, 13, 9, 0, 5], totals
+        for token, chosen in enumerate(ids.tolist()):
+            for place, expert in enumerate(chosen):
+                each = experts.get(expert)
+                if each is None or token >= 18:
+                    assert (found[token, place] == 0).all()
+                    continue
+                columns = kernels.linear(x[token : token + 1], each.gates, each.gates_bias)
+                expected = kernels.linear(joined._activated(columns), each.down, each.down_bias)
+                assert torch.equal(found[token, place], expected[0]), (kind, token, expert)
+        alone = joined.outputs(x[5:6], ids[5:6], totals)
+        assert torch.equal(alone.view(2, 48), found[5])
+        weights = torch.randn(20, 2)
+        total = joined.weighted_sum(found.view(40, 48), weights)
+        expected = (found[:, 0].float() * weights[:, :1] + found[:, 1].float() * weights[:, 1:]).to(dtype)
+        assert torch.equal(total, expected)
+        # Control: an expert's scale is read from its own row.
+        kernels.weights.scales(experts[4].down)[7] *= 2
+        assert not torch.equal(joined.outputs(x, ids, totals, slots).view(20, 2, 48)[1, 1], found[1, 1])
+        # Tables stay where graphs read them; other addresses are other tables.
+        assert kernels.join_experts(experts, sizes) is joined
+        assert kernels.join_experts({each: experts[each] for each in (0, 1)}, sizes) is not joined
+    plain = ExpertWeights(numbers(64, 40), None, numbers(40, 32), None)
+    assert kernels.join_experts({0: plain}, sizes) is None
 
 
 def control_an_int8_sum_off_by_one_is_found() -> None:
@@ -482,6 +538,7 @@ GATE: tuple[Callable[[], None], ...] = (
     int8_bits_are_those_of_the_cpu,
     int8_gates_are_those_of_apart_matmuls,
     int8_shares_of_two_ranks_have_the_bits_of_one,
+    int8_experts_together_have_the_bits_of_each,
     control_an_int8_sum_off_by_one_is_found,
 )
 REST: tuple[Callable[[], None], ...] = (

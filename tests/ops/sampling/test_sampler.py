@@ -204,6 +204,7 @@ REPORTING = [
     for count in (0, 1, 5, 64)
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 3.0})
 ]
+REPORTING += [{"temperature": 0.6, "logprob_token_ids": ids} for ids in ([210, 0, 27], [5])]
 
 
 def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
@@ -415,6 +416,29 @@ def test_tempered_logprobs_are_of_logits_over_temperature(size: int):
     processed = sharded(logits, rows, size, "processed_logprobs")[0].logprobs
     differ = [mine != theirs for mine, theirs in zip(sampled[0].logprobs, processed, strict=True)]
     assert differ == [False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_listed_ids_have_the_logprobs_of_all(size: int, mode: str):
+    logits, _ = mixed(3 * len(KINDS))
+    kinds = [KINDS[index % len(KINDS)] for index in range(len(logits))]
+    ids = [[200, 3], [9], [], [VOCAB_SIZE - 1, 0, 100, 7]]
+    asking = [{"logprob_token_ids": ids[index % 4] or None, "logprobs": None} for index in range(len(kinds))]
+    every = whole(logits, [row(stream=i, **{**kind, "logprobs": -1}) for i, kind in enumerate(kinds)], mode)
+    rows = [row(stream=i, **{**kind, **asks}) for i, (kind, asks) in enumerate(zip(kinds, asking, strict=True))]
+    for sampled in sharded(logits, rows, size, mode):
+        assert sampled.token_ids == every.token_ids
+        for index, (found, all_of_it) in enumerate(zip(sampled.logprobs, every.logprobs, strict=True)):
+            wanted = dict.fromkeys([sampled.token_ids[index], *ids[index % 4]])
+            if not ids[index % 4]:
+                assert found is None
+                continue
+            assert {token: entry.logprob for token, entry in found.items()} == {
+                token: all_of_it[token].logprob if token in all_of_it else -torch.inf for token in wanted
+            }
+            above = [sum(each.logprob > entry.logprob for each in all_of_it.values()) for entry in found.values()]
+            assert mode == "processed_logprobs" or [entry.rank - 1 for entry in found.values()] == above
 
 
 def test_a_row_below_its_minimum_never_ends():

@@ -18,7 +18,7 @@ from run_folder import made_once
 from spmd_worker import PromptsRefusedError, SamplingParams, StructuredOutputsParams
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.frontends.openai.row import EncodedRow, Row, RowError
-from spmd_worker.frontends.openai.row_encoding import resolve
+from spmd_worker.frontends.openai.row_encoding import RowContext, resolve
 from spmd_worker.frontends.openai.row_parser import parse_row
 from spmd_worker.replica.grammar import llguidance_input as forms
 from spmd_worker.replica.grammar.compiler import GrammarCompiler
@@ -259,7 +259,8 @@ def test_inexact_tool_parameters_are_rejected_when_call_required(choice: str) ->
     assert isinstance(row, Row), row
     with open_model(made_once("constrained", write_model)) as llm:
         engine = llm.llm_engine
-        resolved = resolve(row, engine.tokenizer, engine.limits, chat_format=ChatFormat("hermes", "none", True))
+        hermes = ChatFormat("hermes", "none", True)
+        resolved = resolve(row, RowContext(engine.tokenizer, engine.limits, chat_format=hermes))
     if choice == "required":
         assert isinstance(resolved, RowError)
         assert (resolved.code, f"const={N} is not exact" in resolved.message) == ("grammar_refused", True)
@@ -297,7 +298,7 @@ def test_rows_with_inexact_numbers_are_error_rows() -> None:
             line |= {} if "prompt" in given else {"url": "/v1/chat/completions"}
             row = parse_row(0, json.dumps(line).encode(), SamplingParams())
             assert isinstance(row, Row), row
-            error = resolve(row, engine.tokenizer, engine.limits)
+            error = resolve(row, RowContext(engine.tokenizer, engine.limits))
             assert isinstance(error, RowError), error
             assert (error.code, f"const={N} is not exact" in error.message) == ("grammar_refused", True)
         params = SamplingParams(max_tokens=4, structured_outputs=form_of({"const": N}))

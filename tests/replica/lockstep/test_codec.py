@@ -53,7 +53,9 @@ from spmd_worker.replica.sequence.step import StepPlan
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.replica.sequence.token_rules import ThinkingRules, TimestampRules, TokenRules
 
-FULL_POOLING = PoolingParams(task="embed", normalize=True, use_activation=False, dimensions=5)
+FULL_POOLING = PoolingParams(
+    task="embed", normalize=True, use_activation=False, dimensions=5, late_chunking_params={"chunk_size": 7}
+)
 OTHER_SAMPLING = SamplingParams(
     seed=-8,
     stop=("é", "end"),
@@ -117,6 +119,7 @@ FULL_SAMPLING = SamplingParams(
     skip_reading_prefix_cache=True,
     cache_salt="a tenant",
     prompt_logprob_token_ids=((7, 8), (9,)),
+    logprob_token_ids=(7, 2),
 )
 FULL_ROWS = (InputRows(bytes(16), 0, 1, KEYS_VALUES), InputRows(bytes(range(32)), 1, 2))
 FULL_MEDIA = (MediaItem(b"a picture's name", ((0, 1),), 4), MediaItem(bytes(range(16)), ((1, 1), (2, 1)), 8, (2, 1)))

@@ -22,6 +22,7 @@ from spmd_worker.base.config.schema import ExecutorConfig, ModelOptions, RunConf
 from spmd_worker.base.errors import ReplicaDivergedError
 from spmd_worker.engine.engine import Engine
 from spmd_worker.executor.adapters import ExecutorAdapters
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.ranks.transport.step_channel import GlooStepChannel
 from spmd_worker.replica.lockstep import lockstep as lockstep_module
@@ -307,7 +308,7 @@ def run_rank(engine: Engine) -> Engine:
         return engine
     for number in range(12):
         prompt = tuple(range(10 * (number % 3) + 1, 10 * (number % 3) + 14))
-        engine.requests.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.requests.add(PromptContent(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
     engine.close_followers()

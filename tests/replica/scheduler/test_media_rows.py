@@ -62,6 +62,20 @@ def test_image_is_encoded_once_in_its_first_step():
     assert (run.scheduler.counters.num_images, run.scheduler.counters.num_image_tokens) == (1, 8)
 
 
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [({}, (2, 0)), ({"hears": True}, (0, 2)), ({"hears": True, "sees": True}, (1, 1))],
+    ids=["sees", "hears", "both"],
+)
+def test_recordings_are_counted_apart_from_images(given: dict[str, bool], counts: tuple[int, int]):
+    run = Run(media=limits(**given))
+    admit(run, image(1, 0, 4), MediaItem(name_of(2), ((5, 4),), 16, (2, 2)), num_tokens=12)
+    run.finish()
+    counters = run.scheduler.counters
+    assert (counters.num_images, counters.num_recordings) == counts
+    assert (counters.num_image_tokens, counters.num_recording_tokens) == (4 * counts[0], 4 * counts[1])
+
+
 def test_images_go_to_owners_largest_first():
     run = Run(media=limits(num_owners=2))
     admit(run, image(1, 0, 4), image(2, 5, 8), image(3, 14, 3), num_tokens=18)

@@ -135,12 +135,14 @@ def test_integer_of_any_kind_equals_that_number(name: str):
     for value in values:
         given: Any = [(value, 1.0)] if name == "logit_bias" else value
         given = [given] if name in ("stop_token_ids", "allowed_token_ids", "prompt_logprob_token_ids") else given
+        given = [given] if name == "logprob_token_ids" else given
         given = [[value]] if name == "bad_words_ids" else given
         expected: Any = {
             "logit_bias": {1: 1.0},
             "stop_token_ids": [1],
             "allowed_token_ids": [1],
             "prompt_logprob_token_ids": [1],
+            "logprob_token_ids": [1],
             "bad_words_ids": [[1]],
         }
         plain = SamplingParams(**{name: expected.get(name, 1)})

@@ -72,8 +72,8 @@ def test_plan_shows_quantised_and_loading_bytes(model_config: ModelConfig):
         ("int8", {"intermediate_size": 4104}, "cuda", "multiples of 16 inputs, .* a rank has 2052"),
         ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cpu", "set parallel.enable_expert_parallel=true"),
         ("int8", {"experts": ExpertsConfig(4, 2, 200_000)}, "cpu", "most 131,072 inputs"),
-        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts: leave it out"),
-        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "on CPUs model.quantization=int8 takes them"),
+        ("int8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "set parallel.enable_expert_parallel=true"),
+        ("fp8", {"experts": ExpertsConfig(4, 2, 64)}, "cuda", "which has experts: use model.quantization=int8"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_by_name(

@@ -11,6 +11,7 @@ from ranks import REPOSITORY
 from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, LoRARequest, SamplingParams
+from spmd_worker.media.prompt_content import PromptContent
 from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.ops.attention.metadata import WantedTokens
 from spmd_worker.worker.runner import batch as batch_module
@@ -134,7 +135,7 @@ def test_adapters_of_wanted_tokens_are_their_rows(monkeypatch: pytest.MonkeyPatc
             for order in ((1, 0, 2, 1), (2, 1, 0, 0)):
                 engine.changes.reset_prefix_cache()
                 for prompt, adapter in zip(prompts, order, strict=True):
-                    engine.requests.add(prompt, params, adapter=digests[adapter])
+                    engine.requests.add(PromptContent(prompt, adapter=digests[adapter]), params)
                 answers = {}
                 while engine.has_unfinished_requests():
                     answers |= {int(each.request_id): each.outputs[0].token_ids for each in engine.step()}

@@ -20,7 +20,7 @@ from spmd_worker.model_config.int8_format import PANEL
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
-from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.adapters import RANK_STEP, AdapterSizes, Matrices, StepAdapters, rows_of_each
 from spmd_worker.ops.kernels.cpu.panels import check_dtype, contiguous_rows, dtype_name
 
 _MAX_RANK, _MAX_PARTS, _MAX_LEAVES = 512, 6, 64  # as in native/adapters.h
@@ -125,7 +125,8 @@ class NativeStack:
         assert not tensors, len(tensors)
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
-        x = self._checked_inputs(x, step)
+        num_each = rows_of_each(outputs, x)
+        x = self._checked_inputs(x if num_each == 1 else x.repeat_interleave(num_each, 0), step)
         self._check_outputs(outputs, step)
         self._functions[f"add_adapters_{self._name}"](
             *(self.address, step.layout.address, x.data_ptr(), x.stride(0)),
@@ -178,7 +179,7 @@ class NativeAdapterKernels:
     def new_stack(self, sizes: AdapterSizes) -> NativeStack:
         return NativeStack(self._library, sizes)
 
-    def step(self, slots: Tensor) -> StepAdapters:
+    def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """Rows of an adapter are divided into blocks, which threads share."""
         of_rows = slots.numpy()
         rows = np.argsort(of_rows, kind="stable")
@@ -192,7 +193,7 @@ class NativeAdapterKernels:
         sizes = np.minimum(counts.repeat(num_blocks) - offsets, _BLOCK_ROWS)
         blocks = np.stack((ordered[firsts], firsts, sizes), axis=1).astype(np.int64)
         structure = _Rows(rows.ctypes.data, blocks.ctypes.data, len(blocks))
-        return StepAdapters(slots, NativeRows(rows, blocks, structure))
+        return StepAdapters(slots, num_slots, self, NativeRows(rows, blocks, structure))
 
 
 def _packed_inputs(a: Tensor, leaf_ends: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ T: tokens of the step; C: experts of a token; E: experts of the layer; H: hidden
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from spmd_worker.ops.kernels.cpu.panels import (
     check_tensor,
     contiguous_rows,
     dtype_name,
+    in_row_order,
     leaf_integers,
 )
 from spmd_worker.ops.kernels.cpu.stored_panels import stored_panels_fit
@@ -32,6 +33,8 @@ _IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
 """Ways to apply gates, numbered as in `experts.cpp`."""
 _ELEMENTS, _BYTES, _STORED = range(3)
 """Kinds of weights, numbered as in `experts.cpp`."""
+_ALL, _COLUMNS, _DOWN = range(3)
+"""What a call computes, numbered as in `experts.cpp`."""
 
 
 class _Expert(ctypes.Structure):
@@ -73,6 +76,7 @@ class NativeExperts:
         addresses = [
             _Expert(*(None if each is None else each.data_ptr() for each in tensors)) for tensors in self._memory
         ]
+        self.takes_activation = _gating(sizes) != _IN_PANELS or next(iter(experts.values())).gates_bias is None
         numbers = [-1] * sizes.num_experts
         for number, index in enumerate(experts):
             numbers[index] = number
@@ -86,17 +90,40 @@ class NativeExperts:
             *(sizes.part_dtype == torch.float32, _kind(experts), sizes.limit),
         )
 
-    def outputs(self, x: Tensor, ids: Tensor, totals: Tensor) -> Tensor:
+    def outputs(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        totals: Tensor,
+        slots: Tensor | None = None,
+        activated: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        del slots  # steps of CPUs are not padded
+        of_tokens = (len(ids), self._sizes.hidden_size)
+        if activated is None:
+            return self._computed(_ALL, x, ids, totals, of_tokens)
+        columns = self._computed(_COLUMNS, x, ids, totals, of_tokens)
+        # Gate and up panels are interleaved.
+        gated = activated(in_row_order(columns) if self._layer.gating == _IN_PANELS else columns)
+        return self._computed(_DOWN, gated, ids, None, (ids.numel(), self._sizes.intermediate_size))
+
+    def _computed(self, phase: int, x: Tensor, ids: Tensor, totals: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """A call of `spmd_experts`; x has this `shape`."""
         sizes, (num_tokens, num_chosen) = self._sizes, ids.shape
         x = contiguous_rows(x)
-        assert x.shape == (num_tokens, sizes.hidden_size), (x.shape, ids.shape)
+        assert x.shape == shape, (x.shape, ids.shape, sizes)
         assert x.dtype == sizes.dtype, (x.dtype, sizes.dtype)
         ids = ids.contiguous()
         check_tensor(ids, torch.int64, (num_tokens, num_chosen))
-        check_tensor(totals, torch.int64, (sizes.num_experts,))
-        results = torch.empty((num_tokens * num_chosen, sizes.hidden_size), dtype=sizes.part_dtype)
-        tokens = _Tokens(x.data_ptr(), x.stride(0), num_tokens, num_chosen, ids.data_ptr(), totals.data_ptr())
-        self._outputs(ctypes.byref(self._layer), ctypes.byref(tokens), results.data_ptr(), num_threads())
+        if totals is not None:
+            check_tensor(totals, torch.int64, (sizes.num_experts,))
+        width, dtype = sizes.hidden_size, sizes.part_dtype
+        if phase == _COLUMNS:
+            width, dtype = (1 + sizes.is_gated) * sizes.intermediate_size, sizes.dtype
+        results = torch.empty((num_tokens * num_chosen, width), dtype=dtype)
+        counts = None if totals is None else totals.data_ptr()
+        tokens = _Tokens(x.data_ptr(), x.stride(0), num_tokens, num_chosen, ids.data_ptr(), counts)
+        self._outputs(ctypes.byref(self._layer), ctypes.byref(tokens), results.data_ptr(), phase, num_threads())
         return results
 
     def weighted_sum(self, results: Tensor, weights: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ row's outputs depend on the row and its adapter alone: not on other rows, tiles 
 rank. Rows without an adapter, and outputs that an adapter has no matrices for, are neither read nor written.
 
 T: rows of the step; S: slots of adapters; P: parts of a merged layer, each with its own A; R: largest rank of an
-adapter; K, N: inputs and outputs of the layer.
-x [T, K]; a [S, P, R, K]; b [S, N, R], the outputs of all parts; `ranks` int32 [S, P]: rows of A in use, 0 for a part
-without matrices; `partials` float32 [pieces, T, P, R], rows by place; `sums` float32 [T, R], rows by number, of a layer
-of one part; `leaves` int32 [leaves + 1], where they begin and the last ends, or null; `order` int32 [T], `tiles`,
-`num_tiles`: see expert_kernels.py. One dtype: float16, bfloat16 or float32.
+adapter; K, N: inputs and outputs of the layer. Of experts a row is a token at one of them, and a slot that of an
+adapter and an expert.
+x [T / EACH, K], each of EACH rows, one behind the other; a [S, P, R, K]; b [S, N, R], the outputs of all parts; `ranks`
+int32 [S, P]: rows of A in use, 0 for a part without matrices; `partials` float32 [pieces, T, P, R], rows by place;
+`sums` float32 [T, R], rows by number, of a layer of one part; `leaves` int32 [leaves + 1], where they begin and the
+last ends, or null; `order` int32 [T], `tiles`, `num_tiles`: see expert_kernels.py. One dtype: float16, bfloat16 or
+float32.
 """
 
 import triton
@@ -28,11 +30,11 @@ LAUNCH = {"enable_fp_fusion": False}
 @triton.jit(do_not_specialize=["T"])
 def shrink(
     x, a, ranks, partials, leaves, order, tiles, num_tiles, T, R, K, stride_x,
-    PARTS: tl.constexpr, PIECE: tl.constexpr, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, PIECE: tl.constexpr, LEAVES: tl.constexpr, ALIGNED: tl.constexpr, EACH: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x [T, K] x A of each row's adapter -> `partials`. BK divides PIECE. LEAVES: their number, or 0; ALIGNED divides
-    where they begin, so that many inputs are loaded together.
+    """x [T / EACH, K] x A of each row's adapter -> `partials`. BK divides PIECE. LEAVES: their number, or 0; ALIGNED
+    divides where they begin, so that many inputs are loaded together.
     """
     num_r, num_pieces = tl.cdiv(R, BR), tl.cdiv(K, PIECE) if LEAVES == 0 else LEAVES
     num_each = num_pieces * num_r * PARTS
@@ -44,7 +46,7 @@ def shrink(
         if start < tl.load(ranks + part):
             r, n = tl.arange(0, BM), start + tl.arange(0, BR)
             row = tl.load(order + first + r, mask=r < places, other=0)
-            rows = x + (row.to(tl.int64) * stride_x)[:, None]
+            rows = x + ((row // EACH).to(tl.int64) * stride_x)[:, None]
             columns = a + ((part.to(tl.int64) * R + tl.where(n < R, n, 0)) * K)[:, None]
             begin, end = piece * PIECE, K
             if LEAVES > 0:

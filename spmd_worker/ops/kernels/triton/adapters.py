@@ -5,7 +5,7 @@ Stacks keep their addresses, and are filled in place.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region
-from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters
+from spmd_worker.ops.kernels.adapters import AdapterSizes, Matrices, StepAdapters, rows_of_each
 from spmd_worker.ops.kernels.host_copies import to_device
 from spmd_worker.ops.kernels.triton import adapter_kernels, placing
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
@@ -59,13 +59,20 @@ class AdapterTile:
     rank_step: int
     num_expand_warps: int
 
-    def shrink_constants(self, pieces: "Pieces", rank: int, num_parts: int) -> dict[str, Any]:
-        """Constexprs and launch options of `adapter_kernels.shrink` for adapters of `rank` at most."""
+    def with_rows(self, num_rows: int) -> "AdapterTile":
+        """The tile with the rows of another: routers of bfloat16 models. Plain FMA of 64 rows is not pipelined."""
+        return replace(self, rows=num_rows, num_stages=1)
+
+    def shrink_constants(self, pieces: "Pieces", rank: int, num_parts: int, num_each: int = 1) -> dict[str, Any]:
+        """Constexprs and launch options of `adapter_kernels.shrink` for adapters of `rank` at most, and inputs of
+        `num_each` rows.
+        """
         return {
             "PARTS": num_parts,
             "PIECE": pieces.size,
             "LEAVES": pieces.count if pieces.are_leaves else 0,
             "ALIGNED": pieces.alignment,
+            "EACH": num_each,
             "BM": self.rows,
             "BR": _rank_step(rank, self.rank),
             "BK": self.inputs,
@@ -195,16 +202,16 @@ class TritonAdapterStack:
         self.a, self.b, self.ranks = tensors
 
     def add_(self, outputs: Tensor, x: Tensor, step: StepAdapters) -> None:
-        assert len(outputs) == len(x), (outputs.shape, x.shape)
+        num_each = rows_of_each(outputs, x)
         if len(x):
-            self._expand(outputs, self._shrunk(x, step), step, self._pieces)
+            self._expand(outputs, self._shrunk(x, step, num_each), step, self._pieces)
 
     def input_sums(self, x: Tensor, step: StepAdapters) -> Tensor:
         (num_slots, num_parts, rank, _), placed, num_rows = self.a.shape, step.layout, len(x)
         assert num_parts == 1, self.a.shape
         sums = x.new_zeros((num_rows, rank), dtype=torch.float32)
         if num_rows:
-            tile = tile_for(num_rows, x.dtype, capability(x.device))
+            tile = self._tile(placed)
             constants = tile.join_constants(self._pieces, rank)
             num_works = most_tiles(num_rows, num_slots, tile.rows) * -(-rank // constants["BR"])
             adapter_kernels.join[(min(num_programs(x.device, _PER_MULTIPROCESSOR), num_works),)](
@@ -227,14 +234,20 @@ class TritonAdapterStack:
     def _pieces(self) -> Pieces:
         return pieces_of(self.sizes.num_inputs, self.sizes.leaf_ends)
 
-    def _shrunk(self, x: Tensor, step: StepAdapters) -> Tensor:
+    def _tile(self, placed: Placed) -> AdapterTile:
+        """The tile of the rows that were placed, perhaps for layers of another dtype."""
+        tile = tile_for(placed.num_slots, self.sizes.dtype, capability(self.a.device))
+        return tile if tile.rows == placed.num_rows else tile.with_rows(placed.num_rows)
+
+    def _shrunk(self, x: Tensor, step: StepAdapters, num_each: int = 1) -> Tensor:
         """`partials` of `adapter_kernels.shrink`."""
-        (num_rows, num_inputs), (num_slots, num_parts, rank, _) = x.shape, self.a.shape
+        num_inputs, (num_slots, num_parts, rank, _) = x.shape[1], self.a.shape
         placed: Placed = step.layout
-        assert num_rows == placed.num_slots, (x.shape, placed.num_slots)
+        num_rows = len(x) * num_each
+        assert (num_rows, num_slots) == (placed.num_slots, placed.num_own), (x.shape, num_each, self.sizes, placed)
         x = x if x.stride(1) == 1 else x.contiguous()
-        tile, pieces = tile_for(num_rows, x.dtype, capability(x.device)), self._pieces
-        constants = tile.shrink_constants(pieces, rank, num_parts)
+        tile, pieces = self._tile(placed), self._pieces
+        constants = tile.shrink_constants(pieces, rank, num_parts, num_each)
         partials = x.new_empty((pieces.count, num_rows, num_parts, rank), dtype=torch.float32)
         num_tiles = most_tiles(num_rows, num_slots, tile.rows)
         num_works = num_tiles * pieces.count * num_parts * -(-rank // constants["BR"])
@@ -252,7 +265,7 @@ class TritonAdapterStack:
         placed: Placed = step.layout
         assert num_rows == placed.num_slots, (outputs.shape, placed.num_slots)
         assert outputs.stride(1) == 1, outputs.stride()
-        tile = tile_for(num_rows, outputs.dtype, capability(outputs.device))
+        tile = self._tile(placed)
         columns, num_tiles = self._columns[tile.columns], most_tiles(num_rows, num_slots, tile.rows)
         num_works = num_tiles * len(columns)
         adapter_kernels.expand[(min(num_programs(outputs.device, _PER_MULTIPROCESSOR), num_works),)](
@@ -263,23 +276,21 @@ class TritonAdapterStack:
 
 
 class TritonAdapterKernels:
-    """Implements `AdapterKernels`, of stacks of one dtype and number of slots."""
+    """Implements `AdapterKernels`, of stacks of one dtype, and routers' in float32."""
 
     def __init__(self) -> None:
-        self._num_slots = 0
         self._dtype = torch.float32
 
     def numerics(self) -> Region:
         return triton_region().with_constants(rank_step=_LEAST_RANK_STEP)
 
     def new_stack(self, sizes: AdapterSizes) -> TritonAdapterStack:
-        assert self._num_slots in (0, sizes.num_slots), (self._num_slots, sizes)
-        self._num_slots, self._dtype = sizes.num_slots, sizes.dtype
+        self._dtype = self._dtype if sizes.dtype == torch.float32 else sizes.dtype
         return TritonAdapterStack(sizes)
 
-    def step(self, slots: Tensor) -> StepAdapters:
+    def step(self, slots: Tensor, num_slots: int) -> StepAdapters:
         """`layout`: the rows by adapter. Two launches, which read nothing back."""
         ids = slots.view(-1, 1)
         num_rows = tile_for(len(ids), self._dtype, capability(slots.device)).rows
-        counts = placing.count(ids, None, self._num_slots, None)
-        return StepAdapters(slots, placing.place(ids, None, counts, None, num_rows))
+        counts = placing.count(ids, None, num_slots, None)
+        return StepAdapters(slots, num_slots, self, placing.place(ids, None, counts, None, num_rows))

@@ -52,9 +52,12 @@ class Tile(NamedTuple):
         return attention_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def latent_groups(num_heads: int) -> int:
-    """Number of equal groups in which query heads see latents; a group is the rows of a token in a tile."""
-    return next(num_heads // size for size in range(min(num_heads, _LATENT_GROUP), 0, -1) if num_heads % size == 0)
+def latent_groups(num_heads: int, most: int | None = None) -> int:
+    """Number of equal groups, of at most `most` heads, in which query heads see latents; a group is the rows of a token
+    in a tile.
+    """
+    most = min(num_heads, most or _LATENT_GROUP)
+    return next(num_heads // size for size in range(most, 0, -1) if num_heads % size == 0)
 
 
 def few_tile(device_capability: tuple[int, int], head_size: int, group: int, itemsize: int) -> Tile:
@@ -183,6 +186,23 @@ def plan_attention(
     return plan
 
 
+def plan_lists(
+    counts: Tensor, listed: Tensor, longest: int, num_heads: int, num_groups: int, head_size: int, itemsize: int
+) -> PlannedAttention:
+    """The plan of one query each, of `counts` int32 [T] keys of its own, at most `longest`, in pages that `listed`
+    int32 [T, longest] lists. It fits every step of T tokens: nothing on the host depends on the counts.
+    """
+    num_tokens, most = len(counts), len(counts) * -(-longest // attention_kernels.SEGMENT)
+    starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=counts.device)
+    sizes = (num_heads, num_groups, head_size, itemsize)
+    plan = _empty_plan(num_tokens, starts, counts, listed, *sizes, 0, 0, most)
+    has_joins = longest > attention_kernels.SEGMENT
+    launches = Launches(has_many=has_joins and most > plan.max_partials, has_joins=has_joins)
+    plan = replace(plan, launches=launches)
+    fill_plan(plan, num_tokens)
+    return plan
+
+
 def fixed_plan(
     num_tokens: int,
     starts: Tensor,
@@ -293,11 +313,17 @@ def attend(
 
 
 def attend_latents(
-    queries: Tensor, layer_cache: Tensor, plan: PlannedAttention, num_heads: int, scale: float, value_size: int
+    queries: Tensor,
+    layer_cache: Tensor,
+    plan: PlannedAttention,
+    num_heads: int,
+    scale: float,
+    value_size: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, Hq * D], a token's contiguous; `layer_cache` [blocks, 1, 1, block, D] -> [T, Hq, value_size]."""
     keys = layer_cache[:, 0].expand(-1, latent_groups(num_heads), -1, -1)
-    return attend_pages(queries, keys, keys[..., :value_size], plan, num_heads, scale, is_latent=True)
+    return attend_pages(queries, keys, keys[..., :value_size], plan, num_heads, scale, sinks=sinks, is_latent=True)
 
 
 def attend_pages(

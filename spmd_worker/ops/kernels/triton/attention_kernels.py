@@ -104,16 +104,16 @@ def _inside(is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr)
 
 
 @triton.jit
-def _load(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+def load_rows(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS, PART] from pointers to rows of SIZE; zeros past a row's end and where there is no row."""
     d = FIRST + tl.arange(0, PART)
     return tl.load(rows[:, None] + d[None, :], mask=_inside(is_row, FIRST, PART, SIZE), other=0.0)
 
 
 @triton.jit
-def _load_cached(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, ELEMENT: tl.constexpr):
-    """`_load` from a cache, as numbers of ELEMENT."""
-    return from_cache(_load(rows, is_row, FIRST, PART, SIZE), ELEMENT)
+def load_cached(rows, is_row, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, ELEMENT: tl.constexpr):
+    """`load_rows` from a cache, as numbers of ELEMENT."""
+    return from_cache(load_rows(rows, is_row, FIRST, PART, SIZE), ELEMENT)
 
 
 @triton.jit
@@ -141,15 +141,15 @@ def _segment(
         is_there = (n < end) & (n >= lowest)
         page = tl.load(table + n // BLOCK, mask=is_there, other=0).to(tl.int64) * stride_page
         key_rows, value_rows = keys + (page + (n % BLOCK) * D), values + (page + (n % BLOCK) * (D if LATENT else DV))
-        k0 = _load_cached(key_rows, is_there, 0, K0, D, q0.dtype)
+        k0 = load_cached(key_rows, is_there, 0, K0, D, q0.dtype)
         scores = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if K1:
-            k1 = _load_cached(key_rows, is_there, K0, K1, D, q0.dtype)
+            k1 = load_cached(key_rows, is_there, K0, K1, D, q0.dtype)
             scores = tl.dot(q1, tl.trans(k1), scores, input_precision="ieee")
         if LATENT and K0 == DV and PARTS == 1:
             v0 = k0
         else:
-            v0 = _load_cached(value_rows, is_there, 0, V0, DV // PARTS, q0.dtype)
+            v0 = load_cached(value_rows, is_there, 0, V0, DV // PARTS, q0.dtype)
         factor = scale
         if CAPPED:
             # cap * tanh(x), as 1 - 2 / (e^2x + 1).
@@ -183,7 +183,7 @@ def _segment(
         weights = p.to(v0.dtype)
         left = tl.dot(weights, v0, left * a[:, None], input_precision="ieee")
         if V1:
-            v1 = _load_cached(value_rows, is_there, V0, V1, DV // PARTS, q0.dtype)
+            v1 = load_cached(value_rows, is_there, V0, V1, DV // PARTS, q0.dtype)
             right = tl.dot(weights, v1, right * a[:, None], input_precision="ieee")
         top = new_top
     return top, denom, left, right
@@ -222,10 +222,10 @@ def _item(
     is_row = r < num_tokens * G
     head = kv_head * G + r % G
     rows = queries + (token + r // G).to(tl.int64) * stride_query + head * D
-    q0 = _load(rows, is_row, 0, K0, D)
+    q0 = load_rows(rows, is_row, 0, K0, D)
     q1 = q0
     if K1:
-        q1 = _load(rows, is_row, K0, K1, D)
+        q1 = load_rows(rows, is_row, K0, K1, D)
     position = first_position + r // G
     last = tl.minimum(position + later, seen - 1)
     if SIGHT:
@@ -349,9 +349,9 @@ def join_partials(
             top2 = tl.load(partial_tops + index, mask=is_head, other=float("-inf"))
             denom2 = tl.load(partial_denoms + index, mask=is_head, other=0.0)
             rows = partial_sums + index.to(tl.int64) * DV
-            left2, right2 = _load(rows, is_head, 0, V0, DV), right
+            left2, right2 = load_rows(rows, is_head, 0, V0, DV), right
             if V1:
-                right2 = _load(rows, is_head, V0, V1, DV)
+                right2 = load_rows(rows, is_head, V0, V1, DV)
             top, denom, left, right = _join(top, denom, left, right, top2, denom2, left2, right2, V1)
         left, right = _finish(top, denom, left, right, sinks, h, is_head, SINKS)
         rows = out + (token * HEADS + h).to(tl.int64) * DV

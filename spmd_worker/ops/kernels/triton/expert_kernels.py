@@ -6,6 +6,9 @@ gate_up        grouped GEMM over these tiles, then the gate      persistent
 expert_linear  grouped GEMM over these tiles                     persistent
 weighted_sum   a token's outputs in ascending order of ids       a program a token and BH columns
 
+Where adapters add to the outputs of both projections (adapter_kernels.py) these are two `expert_linear`, by slot, and
+between them is what `gate_up` does at last, with its bits: `row_kernels.silu_and_mul`, or `clamp_columns`.
+
 Bits: an output element is one chain over K, in the order of `matmul_kernels.linear`, so an expert's rows have the bits
 of its dense GEMM in any tile and beside any other rows. Slots are sorted by counting, without atomics.
 
@@ -98,7 +101,7 @@ def place_slots(
 
 
 @triton.jit
-def _tile(work, tiles, num_m, num_n, GROUP: tl.constexpr):
+def expert_tile(work, tiles, num_m, num_n, GROUP: tl.constexpr):
     """Expert, first place, places and column tile. GROUP row tiles, of one expert if it has as many, share a column
     tile of weights in L2; the order changes no bits.
     """
@@ -176,7 +179,7 @@ def gate_up(
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     step: tl.constexpr = 2 if CLAMPED else 1
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
+        expert, first, places, tile_n = expert_tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
         slot = tl.load(order + first + r, mask=r < places, other=0)
         source = x + (slot // CHOSEN).to(tl.int64)[:, None] * K
@@ -217,18 +220,27 @@ def _clamped(gate, up, limit):
 
 
 @triton.jit
+def clamp_columns(columns, out, N, limit, BN: tl.constexpr):
+    """Columns [S, 2 N] of gates and ups in turns -> out [S, N], as CLAMPED `gate_up` does, BN of a row a program."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    gate = tl.load(columns + row * 2 * N + 2 * n, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(columns + row * 2 * N + 2 * n + 1, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, _clamped(gate, up, limit).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
 def expert_linear(
     x, weight, scales, bias, out, order, tiles, num_tiles, N, K,
     CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, GATHERS: tl.constexpr, BY_TMA: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, GATHERS: tl.constexpr, BY_SLOT: tl.constexpr, BY_TMA: tl.constexpr,
     STORED: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """`weight` [own, N, K]. If GATHERS, x [T, K] -> out [S, N] by place; else x [S, K] by place -> out [S, N] by slot,
-    whose rows of other ranks' experts and of padding stay as they are.
+    """`weight` [own, N, K]; x [T, K] if GATHERS, or [S, K] by slot with CHOSEN = 1, else [S, K] by place -> out [S, N]
+    by place, or BY_SLOT, where rows of other ranks' experts and of padding stay as they are.
     """
     num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
     for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        expert, first, places, tile_n = _tile(work, tiles, num_m, num_n, GROUP)
+        expert, first, places, tile_n = expert_tile(work, tiles, num_m, num_n, GROUP)
         r = tl.arange(0, BM)
         slot = tl.load(order + first + r, mask=r < places, other=0)
         row, n = tile_n * BN, tile_n * BN + tl.arange(0, BN)
@@ -251,7 +263,7 @@ def expert_linear(
             sums = tl.dot(a, tl.trans(columns), sums, input_precision="ieee")
         if BIAS:
             sums += _bias(bias, expert, 0, 1, n, N, N)[None, :]
-        place = first + r if GATHERS else slot
+        place = slot if BY_SLOT else first + r
         to = out + place.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(to, sums.to(ELEMENT), mask=(r < places)[:, None] & (n < N)[None, :])
 

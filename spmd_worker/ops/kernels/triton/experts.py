@@ -19,12 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.stored_format import StoredFormat
+from spmd_worker.ops.kernels.adapters import AddsToExperts
 from spmd_worker.ops.kernels.api import ExpertStack
 from spmd_worker.ops.kernels.gates import bounded_gates
 from spmd_worker.ops.kernels.triton import expert_kernels, placing, router_kernels, stored_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two, shared_bytes
 from spmd_worker.ops.kernels.triton.placing import Placed, most_tiles
+from spmd_worker.ops.kernels.triton.rows import silu_and_mul
 from spmd_worker.ops.kernels.triton.tiles import Tile
 
 Tiles = tuple[Tile, Tile]
@@ -89,6 +91,9 @@ def _stored_tiles(
     elif num_slots <= MAX_SOME_ROWS * num_experts:
         pair = STORED_SOME_ROWS if chip[0] in _WITH_WGMMA else STORED_SOME_ROWS_OTHER_CHIPS
     gate_tile, tile = pair
+    if not stored.is_mxfp4 and stored.group_rows == 1 and not stored.group_inputs:
+        # Scales of both halves' outputs, beside their sums, spill with fewer warps.
+        gate_tile = replace(gate_tile, num_warps=8)
     return _fitted_stored(gate_tile, 2, dtype, room_bytes, stored), _fitted_stored(tile, 1, dtype, room_bytes, stored)
 
 
@@ -123,7 +128,13 @@ class TritonExperts:
         self._activate_and_mul, self._activate = activate_and_mul, activate
 
     def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None, experts: ExpertsConfig
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        choice_bias: Tensor | None,
+        experts: ExpertsConfig,
+        add: Callable[[Tensor], Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         x, num_rows = x.contiguous(), len(weight)
         num_tokens, hidden_size = x.shape
@@ -137,6 +148,9 @@ class TritonExperts:
             router_kernels.partial_logits[grid](
                 *(x, weight, partials, num_tokens, num_rows, hidden_size), **router_constants(tile)
             )
+            if add is not None:
+                # To the last of the numbers that are summed.
+                add(partials[-1])
             router_kernels.choose[(num_tokens,)](
                 *(partials, bias, choice_bias, ids, weights, gates, num_tokens),
                 *(float(experts.scaling), experts.added_to_sum),
@@ -146,7 +160,15 @@ class TritonExperts:
         return ids, weights, gates if num_rows > experts.num_choices else None
 
     def outputs(
-        self, x: Tensor, ids: Tensor, stack: ExpertStack, slots: Tensor | None, totals: Tensor, *, others_are_zero: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        stack: ExpertStack,
+        slots: Tensor | None,
+        totals: Tensor,
+        *,
+        others_are_zero: bool,
+        added: AddsToExperts | None = None,
     ) -> Tensor:
         x, ids = x.contiguous(), ids.contiguous()
         results = (x.new_zeros if others_are_zero else x.new_empty)((ids.numel(), x.shape[1]))
@@ -160,21 +182,34 @@ class TritonExperts:
         if not num_own:
             return results
         placed = placing.place(ids, slots, counts, stack.ids, tile.rows)
-        if stack.is_gated and (stack.limit > 0 or (stack.activation == "silu" and not stack.bound)):
+        is_adapted, is_clamped = added is not None, stack.is_gated and stack.limit > 0
+        is_silu = stack.is_gated and stack.activation == "silu" and not stack.bound
+        if not is_adapted and (is_clamped or is_silu):
             gated = x.new_empty((ids.numel(), width // 2))
             _gate_up(x, stack, placed, gated, gate_tile)
         else:
             columns = x.new_empty((ids.numel(), width))
             weights = stack.gate_up, stack.gate_up_scales, stack.gate_up_bias
-            _linear(x, *weights, stack.stored, placed, columns, tile, gathers=True)
-            if stack.bound:
-                gated = bounded_gates(columns, stack.activation, stack.bound, self._activate)
-            else:
-                activate = self._activate_and_mul if stack.is_gated else self._activate
-                gated = activate(columns, stack.activation).contiguous()
-        weights = stack.down, stack.down_scales, stack.down_bias
-        _linear(gated, *weights, stack.stored, placed, results, tile, gathers=False)
+            _linear(x, *weights, stack.stored, placed, columns, tile, gathers=True, by_slot=is_adapted)
+            if added is not None:
+                added.add_to_columns_(columns, x)
+            gated = self._gated(columns, stack)
+        weights, placed = (stack.down, stack.down_scales, stack.down_bias), replace(placed, num_chosen=1)
+        _linear(gated, *weights, stack.stored, placed, results, tile, gathers=is_adapted, by_slot=True)
+        if added is not None:
+            added.add_to_parts_(results, gated)
         return results
+
+    def _gated(self, columns: Tensor, stack: ExpertStack) -> Tensor:
+        """Columns [S, 2 N], or [S, N] without gates -> [S, N], with the bits of `expert_kernels.gate_up`."""
+        if stack.is_gated and stack.limit > 0:
+            return _clamped(columns, stack.limit)
+        if stack.bound:
+            return bounded_gates(columns, stack.activation, stack.bound, self._activate)
+        if stack.is_gated and stack.activation == "silu":
+            return silu_and_mul(columns)
+        activate = self._activate_and_mul if stack.is_gated else self._activate
+        return activate(columns, stack.activation).contiguous()
 
     def weighted_sum(
         self, results: Tensor, ids: Tensor, weights: Tensor, slots: Tensor | None, is_own: Tensor | None
@@ -213,6 +248,15 @@ def _gate_up(x: Tensor, stack: ExpertStack, placed: Placed, out: Tensor, tile: T
     )
 
 
+def _clamped(columns: Tensor, limit: float) -> Tensor:
+    """[S, 2 N] -> [S, N]: see `expert_kernels.clamp_columns`."""
+    num_rows, width = len(columns), columns.shape[1] // 2
+    out = columns.new_empty((num_rows, width))
+    block = min(_SUM_COLUMNS, power_of_two(width))
+    expert_kernels.clamp_columns[(num_rows, -(-width // block))](columns, out, width, float(limit), BN=block, **_LIGHT)
+    return out
+
+
 def _linear(
     x: Tensor,
     weight: Tensor,
@@ -224,6 +268,7 @@ def _linear(
     tile: Tile,
     *,
     gathers: bool,
+    by_slot: bool,
 ) -> None:
     """One launch of `expert_kernels.expert_linear`; `weight` [own, N, K], or its bytes if it is stored."""
     rows = weight.flatten(0, 1)
@@ -233,6 +278,7 @@ def _linear(
         *(source, _source(rows, tile, by_tma, stored), scales, bias, out),
         *(placed.order, placed.tiles, placed.num_tiles, weight.shape[1], x.shape[1]),
         GATHERS=gathers,
+        BY_SLOT=by_slot,
         BIAS=bias is not None,
         BY_TMA=by_tma,
         **constants(placed.num_chosen, ELEMENTS[x.dtype], tile, stored),

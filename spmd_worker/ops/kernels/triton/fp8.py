@@ -347,7 +347,7 @@ class Fp8TritonKernels(Fp8Packing, PackedTritonKernels):
             is_gated=is_gated,
             is_blocked=weight.ndim == 4,
         )
-        return result.view(*x.shape[:-1], -1)
+        return result.view(*x.shape[:-1], result.shape[1])
 
 
 _QUANTISED: Final = "quantised_rows"

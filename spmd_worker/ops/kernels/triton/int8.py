@@ -1,4 +1,4 @@
-"""Launches of int8_kernels.py: quantised activations, tiles by shape, and the kernels of a model in int8."""
+"""Launches of int8_kernels.py: quantised activations, and tiles by shape."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -7,15 +7,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from spmd_worker.base.numerical_policy import QUANTISATION, Region
-from spmd_worker.ops.kernels import int8
-from spmd_worker.ops.kernels.byte_rows import ByteRowPacking, ByteRows
 from spmd_worker.ops.kernels.triton import int8_kernels
 from spmd_worker.ops.kernels.triton.descriptors import ELEMENTS, can_describe, describe
 from spmd_worker.ops.kernels.triton.fp8 import num_warps
-from spmd_worker.ops.kernels.triton.kernels import PackedTritonKernels
 from spmd_worker.ops.kernels.triton.launching import capability, num_programs, power_of_two
-from spmd_worker.ops.kernels.triton.version import triton_region
 
 _HOPPER: Final = (9, 0)
 _MOST_IN_REGISTERS: Final = 1 << 14
@@ -117,48 +112,3 @@ def multiply(
     grid = (min(num_tiles, num_programs(x.device)),)
     int8_kernels.linear[grid](*operands, x_scales, scales, bias, out, *sizes, **constants, **tile.options())
     return out
-
-
-class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
-    """Implements `kernels.api.IntegerKernels` on CUDA; all but the GEMMs of packed weights is that of `TritonKernels`.
-
-    Bits of `linear`, and of `sums` and `scaled`, are those of the CPU's kernels for the same dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.weights = dtype, ByteRows(dtype)
-
-    @property
-    def integer(self) -> "Int8TritonKernels":
-        return self
-
-    stored: Final = None
-    head: Final = None
-
-    def numerics(self, dtype: torch.dtype) -> dict[str, Region]:
-        own = triton_region()
-        return super().numerics(dtype) | {QUANTISATION: int8.int8_region(own.implementation, own.version)}
-
-    def row_maxima(self, x: Tensor) -> Tensor:
-        return int8.row_maxima(x)
-
-    def sums(self, x: Tensor, maxima: Tensor, weight: Tensor) -> Tensor:
-        numbers, x_scales = quantise(_as_rows(x), maxima)
-        scales = self.weights.scales(weight)
-        return multiply(numbers, x_scales, self.weights.numbers(weight), scales, None, torch.int32)
-
-    def scaled(self, parts: Tensor, maxima: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        total = parts.sum(dim=0, dtype=torch.int32)
-        return int8.scaled(total, maxima, self.weights.scales(weight)[:, 0], bias, self.dtype)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
-        quantised, numbers, scales = quantise(_as_rows(x)), self.weights.numbers(weight), self.weights.scales(weight)
-        result = multiply(*quantised, numbers, scales, bias, x.dtype, is_gated=is_gated)
-        return result.view(*x.shape[:-1], -1)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """[M, K], K contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()

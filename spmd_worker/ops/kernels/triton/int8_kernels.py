@@ -7,6 +7,7 @@ change bits, nor whether a GPU or a CPU adds. Scales are float32: maximum magnit
 import triton
 import triton.language as tl
 
+from spmd_worker.ops.kernels.triton.expert_kernels import expert_tile
 from spmd_worker.ops.kernels.triton.tile_kernels import load_tile, silu_times, store_tile, tile_indices
 
 LAUNCH = {"enable_fp_fusion": False}
@@ -99,3 +100,40 @@ def linear(
                 up = _result(up_sums, x_scales, scales, bias, m, n + N, M, num_weights, stride_scales, BIAS)
                 result = silu_times(result, up, ELEMENT)
             store_tile(out, result, row, column, M, N, stride_out, ELEMENT, BM, BN, False)
+
+
+@triton.jit
+def expert_linear(
+    x, x_scales, base, weights, biases, out, order, tiles, num_tiles, N, K, row_bytes,
+    CHOSEN: tl.constexpr, ELEMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, GATHERS: tl.constexpr, BY_SLOT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """`expert_kernels.expert_linear` of int8. `weights` int64 [own] are addresses of packed weights [N, row_bytes], a
+    row of K numbers and a float32 scale (`byte_rows.py`), `biases` of ELEMENT [N], both in bytes from the pointer
+    `base` on, multiples of 16: an address alone would tell the compiler nothing of alignment. x is int8 and `x_scales`
+    float32, of tokens (or by slot, with CHOSEN = 1) if it GATHERS, else by place; outputs are BY_SLOT or by place.
+    """
+    num_n, num_m = tl.cdiv(N, BN), tl.load(num_tiles)
+    for work in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        expert, first, places, tile_n = expert_tile(work, tiles, num_m, num_n, GROUP)
+        r = tl.arange(0, BM)
+        slot = tl.load(order + first + r, mask=r < places, other=0)
+        source = slot // CHOSEN if GATHERS else tl.where(r < places, first + r, first)
+        n = tile_n * BN + tl.arange(0, BN)
+        row = tl.where(n < N, n, 0).to(tl.int64) * row_bytes
+        weight = base + tl.multiple_of(tl.load(weights + expert), 16)
+        sums = tl.zeros([BM, BN], tl.int32)
+        for k in tl.range(0, K, BK):
+            c = k + tl.arange(0, BK)
+            inside = (c < K)[None, :]
+            a = tl.load(x + source.to(tl.int64)[:, None] * K + c[None, :], mask=inside, other=0)
+            b = tl.load(weight + row[:, None] + c[None, :], mask=inside, other=0)
+            sums = tl.dot(a, tl.trans(b), sums, out_dtype=tl.int32)
+        of_rows = tl.load(x_scales + source)
+        of_columns = tl.load((weight + row + K).to(tl.pointer_type(tl.float32), bitcast=True))
+        result = sums.to(tl.float32) * of_rows[:, None] * of_columns[None, :]
+        if BIAS:
+            bias = (base + tl.multiple_of(tl.load(biases + expert), 16)).to(tl.pointer_type(ELEMENT), bitcast=True)
+            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        to = out + (slot if BY_SLOT else first + r).to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(to, result.to(ELEMENT), mask=(r < places)[:, None] & (n < N)[None, :])

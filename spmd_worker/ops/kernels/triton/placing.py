@@ -17,11 +17,14 @@ _LAUNCH: Final = expert_kernels.LAUNCH | {"num_warps": 4}
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A step's slots by expert: see expert_kernels.py. `num_own`: experts that they were placed by."""
+    """A step's slots by expert: see expert_kernels.py. `num_own`: experts that they were placed by; `num_rows`: of a
+    tile.
+    """
 
     num_slots: int
     num_chosen: int
     num_own: int
+    num_rows: int
     order: Tensor
     tiles: Tensor
     num_tiles: Tensor
@@ -63,4 +66,4 @@ def place(ids: Tensor, slots: Tensor | None, counts: Tensor, own: Tensor | None,
         BLOCK=expert_kernels.BLOCK,
         **_LAUNCH,
     )
-    return Placed(num_slots, ids.shape[1], num_own, order, tiles, num_tiles)
+    return Placed(num_slots, ids.shape[1], num_own, num_rows, order, tiles, num_tiles)
