@@ -114,24 +114,25 @@ class Compressor(torch.nn.Module):
         x: Tensor,
         rows: Tensor,
         entries: Tensor,
-        metadata: AttentionMetadata,
+        metadata: tuple[AttentionMetadata, AttentionMetadata],
         groups: Groups | None,
         adapters: StepAdapters | None,
     ) -> None:
         """Write rows [T, R] of hidden states [T, hidden], then the entries of completed `groups`. `rows` and `entries`
-        are caches [blocks, block size, R] and [blocks, places, D].
+        are caches [blocks, block size, R] and [blocks, places, D], with `metadata` of each.
         """
+        of_rows, of_entries = metadata
         if self._listed is not None:
-            self._write_on_device(self._listed, self.row_proj(x, adapters), rows, entries, metadata)
+            self._write_on_device(self._listed, self.row_proj(x, adapters), rows, entries, of_rows)
             return
-        rows[metadata.token_blocks, metadata.token_offsets] = self.row_proj(x, adapters)
-        clear(entries, metadata)
+        rows[of_rows.token_blocks, of_rows.token_offsets] = self.row_proj(x, adapters)
+        clear(entries, of_entries)
         if groups is None:
             return
         for first in range(0, len(groups.numbers), GROUPS):
             sequences, numbers = groups.sequences[first : first + GROUPS], groups.numbers[first : first + GROUPS]
-            places = entry_places(metadata.block_tables, sequences, numbers, self._rate, rows.shape[1])
-            entries[places] = self._entries(rows, metadata.block_tables, sequences, numbers)
+            places = entry_places(of_entries.block_tables, sequences, numbers, self._rate, rows.shape[1])
+            entries[places] = self._entries(rows, of_rows.block_tables, sequences, numbers)
 
     def _entries(self, rows: Tensor, tables: Tensor, sequences: Tensor, numbers: Tensor) -> Tensor:
         """[G, D]."""

@@ -164,5 +164,7 @@ def block_shape_of(backend: AttentionBackend, layer: BlockLayer, block_size: int
     order of tokens.
     """
     assert layer.value_size in (layer.key_size, 0), layer
+    if not layer.key_size:
+        return (block_size * layer.index_size,)
     shape = backend.block_shape(layer.num_heads, block_size, layer.key_size, has_values=layer.value_size > 0)
     return (math.prod(shape) + block_size * layer.index_size,) if layer.index_size else shape
