@@ -248,7 +248,7 @@ class CompressedAttention(nn.Module):
         query = self.q_b_norm(self.query_proj(latents, adapters).view(len(x), self.num_heads, -1))
         query = angles.rotate_last(self._kernels, query)
         if self._listed is not None:
-            assert of_entries is None, "kernels that list keys have one table (window_groups.py)"
+            assert of_entries is None, "kernels that list keys have one table"
             attended = self._attend_on_device(self._listed, tokens, query, (key_cache, *beside), metadata, adapters)
         else:
             chosen: list[tuple[slice, Tensor]] = []
