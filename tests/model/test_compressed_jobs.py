@@ -136,7 +136,7 @@ def test_long_rows_give_blocks_back():
             held.append(engine.scheduler.cache.num_used_blocks)
             return found
 
-        engine.step = counted  # type: ignore[method-assign]
+        engine.step = counted  # type: ignore[method-assign]  # of this engine alone
         assert [ids_and_logprobs(llm, [each], GREEDY)[0] for each in rows] == alone
         assert engine.counters.num_cached_prompt_tokens >= 40
         assert 0 < engine.counters.num_accepted_tokens < engine.counters.num_drafted_tokens

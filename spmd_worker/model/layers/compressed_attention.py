@@ -37,7 +37,7 @@ from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import CompressedConfig, LayerConfig
-from spmd_worker.ops.attention.listed import ListedKeys
+from spmd_worker.ops.attention.listed import ListedKeys, ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.group_keys import GroupKeys
@@ -145,7 +145,7 @@ class EntryIndexer(nn.Module):
         if choosing is None or choosing.weights is None:
             return None
         sizes = (block_size, self._indexer.num_chosen, self._rate)
-        return listed.choose(choosing.queries, choosing.weights, keys, metadata, *sizes)
+        return listed.choose(choosing.queries, choosing.weights, keys, *sizes)
 
     def _choosing(
         self, tokens: tuple[Tensor, Tensor, Angles], metadata: AttentionMetadata, adapters: StepAdapters | None
@@ -265,7 +265,7 @@ class CompressedAttention(nn.Module):
 
     def _attend_on_device(
         self,
-        listed: ListedKeys,
+        list_keys: ListKeys,
         tokens: tuple[Tensor, Tensor, Angles],
         query: Tensor,
         caches: tuple[Tensor, ...],
@@ -282,7 +282,7 @@ class CompressedAttention(nn.Module):
                 query, key_cache, metadata, self._scale, config.window, sinks=sinks, value_size=size
             )
         numbers: Tensor | None = None
-        both = (metadata, metadata)
+        listed, both = list_keys(metadata, rows.shape[1]), (metadata, metadata)
         self.compressor.write(tokens[0], rows, entries, both, None, adapters)
         most = metadata.longest // config.rate
         if self.indexer is not None and config.indexer is not None:
@@ -290,7 +290,7 @@ class CompressedAttention(nn.Module):
             numbers = self.indexer.listed(listed, tokens, index_entries, metadata, rows.shape[1], adapters)
             most = config.indexer.num_chosen
         groups = GroupKeys(entries, config.rate, most, numbers)
-        return listed.attend(query, key_cache, metadata, self._scale, size, groups, config.window, sinks)
+        return listed.attend(query, key_cache, self._scale, size, groups, config.window, sinks)
 
     def _compress(
         self,

@@ -123,7 +123,7 @@ class Compressor(torch.nn.Module):
         """
         of_rows, of_entries = metadata
         if self._listed is not None:
-            self._write_on_device(self._listed, self.row_proj(x, adapters), rows, entries, of_rows)
+            self._write_on_device(self._listed(of_rows, rows.shape[1]), self.row_proj(x, adapters), rows, entries)
             return
         rows[of_rows.token_blocks, of_rows.token_offsets] = self.row_proj(x, adapters)
         clear(entries, of_entries)
@@ -151,18 +151,16 @@ class Compressor(torch.nn.Module):
             mean += products[:, member]
         return self._finished((mean / total).to(self._dtype), numbers * self._rate)
 
-    def _write_on_device(
-        self, listed: ListedKeys, values: Tensor, rows: Tensor, entries: Tensor, metadata: AttentionMetadata
-    ) -> None:
+    def _write_on_device(self, listed: ListedKeys, values: Tensor, rows: Tensor, entries: Tensor) -> None:
         """Every token computes an entry, and those that end a group write it: what a step launches does not depend on
         its groups.
         """
         block_size = rows.shape[1]
-        listed.write(values, rows, metadata, block_size, cleared=entries)
-        sizes = (self._rate, self._size)
-        means = listed.compress(rows, self.gate_bias.values, metadata, sizes, self._dtype, overlaps=self._overlaps)
-        firsts = listed.positions(metadata, block_size).long() // self._rate * self._rate
-        listed.write(self._finished(means, firsts), entries, metadata, block_size, self._rate)
+        listed.write(values, rows, block_size, cleared=entries)
+        sizes, overlaps = (self._rate, self._size), self._overlaps
+        means = listed.compress(rows, self.gate_bias.values, *sizes, overlaps=overlaps, dtype=self._dtype)
+        firsts = listed.positions.long() // self._rate * self._rate
+        listed.write(self._finished(means, firsts), entries, block_size, self._rate)
 
     def _finished(self, means: Tensor, positions: Tensor) -> Tensor:
         """Means [G, D] of groups, normed, and rotated by their first `positions`, int64 [G]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.numerical_policy import Region, source_version
-from spmd_worker.ops.attention.listed import ListedKeys
+from spmd_worker.ops.attention.listed import ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -132,7 +132,7 @@ class AttentionBackend(Protocol):
         """
         return None
 
-    def listed_keys(self) -> ListedKeys | None:
+    def listed_keys(self) -> ListKeys | None:
         """Choice of keys, and attention to lists of them, on the device; None if not supported."""
         return None
 
