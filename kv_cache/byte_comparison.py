@@ -40,7 +40,7 @@ def differing_blocks(engine: CacheEngine, pairs: Sequence[Pair], group: int = 0)
         tensors = [each.unsqueeze(0) for _, each in layers if each is not None]
     if all(_are_equal(tensor, pairs) for tensor in tensors):
         return None
-    return _first_difference(pairs, [("block", layer, each) for layer, each in layers])
+    return _first_difference(pairs, [("block", engine.spec.layer_of(index), each) for index, each in layers])
 
 
 def differing_states(engine: CacheEngine, pairs: Sequence[Pair]) -> ByteDifference | None:

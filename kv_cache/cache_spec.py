@@ -19,7 +19,7 @@ class BlockLayer:
     """Keys and values that one layer keeps of each token: `num_heads` of this rank, sizes in elements of the dtype.
 
     `value_size` 0: a layer that keeps keys alone, such as latent attention. `index_size`: numbers of a token's further
-    key, by which an indexer chooses; every rank has them.
+    key, by which an indexer chooses; every rank has them. `key_size` 0: these numbers alone.
     """
 
     num_heads: int
@@ -28,7 +28,7 @@ class BlockLayer:
     index_size: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.num_heads, self.key_size, self.value_size + 1, self.index_size + 1)
+        sizes = (self.num_heads, self.key_size + self.index_size, self.value_size + 1, self.index_size + 1)
         assert min(sizes) >= 1, f"every size of a layer's keys is at least 1: {self}"
 
     @property
@@ -64,7 +64,8 @@ class CacheSpec:
     """This rank's share of the cache: its pipeline stage's layers and its tensor-parallel shard's key-value heads.
 
     `layers` has an entry for each layer of the stage, None for one that keeps no keys and values of its own; `states`
-    too, None for one without a state; it is empty if no layer of the model, of any stage, has one. `dtype_bytes` are
+    too, None for one without a state; it is empty if no layer of the model, of any stage, has one. Behind those of
+    layers are parts that layers keep in blocks of another group, `part_of` the layer of each. `dtype_bytes` are
     the bytes of one element, of blocks `block_dtype_bytes` unless it is 0, `block_size` the tokens of one block.
     `group_of` has each layer's group; it is empty if there is one. A layer that reads another one's keys is of that
     one's group.
@@ -78,6 +79,7 @@ class CacheSpec:
     group_of: tuple[int, ...] = ()
     draft_layers: tuple[BlockLayer, ...] = ()
     block_dtype_bytes: int = 0
+    part_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (len(self.layers), self.dtype_bytes, self.block_size)
@@ -94,6 +96,11 @@ class CacheSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def layer_of(self, index: int) -> int:
+        """The layer of an entry of `layers`."""
+        first = len(self.layers) - len(self.part_of)
+        return index if index < first else self.part_of[index - first]
 
     @property
     def shapes(self) -> tuple[BlockLayer, ...]:

@@ -4,8 +4,8 @@ A block holds `block_size` tokens of one group's layers. All groups take their b
 where rows need it: a row within its window needs as much as without groups, a longer one only the window in window
 groups.
 
-    layers   w w w w w f w w w w w f       window layers are dealt out in turn to as many groups as make
-    group    1 2 3 4 5 0 1 2 3 4 5 0       all groups about as large: the largest one's bytes are a block's
+    layers   w w w w w f w w w w w f       window layers are dealt out in turn, the largest first, to as many
+    group    1 2 3 4 5 0 1 2 3 4 5 0       groups as make all about as large: the largest one's bytes are a block's
     table    [f0 a0 b0 c0 d0 e0  f1 a1 b1 c1 d1 e1  ...]   entry i * num_groups + g: tokens of block i, group g
 
 What holds:
@@ -21,7 +21,9 @@ What holds:
    Each group's block has a name of its own, so an evicted one is missing in its group alone.
 6. Keys that are given in place of a prompt's first tokens (prefix tuning) are fewer than a window, so none is dropped
    before they are written.
-7. Without windows everything is as with one group: one entry a block, and nothing is dropped.
+7. A layer may be two parts, one that later tokens need for a while and one that they need always: each is dealt as a
+   layer is, and the latter parts are behind all layers (`CacheSpec.part_of`).
+8. Without windows everything is as with one group: one entry a block, and nothing is dropped.
 """
 
 from collections.abc import Sequence
@@ -116,13 +118,13 @@ def group_layers(sizes: Sequence[int], windows: Sequence[int], num_step_tokens: 
     ]
 
     def cost(counts: tuple[int, int]) -> tuple[int, int]:
-        dealt = _deal(len(sizes), full, windowed, *counts)
+        dealt = _deal(sizes, full, windowed, *counts)
         return sum(counts) * max(_sums(sizes, dealt, sum(counts))), sum(counts)
 
     num_full, num_windows = min(choices, key=cost)
     distinct = tuple(dict.fromkeys(windows[index] for index in windowed))
     groups = LayerGroups(num_full, num_windows, distinct, num_step_tokens)
-    return Grouping(groups, _deal(len(sizes), full, windowed, num_full, num_windows))
+    return Grouping(groups, _deal(sizes, full, windowed, num_full, num_windows))
 
 
 def wasted_share(sizes: Sequence[int], grouping: Grouping) -> float:
@@ -139,12 +141,14 @@ def _sums(sizes: Sequence[int], group_of: Sequence[int], num_groups: int) -> lis
 
 
 def _deal(
-    num_layers: int, full: Sequence[int], windowed: Sequence[int], num_full: int, num_windows: int
+    sizes: Sequence[int], full: Sequence[int], windowed: Sequence[int], num_full: int, num_windows: int
 ) -> tuple[int, ...]:
-    """Group of each layer; layers that keep nothing are in the first."""
-    found = [0] * num_layers
-    for place, index in enumerate(full):
-        found[index] = place % num_full
-    for place, index in enumerate(windowed):
-        found[index] = num_full + place % num_windows
+    """Group of each layer, the largest dealt first, each to the smallest group so far: layers of one size go round in
+    turn. Layers that keep nothing are in the first group.
+    """
+    found, sums = [0] * len(sizes), [0] * (num_full + num_windows)
+    for indices, groups in ((full, range(num_full)), (windowed, range(num_full, len(sums)))):
+        for index in sorted(indices, key=lambda each: -sizes[each]):
+            found[index] = min(groups, key=sums.__getitem__)
+            sums[found[index]] += sizes[index]
     return tuple(found)

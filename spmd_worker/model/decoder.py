@@ -158,6 +158,9 @@ class DecoderStack(nn.Module):
             index if layer.kv_layer is None else layer.kv_layer - stage.start
             for index, layer in enumerate(model_config.layers[stage.start : stage.stop])
         ]
+        own = model_config.layers[stage.start : stage.stop]
+        with_entries = [index for index, each in enumerate(own) if each.has_entries]
+        self._entries_of = {index: len(self.layers) + place for place, index in enumerate(with_entries)}
         self.rope_factors: RopeFactors | None = None
         if any(rope.has_learned_factors for rope in model_config.ropes):
             assert len(model_config.ropes) == 1, "one rope has learned factors"
@@ -194,9 +197,10 @@ class DecoderStack(nn.Module):
         streams: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Ids, positions and the regimes of their rows (`Request.rope_regime`), int64 [T]; `cache` of each layer
-        [blocks, ...] -> [T, hidden]. `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if
-        `supports_wanted`, [W, hidden]: the last layer computes no other tokens. `given` are input embeddings, as
-        transformers takes them (`inputs_embeds`): the first stage computes with them in place of their tokens' own.
+        [blocks, ...], perhaps with parts of layers behind all of them (`CacheSpec.part_of`) -> [T, hidden].
+        `token_types`: int64 [T], if the model has types; None: all 0. With `wanted`, if `supports_wanted`, [W, hidden]:
+        the last layer computes no other tokens. `given` are input embeddings, as transformers takes them
+        (`inputs_embeds`): the first stage computes with them in place of their tokens' own.
 
         `incoming` is the residual stream [T, hidden] of the previous stage, changed in place; every stage but the last
         returns it for the next.
@@ -232,7 +236,8 @@ class DecoderStack(nn.Module):
             inputs = self.layer_inputs(ids, residual, adapters)
         if self._stage.is_first and self._num_streams > 1:
             residual = self._split(residual)
-        assert len(self.layers) == len(cache), (len(self.layers), len(cache))
+        num_layers, has_parts = len(self.layers), len(cache) > len(self.layers)
+        assert len(cache) == num_layers + has_parts * len(self._entries_of), (num_layers, len(cache))
         added = () if media is None else media.added
         assert len(added) <= len(self.layers), (len(added), len(self.layers))
         # Joined layers are causal, and nothing is added between them, nor to sums over ranks.
@@ -242,7 +247,7 @@ class DecoderStack(nn.Module):
             self.join_layers()
         joined = self.joined_layers if joins else None
         # A last layer that leaves tokens out runs by itself.
-        num_joined = 0 if joined is None else len(cache) - (wanted is not None)
+        num_joined = 0 if joined is None else num_layers - (wanted is not None)
         causal = metadata.without_sight() if self._sees_in_windows else metadata
         biases = self._biases(metadata)
         choice: list[Tensor] | None = [] if self._shares_choice else None
@@ -256,9 +261,9 @@ class DecoderStack(nn.Module):
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
             part = joined.run(residual, angles, cache[:num_joined], metadata, adapters)
-        for index in range(num_joined, len(cache)):
+        for index in range(num_joined, num_layers):
             self._copy_stream(streams, index, part, residual)
-            leaves_out = wanted if index == len(cache) - 1 and index >= len(added) else None
+            leaves_out = wanted if index == num_layers - 1 and index >= len(added) else None
             layer = self.layers[index]
             options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases, **of_streams}
             if states:
@@ -271,14 +276,17 @@ class DecoderStack(nn.Module):
                 options["carried"] = carried
             if inputs is not None:
                 options["inputs"] = inputs[:, index]
+            if has_parts and index in self._entries_of:
+                place = self._entries_of[index]
+                options["of_entries"] = cache[place], metadata.of_layer(place)
             layer_cache = cache[self._cache_of[index]]
             of_layer = (metadata if self._has_window[index] else causal).of_layer(index)
             part, residual = layer(part, residual, ropes, layer_cache, of_layer, leaves_out, **options)
             if media is not None and index < len(added):
                 residual.index_add_(0, media.places, added[index])
-        if wanted is not None and len(added) == len(cache):
+        if wanted is not None and len(added) == num_layers:
             part, residual = None if part is None else part[wanted.rows], residual[wanted.rows]
-        self._copy_stream(streams, len(cache), part, residual)
+        self._copy_stream(streams, num_layers, part, residual)
         if not self._stage.is_last:
             return residual if part is None else add_without_norm(self._group, part, residual)
         if self.altup_unembed_projections is not None:

@@ -48,9 +48,12 @@ class Layer(DecoderLayer):
         token_ids: Tensor | None = None,
         runs: StepRuns | None = None,
         routes: list[Tensor] | None = None,
+        of_entries: tuple[Tensor, AttentionMetadata] | None = None,
         **unused: Any,
     ) -> tuple[Tensor | None, Tensor]:
-        """`DecoderLayer.forward`; `token_ids` int64 [T] of the step, and the `runs` that end in it."""
+        """`DecoderLayer.forward`; `token_ids` int64 [T] of the step, and the `runs` that end in it; `of_entries` as in
+        `CompressedAttention.forward`.
+        """
         assert (part, wanted) == (None, None), "outputs are added at once, of all tokens"
         assert not unused, unused
         assert self.mlp is not None, "every layer has a feed-forward"
@@ -60,6 +63,8 @@ class Layer(DecoderLayer):
             residual.add_(self.ple(residual, token_ids, states, metadata))
         x, weights = self.attn_hyper_connection.enter(residual)
         more: dict[str, Any] = {} if self.config.indexer is None else {"runs": runs}
+        if of_entries is not None:
+            more["of_entries"] = of_entries
         arguments = (_normed(self.input_layernorm, x), ropes, layer_cache, metadata, None)
         output = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **more)
         self.attn_hyper_connection.leave(residual, self._complete(output), *weights)

@@ -432,14 +432,22 @@ class CompressedConfig:
         """
         return 2 * (1 + self.overlaps) * (head_size + self.index_size) if self.rate else 0
 
+    @property
+    def reach(self) -> int:
+        """Tokens whose keys or rows a token and its entry may need, itself among them."""
+        return max(self.window, self.rate * (1 + self.overlaps))
+
     def num_entries(self, block_size: int) -> int:
         """Places for entries in a block of so many tokens: an entry lies where its group's last token does."""
         return -(-block_size // self.rate) if self.rate else 0
 
+    def entry_share(self, head_size: int, block_size: int) -> int:
+        """Numbers of a token that are its share of its block's entries."""
+        return -(-self.num_entries(block_size) * (head_size + self.index_size) // block_size)
+
     def beside_key(self, head_size: int, block_size: int) -> int:
         """Numbers of a token that are cached beside its key: its row, and its share of its block's entries."""
-        entries = self.num_entries(block_size) * (head_size + self.index_size)
-        return self.row_size(head_size) + -(-entries // block_size)
+        return self.row_size(head_size) + self.entry_share(head_size, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,6 +675,11 @@ class LayerConfig:
     def attends(self) -> bool:
         """Whether a token attends to others in this layer: keys and values, or latents, are cached."""
         return self.has_attention or self.mixer in ("latent", "compressed")
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether compressed entries are cached beside keys."""
+        return self.compressed is not None and self.compressed.rate > 0
 
     @property
     def chooser(self) -> IndexerConfig | None:

@@ -152,7 +152,7 @@ def prepare_max_step(loaded: LoadedModel, spec: CacheSpec) -> PreparedStep:
     sizes = (max_tokens, resolved.max_num_seqs, resolved.max_model_len, block_size)
     scheduled = lagging(max_step(*sizes, pooling, all_filtered=not is_on_cpu), spec.most_drafts)
     num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
-    if is_on_cpu:
+    if is_on_cpu and not spec.part_of:
         kinds = list(zip(spec.layers, spec.states or (None,) * spec.num_layers, strict=True))
         num_layers = max(2, 1 + max(map(kinds.index, kinds)))
         parts = (spec.layers[:num_layers], spec.states[:num_layers], spec.group_of[:num_layers])

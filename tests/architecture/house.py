@@ -109,7 +109,6 @@ NEED_OPTIONAL = (
 IN_OPTIONAL_LANGUAGE = (
     "spmd_worker.ops.kernels.triton",
     "spmd_worker.ops.attention.triton",
-    "spmd_worker.ops.attention.triton_listed",
     "spmd_worker.worker.backends.triton",
     "spmd_worker.frontends.serve.connections",
     "spmd_worker.frontends.serve.http_protocol",

@@ -143,7 +143,7 @@ def test_unsendable_values_are_rejected_before_sending(executor: MultiprocExecut
     with pytest.raises(TypeError, match=r"^echo: .*type object .*cross"):
         executor.collective_rpc("echo", args=(object(),))
     with pytest.raises(TypeError, match=r"^method is a list: give the name"):
-        executor.collective_rpc([1])  # type: ignore[arg-type]
+        executor.collective_rpc([1])  # type: ignore[arg-type]  # the wrong type is the case
 
 
 @pytest.mark.parametrize(("timeout", "error"), [(math.inf, ValueError), (-1, ValueError), (True, TypeError)])

@@ -115,6 +115,36 @@ def test_drafts_by_lookup_do_not_change_ids(name: str):
         assert (counters.num_accepted_tokens == 0) == (kind == "wrong")
 
 
+def test_long_rows_give_blocks_back():
+    """A row far longer than a window, with drafts and a prefix that is found, holds all blocks of entries and few
+    others; the same bits as in one group, which holds all.
+    """
+    name, row = "deepseek_v4_groups", random_prompt(70, seed=3, vocab_size=96)
+    rows, given = [row, [*row[:45], 7]], {"block_size": 4, "max_num_batched_tokens": 16}
+    alone = answers(name, rows, window_groups=False, enable_prefix_caching=False, num_blocks=60, **given)[0]
+
+    def right(key: SequenceKey, num_outputs: int, most: int) -> list[int]:
+        return list(alone[int(key.request_id) % 2][0][num_outputs : num_outputs + most])
+
+    given |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "num_blocks": 16}
+    held: list[int] = []
+    with planted(right, "chance"), LLM(compressed_folder(name), max_model_len=128, **given) as llm:
+        engine, step = llm.llm_engine, llm.llm_engine.step
+
+        def counted() -> Any:
+            found = step()
+            held.append(engine.scheduler.cache.num_used_blocks)
+            return found
+
+        engine.step = counted  # type: ignore[method-assign]  # of this engine alone
+        assert [ids_and_logprobs(llm, [each], GREEDY)[0] for each in rows] == alone
+        assert engine.counters.num_cached_prompt_tokens >= 40
+        assert 0 < engine.counters.num_accepted_tokens < engine.counters.num_drafted_tokens
+        assert engine.scheduler.cache.groups.num_groups == 8
+    # 79 tokens are 20 blocks; of a window and a step of 16 tokens there are 7.
+    assert 20 < max(held) <= 20 + 7 * 7
+
+
 @pytest.mark.stress
 def test_int8_projections_stay_near_transformers():
     model = load_model(compressed_folder("deepseek_v4"), quantization="int8")

@@ -21,7 +21,7 @@ from compressed_checkpoints import (
 )
 from family_checks import check_schedules, check_tensors, ids_and_logprobs, joined_logits
 from json_files import edit
-from our_model import load_model, prompt_logits
+from our_model import BLOCK_SIZE, load_model, prompt_logits
 from plain_models import new_model
 from reference_models import Oracle, greedy_without_cache, random_prompt, relative_error
 from thread_groups import on_ranks
@@ -111,11 +111,35 @@ def test_chunks_differ_with_groups_of_the_step(monkeypatch: pytest.MonkeyPatch):
     assert not all(map(torch.equal, prompt_logits(model, rows, 7), whole))
 
 
+@pytest.mark.guarantee("A row's answer depends on the row alone")
+@pytest.mark.parametrize("rate", [None, 0, 4, 12])
+def test_tokens_need_no_more_than_their_reach(rate: int | None, monkeypatch: pytest.MonkeyPatch):
+    """Keys and rows are lost that no token from a step's first one on reaches; negative control: one more of layers
+    with entries of `rate` tokens, 0 for a window alone.
+    """
+    model, rows = load_model(compressed_folder("deepseek_v4")), [PROMPTS[-1][:30]]
+    forward, whole = compressed_attention.CompressedAttention.forward, prompt_logits(model, rows)
+
+    def without_unreached(
+        self: Any, x: Tensor, ropes: Any, layer_cache: Tensor, metadata: Any, *rest: Any, **more: Any
+    ):
+        start = metadata.context_lengths[0] - metadata.query_starts[1]
+        lost = torch.arange(max(start - self._config.reach + 1 + (self._config.rate == rate), 0))
+        blocks, places = metadata.block_tables[0, lost // BLOCK_SIZE].long(), lost % BLOCK_SIZE
+        keys, of_tokens, of_index, *_ = self._parts_of(layer_cache, None)
+        of_tokens[blocks, places] = of_index[blocks, places] = torch.nan
+        # A number of all keys of a block after the other, as `CpuBackend.read_keys` has it.
+        keys.view(len(keys), self.head_size, BLOCK_SIZE)[blocks, :, places] = torch.nan
+        return forward(self, x, ropes, layer_cache, metadata, *rest, **more)
+
+    monkeypatch.setattr(compressed_attention.CompressedAttention, "forward", without_unreached)
+    found = prompt_logits(model, rows, 1)
+    assert torch.equal(found[0], whole[0]) == (rate is None)
+
+
 @smaller_first
 def test_greedy_rows_are_transformers_in_any_schedule(name: str):
-    """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping, with small blocks
-    and those of windows given back.
-    """
+    """Alone without a prefix cache, in one batch with one, cold and warm, and preempted by swapping, in few blocks."""
     folder, given = compressed_folder(name), {"max_model_len": 64}
     with LLM(folder, num_blocks=60, enable_prefix_caching=False, **given) as llm:
         cold = [ids_and_logprobs(llm, [row], GREEDY)[0] for row in ROWS]

@@ -278,7 +278,7 @@ def _with_streams(layer: LayerConfig, **fields: Any) -> LayerConfig:
 
 def _weighs_outputs(layer: LayerConfig) -> LayerConfig:
     experts = layer.experts
-    return layer if experts is None else replace(layer, experts=replace(experts, score="sigmoid"))
+    return layer if experts is None else replace(layer, experts=replace(experts, weighs_inputs=False))
 
 
 def _plain_norms(layer: LayerConfig) -> LayerConfig:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import ranks
+from compressed_checkpoints import compressed_folder
 from family_checkpoints import family_folder
 
 LAYOUTS = {
-    # The only full layer, of seven, is on the second stage.
+    # The only full layer of Gemma's seven is on the second stage.
     "pipeline": {"pipeline_parallel_size": 2, "pipeline_layers": [5, 2]},
     "tensor": {"tensor_parallel_size": 2},
     "data": {"data_parallel_size": 2},
@@ -34,18 +35,20 @@ for name, options in {"all": {"num_blocks": 400, "window_groups": False}, "windo
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("name", "layout"),
     [
-        pytest.param("pipeline", marks=pytest.mark.matrix),
-        *(pytest.param(each, marks=pytest.mark.stress) for each in ("tensor", "data")),
+        pytest.param("gemma3", "pipeline", marks=pytest.mark.matrix),
+        *(pytest.param("gemma3", each, marks=pytest.mark.stress) for each in ("tensor", "data")),
+        *(pytest.param("deepseek_v4_groups", each, marks=pytest.mark.stress) for each in LAYOUTS),
     ],
 )
-def test_window_groups_on_two_ranks_keep_bits(layout: str, tmp_path: Path) -> None:
-    arguments = [family_folder("gemma3"), json.dumps(LAYOUTS[layout])]
-    first, second = ranks.reports(ANSWERS, 2, tmp_path, arguments)
+def test_window_groups_on_two_ranks_keep_bits(name: str, layout: str, tmp_path: Path) -> None:
+    """Also of DeepSeek V4, of whose layers window groups have a part."""
+    folder = family_folder(name) if name == "gemma3" else compressed_folder(name)
+    first, second = ranks.reports(ANSWERS, 2, tmp_path, [folder, json.dumps(LAYOUTS[layout])])
     assert first["windows"] == first["all"] == second["windows"]
     assert first["windows"][0] == first["windows"][1]
     num_preemptions, num_groups = first["windows counts"]
-    assert num_groups == 7
+    assert num_groups == (7 if name == "gemma3" else 8)
     assert num_preemptions > 0 or layout == "data"
     assert first["all counts"][1] == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from adapter_folders import write_prompt_adapter
+from compressed_checkpoints import compressed_folder
 from conv_checkpoints import conv_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
@@ -30,9 +31,10 @@ FOLDERS = {
     "llama4": recent_folder,
     "gemma4": recent_folder,
     "gemma4_small": recent_folder,
+    "deepseek_v4_groups": compressed_folder,
 }
 NUM_BLOCKS = {"gemma3": 12, "cwm": 32, "starcoder2": 32, "gpt_oss": 24, "lfm3": 32}
-NUM_BLOCKS |= {"llama4": 40, "gemma4": 40, "gemma4_small": 40}
+NUM_BLOCKS |= {"llama4": 40, "gemma4": 40, "gemma4_small": 40, "deepseek_v4_groups": 12}
 """Of 4 tokens, for one row and a few."""
 kinds = pytest.mark.parametrize(
     "name", ["gemma3", *(pytest.param(each, marks=pytest.mark.stress) for each in [*FOLDERS][1:])]
@@ -87,7 +89,7 @@ def test_rows_have_the_bits_of_one_group(name: str, way: str):
     found, llm = answer(name, **options)
     scheduler = llm.llm_engine.scheduler
     assert scheduler.cache.groups.num_windows > 0
-    if name == "gemma3" and is_crowded:
+    if name in ("gemma3", "deepseek_v4_groups") and is_crowded:
         assert scheduler.counters.num_preemptions > 0
         assert (scheduler.counters.num_swapped_out > 0) == ("swap" in way)
     assert found == with_all_tokens(name)

@@ -64,6 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+_GROUPED: dict[str, dict[str, Any]] = {
+    # Layers so alike that blocks of their keys and rows, in seven groups, are about as large as those of all entries.
+    "deepseek_v4_groups": {
+        "layer_types": [SPARSE] * 7,
+        "mlp_layer_types": ["hash_moe"] + ["moe"] * 6,
+        "num_hidden_layers": 7,
+        "hc_mult": 2,
+    },
+}
 _STORED = tuple(f".{each}.weight" for each in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3"))
 """Matrices that the hub's files do not have plain, and keys of entries, which they may have so."""
 
@@ -71,7 +80,7 @@ _STORED = tuple(f".{each}.weight" for each in ("wq_a", "wq_b", "wkv", "wo_a", "w
 @cache
 def compressed_folder(name: str) -> Path:
     """The checkpoint of a case, with every key in its config.json; written once a run."""
-    return made_once(f"compressed {name}", lambda folder: _write(folder, CASES[name]))
+    return made_once(f"compressed {name}", lambda folder: _write(folder, (CASES | _GROUPED)[name]))
 
 
 @cache

@@ -56,7 +56,9 @@ torch.set_num_threads(1)
 load_model(Path(sys.argv[1]))
 for folder in sys.argv[2:]:
     if os.fork() == 0:
-        # A forked process begins with its memory as its peak.
+        # A forked process begins with its memory as its peak, but without pages of libraries' files: the kernel maps
+        # them again, in pieces as large as its cache has them, which the copying program decides.
+        load_model(Path(sys.argv[1]))
         before = host.resident_bytes()
         model = load_model(Path(folder))
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))

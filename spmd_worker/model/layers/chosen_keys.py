@@ -23,7 +23,7 @@ from spmd_worker.model.layers.choice_bytes import BLOCK, TILE, rows_at_once
 from spmd_worker.model_config.layer_config import IndexerConfig, LatentConfig, LayerConfig
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import from_cache, to_cache
-from spmd_worker.ops.attention.listed import ListedKeys
+from spmd_worker.ops.attention.listed import ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.api import Kernels
 from spmd_worker.ops.kernels.group_keys import GroupKeys
@@ -90,7 +90,7 @@ class ChosenKeys:
     def __init__(self, backend: AttentionBackend, kernels: Kernels, indexer: IndexerConfig, kept: KeptKeys) -> None:
         """`kernels` multiply plain float32."""
         self._backend, self._kernels, self._indexer, self._kept = backend, kernels, indexer, kept
-        self._listed: ListedKeys | None = None
+        self._listed: ListKeys | None = None
         if kept.latent_size and _lists(indexer):
             self._listed = backend.listed_keys()
 
@@ -114,7 +114,8 @@ class ChosenKeys:
     def write(self, keys: Tensor, index_cache: Tensor, metadata: AttentionMetadata) -> None:
         """Write the keys [T, Di] of an indexer of this step."""
         if self._listed is not None:
-            self._listed.write(keys, index_cache, metadata, index_cache.shape[1])
+            block_size = index_cache.shape[1]
+            self._listed(metadata, block_size).write(keys, index_cache, block_size)
         else:
             index_cache[metadata.token_blocks, metadata.token_offsets] = to_cache(keys, index_cache.dtype)
 
@@ -127,8 +128,8 @@ class ChosenKeys:
         if self._listed is not None:
             assert choosing.weights is not None, "heads choose together"
             block_size, num_chosen = index_cache.shape[1], self._indexer.num_chosen
-            tokens = (choosing.queries, choosing.weights)
-            return [self._listed.choose(*tokens, index_cache, metadata, block_size, num_chosen)]
+            given = (choosing.queries, choosing.weights, index_cache)
+            return [self._listed(metadata, block_size).choose(*given, block_size, num_chosen)]
         return [
             self._chosen(
                 choosing.of_rows(slice(rows.start, rows.stop)),
@@ -149,7 +150,7 @@ class ChosenKeys:
         assert metadata.is_causal, "keys are chosen in causal attention"
         if self._listed is not None:
             groups = GroupKeys(keys[:, 0, 0], 1, self._indexer.num_chosen, chosen[0])
-            return self._listed.attend(query, keys, metadata, scale, value_size, groups)
+            return self._listed(metadata, keys.shape[3]).attend(query, keys, scale, value_size, groups)
         dense, others = self._divided(metadata)
         output = query.new_empty((*query.shape[:2], value_size or self._kept.key_size))
         if dense:

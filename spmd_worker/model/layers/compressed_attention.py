@@ -37,7 +37,7 @@ from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import CompressedConfig, LayerConfig
-from spmd_worker.ops.attention.listed import ListedKeys
+from spmd_worker.ops.attention.listed import ListedKeys, ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.group_keys import GroupKeys
@@ -145,7 +145,7 @@ class EntryIndexer(nn.Module):
         if choosing is None or choosing.weights is None:
             return None
         sizes = (block_size, self._indexer.num_chosen, self._rate)
-        return listed.choose(choosing.queries, choosing.weights, keys, metadata, *sizes)
+        return listed.choose(choosing.queries, choosing.weights, keys, *sizes)
 
     def _choosing(
         self, tokens: tuple[Tensor, Tensor, Angles], metadata: AttentionMetadata, adapters: StepAdapters | None
@@ -228,14 +228,18 @@ class CompressedAttention(nn.Module):
         states: LayerStates | None = None,
         adapters: StepAdapters | None = None,
         is_fused: bool = True,
+        of_entries: tuple[Tensor, AttentionMetadata] | None = None,
     ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]. Writes the cache, then reads."""
+        """[T, hidden] -> this rank's part of [T, hidden]. Writes the cache, then reads. `of_entries` are the cache of
+        entries, and the metadata of its blocks, if it is not the end of `layer_cache`.
+        """
         del states, is_fused
         assert wanted is None, "a layer of this kind computes all of its tokens"
         assert metadata.is_causal, "entries are of tokens before"
         angles, sizes = ropes[self._rope], [self._config.query_rank, self.head_size]
         query_latents, keys = self.latent_proj(x, adapters).split_with_sizes(sizes, dim=1)
-        key_cache, *beside = self._parts_of(layer_cache)
+        entry_cache, entry_metadata = (None, metadata) if of_entries is None else of_entries
+        key_cache, *beside = self._parts_of(layer_cache, entry_cache)
         block_size = beside[0].shape[1]
         key = angles.rotate_last(self._kernels, self.kv_norm(keys.contiguous()).unsqueeze(1))
         self._backend.write(key, None, key_cache, metadata)
@@ -244,13 +248,15 @@ class CompressedAttention(nn.Module):
         query = self.q_b_norm(self.query_proj(latents, adapters).view(len(x), self.num_heads, -1))
         query = angles.rotate_last(self._kernels, query)
         if self._listed is not None:
+            assert of_entries is None, "kernels that list keys have one table"
             attended = self._attend_on_device(self._listed, tokens, query, (key_cache, *beside), metadata, adapters)
         else:
             chosen: list[tuple[slice, Tensor]] = []
             if self.compressor is not None:
                 groups = completed_groups(metadata, self._config.rate)
-                chosen = self._compress(tokens, beside, metadata, groups, adapters)
-            attended = self._attend(query, key_cache, beside[1], metadata, chosen, block_size)
+                chosen = self._compress(tokens, beside, (metadata, entry_metadata), groups, adapters)
+            caches = (key_cache, metadata.block_tables), (beside[2], entry_metadata.block_tables)
+            attended = self._attend(query, caches, metadata, chosen, block_size)
         attended = angles.reverse.rotate_last(self._kernels, attended)
         num_groups = self.num_heads * self.head_size // self.o_a_proj.shape_of("weight")[1]
         projected = self.o_a_proj(attended.reshape(len(x), num_groups, -1))
@@ -259,7 +265,7 @@ class CompressedAttention(nn.Module):
 
     def _attend_on_device(
         self,
-        listed: ListedKeys,
+        list_keys: ListKeys,
         tokens: tuple[Tensor, Tensor, Angles],
         query: Tensor,
         caches: tuple[Tensor, ...],
@@ -270,55 +276,52 @@ class CompressedAttention(nn.Module):
         of `_parts_of`. A layer of a window alone attends to it as others do.
         """
         config, size, sinks = self._config, self.head_size, self.sinks.scores
-        key_cache, rows, entries, index_rows, index_entries = caches
+        key_cache, rows, index_rows, entries, index_entries = caches
         if self.compressor is None:
             return self._backend.attend(
                 query, key_cache, metadata, self._scale, config.window, sinks=sinks, value_size=size
             )
         numbers: Tensor | None = None
-        self.compressor.write(tokens[0], rows, entries, metadata, None, adapters)
+        listed, both = list_keys(metadata, rows.shape[1]), (metadata, metadata)
+        self.compressor.write(tokens[0], rows, entries, both, None, adapters)
         most = metadata.longest // config.rate
         if self.indexer is not None and config.indexer is not None:
-            self.indexer.compressor.write(tokens[0], index_rows, index_entries, metadata, None, adapters)
+            self.indexer.compressor.write(tokens[0], index_rows, index_entries, both, None, adapters)
             numbers = self.indexer.listed(listed, tokens, index_entries, metadata, rows.shape[1], adapters)
             most = config.indexer.num_chosen
         groups = GroupKeys(entries, config.rate, most, numbers)
-        return listed.attend(query, key_cache, metadata, self._scale, size, groups, config.window, sinks)
+        return listed.attend(query, key_cache, self._scale, size, groups, config.window, sinks)
 
     def _compress(
         self,
         tokens: tuple[Tensor, Tensor, Angles],
         beside: list[Tensor],
-        metadata: AttentionMetadata,
+        metadata: tuple[AttentionMetadata, AttentionMetadata],
         groups: Groups | None,
         adapters: StepAdapters | None,
     ) -> list[tuple[slice, Tensor]]:
-        """Write rows and entries of the step; choose entries as `EntryIndexer.choose` does."""
+        """Write rows and entries of the step, with metadata of each; choose entries as `EntryIndexer.choose` does."""
         assert self.compressor is not None, self._config
-        rows, entries, index_rows, index_entries = beside
+        rows, index_rows, entries, index_entries = beside
         self.compressor.write(tokens[0], rows, entries, metadata, groups, adapters)
         if self.indexer is None:
             return []
         self.indexer.compressor.write(tokens[0], index_rows, index_entries, metadata, groups, adapters)
-        return self.indexer.choose(tokens, index_entries, metadata, rows.shape[1], adapters)
+        return self.indexer.choose(tokens, index_entries, metadata[1], rows.shape[1], adapters)
 
-    def _parts_of(self, layer_cache: Tensor) -> list[Tensor]:
-        """Views of a cache [blocks, block elements]: keys in the backend's layout; rows of tokens [blocks, block size,
-        R], entries [blocks, E, D], and the same two of the indexer, some with no numbers.
+    def _parts_of(self, layer_cache: Tensor, entry_cache: Tensor | None) -> list[Tensor]:
+        """Views of a cache [blocks, block elements], and of one of entries, or of the end of the first: keys in the
+        backend's layout; rows of tokens [blocks, block size, R], the indexer's too; entries [blocks, E, D], the
+        indexer's too, some with no numbers.
         """
         config, size, own = self._config, self.head_size, layer_cache.flatten(1)
-        block_size = self._block_size(own.shape[1])
-        index_size, num_entries = config.index_size, config.num_entries(block_size)
-        index_row = config.row_size(0)
-        shapes = [
-            *((block_size, config.row_size(size) - index_row), (num_entries, size)),
-            *((block_size, index_row), (num_entries, index_size)),
-        ]
-        sizes = [block_size * size, *(first * second for first, second in shapes)]
-        key_cache, *parts = own[:, : sum(sizes)].split_with_sizes(sizes, dim=1)
+        row_size, index_row = config.row_size(size), config.row_size(0)
+        block_size = self._block_size(own.shape[1]) if entry_cache is None else own.shape[1] // (size + row_size)
+        entries = own[:, block_size * (size + row_size) :] if entry_cache is None else entry_cache
+        key_cache, *rows = _views(own, block_size, (size, row_size - index_row, index_row))
         shape = self._backend.block_shape(1, block_size, size, has_values=False)
-        found = [part.view(len(own), *each) for part, each in zip(parts, shapes, strict=True)]
-        return [key_cache.view(len(own), *shape), *found]
+        of_entries = _views(entries, config.num_entries(block_size), (size, config.index_size))
+        return [key_cache.view(len(own), *shape), *rows, *of_entries]
 
     def _block_size(self, num_elements: int) -> int:
         """Tokens of a block of so many elements."""
@@ -333,13 +336,12 @@ class CompressedAttention(nn.Module):
     def _attend(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        entries: Tensor,
+        caches: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
         chosen: list[tuple[slice, Tensor]],
         block_size: int,
     ) -> Tensor:
-        """Queries [T, H, D] -> [T, H, D]."""
+        """Queries [T, H, D] -> [T, H, D]; `caches` of keys and of entries, each with its block tables."""
         config, lengths = self._config, metadata.context_lengths
         if not len(query):
             return query
@@ -360,27 +362,25 @@ class CompressedAttention(nn.Module):
         for first in range(0, len(query), step):
             rows = slice(first, first + step)
             seen = SeenKeys(tokens[rows], config, most, query.device)
-            keys = self._keys(
-                seen, key_cache, entries, metadata.block_tables, None if listed is None else listed[rows], block_size
-            )
+            keys = self._keys(seen, *caches, None if listed is None else listed[rows], block_size)
             output[rows] = self._attend_apart(query[rows], keys, seen)
         return output
 
     def _keys(
         self,
         seen: "SeenKeys",
-        key_cache: Tensor,
-        entries: Tensor,
-        tables: Tensor,
+        of_keys: tuple[Tensor, Tensor],
+        of_entries: tuple[Tensor, Tensor],
         listed: Tensor | None,
         block_size: int,
     ) -> Tensor:
         """Keys [n, 1, D] in the order of `seen.owners`."""
+        (key_cache, key_tables), (entries, tables) = of_keys, of_entries
         owners, columns = seen.of_last
         positions = seen.firsts[owners] + columns
         keys = [
             self._backend.read_keys(
-                key_cache, *row_places(tables, seen.sequences[owners], positions, block_size), entries.dtype
+                key_cache, *row_places(key_tables, seen.sequences[owners], positions, block_size), entries.dtype
             )
         ]
         owners, columns = seen.of_entries
@@ -442,6 +442,13 @@ def _spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Index of the owner, and the number among its own, of each of `total` things, of which owners have `counts`."""
     owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
     return owners, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[owners]
+
+
+def _views(cache: Tensor, count: int, widths: tuple[int, ...]) -> list[Tensor]:
+    """Views [blocks, `count`, width] of the beginning of a cache [blocks, elements], one width behind the other."""
+    sizes = [count * width for width in widths]
+    parts = cache[:, : sum(sizes)].split_with_sizes(sizes, dim=1)
+    return [part.view(len(cache), count, width) for part, width in zip(parts, widths, strict=True)]
 
 
 def _counts(metadata: AttentionMetadata) -> list[int]:

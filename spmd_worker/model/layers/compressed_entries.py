@@ -114,24 +114,25 @@ class Compressor(torch.nn.Module):
         x: Tensor,
         rows: Tensor,
         entries: Tensor,
-        metadata: AttentionMetadata,
+        metadata: tuple[AttentionMetadata, AttentionMetadata],
         groups: Groups | None,
         adapters: StepAdapters | None,
     ) -> None:
         """Write rows [T, R] of hidden states [T, hidden], then the entries of completed `groups`. `rows` and `entries`
-        are caches [blocks, block size, R] and [blocks, places, D].
+        are caches [blocks, block size, R] and [blocks, places, D], with `metadata` of each.
         """
+        of_rows, of_entries = metadata
         if self._listed is not None:
-            self._write_on_device(self._listed, self.row_proj(x, adapters), rows, entries, metadata)
+            self._write_on_device(self._listed(of_rows, rows.shape[1]), self.row_proj(x, adapters), rows, entries)
             return
-        rows[metadata.token_blocks, metadata.token_offsets] = self.row_proj(x, adapters)
-        clear(entries, metadata)
+        rows[of_rows.token_blocks, of_rows.token_offsets] = self.row_proj(x, adapters)
+        clear(entries, of_entries)
         if groups is None:
             return
         for first in range(0, len(groups.numbers), GROUPS):
             sequences, numbers = groups.sequences[first : first + GROUPS], groups.numbers[first : first + GROUPS]
-            places = entry_places(metadata.block_tables, sequences, numbers, self._rate, rows.shape[1])
-            entries[places] = self._entries(rows, metadata.block_tables, sequences, numbers)
+            places = entry_places(of_entries.block_tables, sequences, numbers, self._rate, rows.shape[1])
+            entries[places] = self._entries(rows, of_rows.block_tables, sequences, numbers)
 
     def _entries(self, rows: Tensor, tables: Tensor, sequences: Tensor, numbers: Tensor) -> Tensor:
         """[G, D]."""
@@ -150,18 +151,16 @@ class Compressor(torch.nn.Module):
             mean += products[:, member]
         return self._finished((mean / total).to(self._dtype), numbers * self._rate)
 
-    def _write_on_device(
-        self, listed: ListedKeys, values: Tensor, rows: Tensor, entries: Tensor, metadata: AttentionMetadata
-    ) -> None:
+    def _write_on_device(self, listed: ListedKeys, values: Tensor, rows: Tensor, entries: Tensor) -> None:
         """Every token computes an entry, and those that end a group write it: what a step launches does not depend on
         its groups.
         """
         block_size = rows.shape[1]
-        listed.write(values, rows, metadata, block_size, cleared=entries)
-        sizes = (self._rate, self._size)
-        means = listed.compress(rows, self.gate_bias.values, metadata, sizes, self._dtype, overlaps=self._overlaps)
-        firsts = listed.positions(metadata, block_size).long() // self._rate * self._rate
-        listed.write(self._finished(means, firsts), entries, metadata, block_size, self._rate)
+        listed.write(values, rows, block_size, cleared=entries)
+        sizes, overlaps = (self._rate, self._size), self._overlaps
+        means = listed.compress(rows, self.gate_bias.values, *sizes, overlaps=overlaps, dtype=self._dtype)
+        firsts = listed.positions.long() // self._rate * self._rate
+        listed.write(self._finished(means, firsts), entries, block_size, self._rate)
 
     def _finished(self, means: Tensor, positions: Tensor) -> Tensor:
         """Means [G, D] of groups, normed, and rotated by their first `positions`, int64 [G]."""

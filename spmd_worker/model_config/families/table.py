@@ -276,8 +276,8 @@ CLASSES_OF_OTHERS: Final[dict[str, tuple[str, str]]] = {
     "param2moe": ("Glm4MoeForCausalLM", "Param2MoEForCausalLM"),
     "sarvam_mla": ("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
 }
-"""By `model_type`: the class of another family by which transformers 5.25 builds and saves models of this one, whose
-defaults and tensor names it has all the same, and the row.
+"""Classes of another family by which transformers 5.25 builds and saves models of a `model_type`, whose defaults and
+tensor names these have all the same, each with the row that runs them.
 """
 
 _EXPERTS: Final = "its layers have experts of a form that does not run"

@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_cache.cache_engine import LayerCaches
 from kv_cache.cache_spec import BlockLayer, CacheSpec
 from spmd_worker.base.numerical_policy import Region, source_version
-from spmd_worker.ops.attention.listed import ListedKeys
+from spmd_worker.ops.attention.listed import ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.api import JoinableLayer
@@ -132,7 +132,7 @@ class AttentionBackend(Protocol):
         """
         return None
 
-    def listed_keys(self) -> ListedKeys | None:
+    def listed_keys(self) -> ListKeys | None:
         """Choice of keys, and attention to lists of them, on the device; None if not supported."""
         return None
 
@@ -164,5 +164,7 @@ def block_shape_of(backend: AttentionBackend, layer: BlockLayer, block_size: int
     order of tokens.
     """
     assert layer.value_size in (layer.key_size, 0), layer
+    if not layer.key_size:
+        return (block_size * layer.index_size,)
     shape = backend.block_shape(layer.num_heads, block_size, layer.key_size, has_values=layer.value_size > 0)
     return (math.prod(shape) + block_size * layer.index_size,) if layer.index_size else shape

@@ -1,8 +1,8 @@
 """Paged attention in Triton, for NVIDIA GPUs.
 
 The layout of a block is [2, Hkv, block size, D]: keys, then values, each head's tokens contiguous; without values [1,
-1, block size, D]. One query row's bits
-do not depend on its chunk, its batch or the split of its keys: see ops/kernels/triton/attention_kernels.py.
+1, block size, D]. One query row's bits do not depend on its chunk, its batch or the split of its keys: see
+ops/kernels/triton/attention_kernels.py.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from spmd_worker.base.numerical_policy import Region
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import cache_constants, from_cache
+from spmd_worker.ops.attention.listed import ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
-from spmd_worker.ops.attention.triton_listed import TritonListedKeys
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.host_copies import send
 from spmd_worker.ops.kernels.recurrent import StateSegments
@@ -193,8 +193,8 @@ class TritonBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         return (1 + has_values, num_kv_heads, block_size, head_size)
 
-    def listed_keys(self) -> TritonListedKeys:
-        return TritonListedKeys(self._placed)
+    def listed_keys(self) -> ListKeys:
+        return self._placed
 
     def of_sequences(self, head_size: int, block_size: int) -> "TritonBackend":
         # A step of the text keeps its own plan.

@@ -559,6 +559,17 @@ def block_layer(layer: LayerConfig, share: LayerShare, block_size: int) -> Block
     return BlockLayer(share.num_kv_heads, layer.head_size, layer.head_size, index_size)
 
 
+def parts_of_entries(layer: LayerConfig, block_size: int) -> tuple[BlockLayer, BlockLayer] | None:
+    """`block_layer` of a layer with compressed entries in two: keys and rows, which later tokens need for a while, and
+    entries, which all of them may see. None of other layers.
+    """
+    compressed, size = layer.compressed, layer.head_size
+    if compressed is None or not layer.has_entries:
+        return None
+    entries = BlockLayer(1, 0, 0, compressed.entry_share(size, block_size))
+    return BlockLayer(1, size, 0, compressed.row_size(size)), entries
+
+
 def block_copy_tokens(
     model_config: ModelConfig, dtype: str, block_size: int, device: str, block_dtype_bytes: int = 0
 ) -> float:

@@ -24,6 +24,7 @@ from spmd_worker.worker.memory.draft_memory import draft_layers, draft_weights_b
 from spmd_worker.worker.memory.estimate import (
     adapter_bytes,
     cache_spec,
+    parts_of_entries,
     unquantised_part_bytes,
     weights_bytes,
 )
@@ -155,7 +156,15 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
     if not grouping.groups.num_windows:
         return spec
     indices = stage_of(resolved.layout, model_config, rank).indices
-    return replace(spec, groups=grouping.groups, group_of=group_of_stage(grouping, model_config, indices))
+    parts = [parts_of_entries(model_config.layers[index], block_size) for index in indices]
+    layers = [kept if each is None else each[0] for kept, each in zip(spec.layers, parts, strict=True)]
+    return replace(
+        spec,
+        layers=(*layers, *[each[1] for each in parts if each is not None]),
+        groups=grouping.groups,
+        group_of=group_of_stage(grouping, model_config, indices),
+        part_of=tuple([index for index, each in enumerate(parts) if each is not None]),
+    )
 
 
 def adapters_bytes_of(resolved: ResolvedRun, rank: int) -> int:

@@ -8,13 +8,15 @@ from kv_cache.cache_sizing import format_bytes
 from kv_cache.layer_groups import MAX_GROUPS, MAX_WASTE, ONE_GROUP, Grouping, group_layers, wasted_share
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.worker.memory.estimate import block_layer
+from spmd_worker.worker.memory.estimate import block_layer, parts_of_entries
 
 _FULL: Final = 0
 
 
 def grouping_of(resolved: ResolvedRun) -> Grouping:
-    """Groups of all layers of the model."""
+    """Groups of all layers of the model and, behind them, of the entries of those that have some: keys and rows that
+    entries are made of are needed for a while, entries as long as the row.
+    """
     return _choose(resolved)[0]
 
 
@@ -55,7 +57,9 @@ def _words(windows: tuple[int, ...]) -> str:
 def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
     """Windows of all layers, as in `LayerGroups`; 0, all tokens, where a layer that reads the keys has another."""
     layers = model_config.layers
-    windows = [layer.window or -layer.chunk for layer in layers]
+    windows = [
+        layer.compressed.reach if layer.compressed is not None else layer.window or -layer.chunk for layer in layers
+    ]
     for index, layer in enumerate(layers):
         source = layer.kv_layer
         if source is not None and windows[source] != windows[index]:
@@ -67,7 +71,7 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
     config, model_config = resolved.config, resolved.model_config
     sizes = (config.scheduler.max_num_batched_tokens, config.cache.block_size, resolved.max_model_len)
     windows = windows_of(model_config)
-    one = Grouping(ONE_GROUP, (0,) * len(windows))
+    one, has_full = Grouping(ONE_GROUP, (0,) * len(windows)), any(each.has_entries for each in model_config.layers)
     if model_config.is_encoder or not any(windows):
         return one, ""
     wanted = config.cache.window_groups
@@ -75,13 +79,25 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
         return one, "cache.window_groups=false"
     if wanted is None and resolved.device_type == "cuda" and not config.executor.enforce_eager:
         return one, "CUDA graphs have one table; cache.window_groups=true gives blocks back and records no graphs"
+    if has_full and not _reads_parts(resolved):
+        return one, "kernels of GPUs read keys and compressed entries in one block"
     if config.cache.connector is not None or config.cache.host_tier_gib:
         key = "cache.connector" if config.cache.connector is not None else "cache.host_tier_gib"
         return one, f"{key} keeps blocks of all layers"
-    if resolved.draft is not None and all(windows):
+    if resolved.draft is not None and all(windows) and not has_full:
         return one, "a draft, whose keys lie in the same blocks, keeps all tokens"
     kept = [block_layer(layer, layer.full_share, config.cache.block_size) for layer in model_config.layers]
+    parts = [parts_of_entries(layer, config.cache.block_size) for layer in model_config.layers]
+    kept = [each if part is None else part[0] for each, part in zip(kept, parts, strict=True)]
+    kept += [part[1] for part in parts if part is not None]
+    windows += (_FULL,) * (len(kept) - len(windows))
     return _group(tuple(0 if each is None else each.token_size for each in kept), windows, *sizes)
+
+
+def _reads_parts(resolved: ResolvedRun) -> bool:
+    """Whether the device backend that the run is likely to get reads entries in another group than keys."""
+    backend = resolved.config.executor.device_backend
+    return backend in ("cpu", "torch") or (backend == "auto" and resolved.device_type == "cpu")
 
 
 @lru_cache(maxsize=16)
@@ -105,9 +121,13 @@ def _group(
 
 
 def group_of_stage(grouping: Grouping, model_config: ModelConfig, indices: range) -> tuple[int, ...]:
-    """The group of each of a stage's layers: that of the layer whose keys it reads; empty if there is one group."""
+    """The group of each of a stage's layers: that of the layer whose keys it reads; then those of the layers' entries;
+    empty if there is one group.
+    """
     if grouping.groups.num_groups == 1:
         return ()
     layers = model_config.layers
     sources = [index if (source := layers[index].kv_layer) is None else source for index in indices]
-    return tuple([grouping.group_of[source] for source in sources])
+    with_entries = [index for index, layer in enumerate(layers) if layer.has_entries]
+    entries = [len(layers) + place for place, index in enumerate(with_entries) if index in indices]
+    return tuple([grouping.group_of[source] for source in (*sources, *entries)])

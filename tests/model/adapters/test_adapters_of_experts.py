@@ -397,7 +397,7 @@ def test_square_stacks_turn_with_the_others():
 
 
 def test_second_matrices_of_an_expert_are_named():
-    """Of a stack and of a module for one expert, and under two names of a module, one was used, silently."""
+    """Matrices in a stack and in a module of its expert, and under two names of a module: one was used, silently."""
     model = our_model_of("mixtral")
     source, pair = stack_adapter(model, is_turned=False), AdapterModule(torch.ones(2, 64), torch.ones(32, 2), 1.0)
     one, other = "model.layers.0.mlp.experts.3.w1", "model.layers.0.block_sparse_moe.experts.3.w1"

@@ -51,7 +51,7 @@ ENGINES = {
     "triton_experts_engine.py": 26,
     "triton_stored_engine.py": 19,
     "triton_adapters_engine.py": 17,
-    "triton_expert_adapters_engine.py": 16,
+    "triton_expert_adapters_engine.py": 17,
     "triton_states_engine.py": 10,
     "triton_windows_engine.py": 4,
     "triton_listed_engine.py": 10,

@@ -39,7 +39,8 @@ OWNERS = (0, 1, 1, 0, 0, 1, 0)
 PLAIN = replace(CONFIG, is_gated=False)
 BOUNDED = replace(CONFIG, bound=0.5)
 SHARED = replace(CONFIG, shared_size=24, has_shared_gate=True, score="sigmoid", scaling=1.7)
-WEIGHS = replace(SHARED, has_shared_gate=False, score="sigmoid_chosen", renormalises=False, scaling=1.0)
+WEIGHS = replace(SHARED, has_shared_gate=False, score="sigmoid_chosen", weighs_inputs=True)
+WEIGHS = replace(WEIGHS, renormalises=False, scaling=1.0)
 FORMS = {"plain": CONFIG, "clamped": CLAMPED, "no gates": PLAIN, "bounded": BOUNDED, "shared": SHARED, "weighs": WEIGHS}
 
 
@@ -182,7 +183,7 @@ def control_other_places_and_experts_are_found() -> None:
 
     def moved(*arguments: object) -> placing.Placed:
         placed = place(*arguments)
-        return replace(placed, order=placed.order.roll(1))
+        return replace(placed, order=placed.order.roll(1).clamp(0, placed.num_slots - 1))
 
     def shifted(self: ExpertAdapters, given: StepAdapters, ids: Tensor) -> object:
         return step(self, given, (ids + 1) % 7)

@@ -90,11 +90,14 @@ def check_int8(folder: Path, found: dict[str, bool]) -> None:
     first, second = (adapter(REPLAYED, number, number, inner=INT8_INNER) for number in (1, 2))
     mixed = (first, None, second, first, None)
     int8 = {"quantization": "int8", "invariant_tensor_parallel": False}
+    with open_llm(folder, EAGER, has_adapters=False, **int8) as llm:
+        plain = answers(llm, [None] * 5)
     with opened(folder, **int8) as llm:
         expected = answers(llm, mixed)
     with opened(folder, EAGER, **int8) as llm:
         eager = answers(llm, mixed)
         found["int8: ids are the CPU's"] = ids_of(eager) == ids_of(expected)
+        found["int8: rows without adapters have a plain run's bits"] = [eager[1], eager[4]] == [plain[1], plain[4]]
         found["int8: same bits alone"] = alone(llm, mixed) == eager
     with opened(folder, GRAPHS, **int8) as llm:
         replayed, _, num_replayed = counted(lambda: answers(llm, mixed))

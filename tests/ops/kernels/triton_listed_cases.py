@@ -92,9 +92,9 @@ def choices_are_those_of_the_formula_for_any_batch() -> None:
         count, step, backend = sum(LENGTHS), step_of(WHOLE), TritonBackend()
         queries, weights = torch.randn(count, heads, size).to(dtype), torch.randn(count, heads)
         values = torch.randn(count, size).to(dtype)
-        of_device = backend.listed_keys()
-        of_device.write(values, keys, step, BLOCK, rate)
-        found = of_device.choose(queries, weights, keys, step, BLOCK, num_chosen, rate)
+        of_device = backend.listed_keys()(step, BLOCK)
+        of_device.write(values, keys, BLOCK, rate)
+        found = of_device.choose(queries, weights, keys, BLOCK, num_chosen, rate)
         places = ((step.token_blocks, step.token_offsets // rate), rows_of(WHOLE))
         for token, position in enumerate(torch.cat([torch.arange(length) for length in LENGTHS]).tolist()):
             first = token - position
@@ -106,12 +106,13 @@ def choices_are_those_of_the_formula_for_any_batch() -> None:
             assert found[token, : len(expected)].tolist() == expected.tolist(), (rate, token)
         for cut in CUTS:
             rows = rows_of(cut)
-            again = of_device.choose(queries[rows], weights[rows], keys, step_of(cut), BLOCK, num_chosen, rate)
+            tokens = backend.listed_keys()(step_of(cut), BLOCK)
+            again = tokens.choose(queries[rows], weights[rows], keys, BLOCK, num_chosen, rate)
             seen = (step_positions(cut) + 1) // rate
             inside = torch.arange(num_chosen) < seen.unsqueeze(1)
             assert torch.equal(again[inside], found[rows][inside])
         with mock.patch.object(listed, "_SCORES", 100):
-            again = of_device.choose(queries, weights, keys, step, BLOCK, num_chosen, rate)
+            again = of_device.choose(queries, weights, keys, BLOCK, num_chosen, rate)
         inside = torch.arange(num_chosen) < ((step_positions(WHOLE) + 1) // rate).unsqueeze(1)
         assert torch.equal(again[inside], found[inside])
 
@@ -139,20 +140,15 @@ class Attended:
                 row[: len(own)] = own
         step, backend = step_of(WHOLE), TritonBackend()
         backend.write(self.values.unsqueeze(1), None, self.keys, step)
-        backend.listed_keys().write(self.groups, self.entries, step, BLOCK, RATE)
+        backend.listed_keys()(step, BLOCK).write(self.groups, self.entries, BLOCK, RATE)
 
     def attend(self, chunks: list[Chunk]) -> Tensor:
         rows = rows_of(chunks)
         numbers = None if self.numbers is None else self.numbers[rows]
         groups = GroupKeys(self.entries, RATE, 100 if numbers is None else 4, numbers)
-        return (
-            TritonBackend()
-            .listed_keys()
-            .attend(
-                *(self.queries[rows], self.keys, step_of(chunks), 0.3, self.size, groups, self.window),
-                sinks=self.sinks,
-            )
-        )
+        tokens = TritonBackend().listed_keys()(step_of(chunks), BLOCK)
+        given = (self.queries[rows], self.keys, 0.3, self.size, groups, self.window)
+        return tokens.attend(*given, sinks=self.sinks)
 
     def listed(self, token: int, position: int) -> Tensor:
         """Its keys, those of tokens first."""
@@ -208,10 +204,10 @@ class Means:
         self.values, self.bias = torch.randn(sum(LENGTHS), 2 * self.width), torch.randn(RATE, self.width)
 
     def of_step(self, chunks: list[Chunk]) -> Tensor:
-        step, listed_keys = step_of(chunks), TritonBackend().listed_keys()
-        listed_keys.write(self.values[rows_of(chunks)], self.rows, step, BLOCK, cleared=self.entries)
-        sizes = (RATE, self.size)
-        return listed_keys.compress(self.rows, self.bias, step, sizes, torch.float32, overlaps=self.overlaps)
+        tokens = TritonBackend().listed_keys()(step_of(chunks), BLOCK)
+        tokens.write(self.values[rows_of(chunks)], self.rows, BLOCK, cleared=self.entries)
+        given = (self.rows, self.bias, RATE, self.size)
+        return tokens.compress(*given, overlaps=self.overlaps, dtype=torch.float32)
 
     def expected(self, token: int, position: int) -> Tensor:
         """The mean of the group that a token ends, in float64."""
@@ -267,12 +263,12 @@ def padding_writes_nothing_and_has_no_keys() -> None:
         assert filled.longest == 64
         before, backend = step.layer.clone(), TritonBackend()
         padded = torch.cat((step.values[rows], torch.randn(8 - count, 16)))
-        backend.listed_keys().write(padded, step.keys[:, 0, 0], filled, BLOCK)
+        tokens = backend.listed_keys()(filled, BLOCK)
+        tokens.write(padded, step.keys[:, 0, 0], BLOCK)
         assert torch.equal(step.layer.nan_to_num(9.0), before.nan_to_num(9.0))
         queries = torch.cat((step.queries[rows], torch.randn(8 - count, 4, 16)))
-        out = backend.listed_keys().attend(
-            queries, step.keys, filled, 0.3, 16, GroupKeys(step.entries, RATE, 100), step.window, step.sinks
-        )
+        groups = GroupKeys(step.entries, RATE, 100)
+        out = tokens.attend(queries, step.keys, 0.3, 16, groups, step.window, step.sinks)
         assert torch.equal(out[:count], found[rows])
 
 

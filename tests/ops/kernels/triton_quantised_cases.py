@@ -463,6 +463,19 @@ def int8_experts_together_have_the_bits_of_each() -> None:
                 columns = kernels.linear(x[token : token + 1], each.gates, each.gates_bias)
                 expected = kernels.linear(joined._activated(columns), each.down, each.down_bias)
                 assert torch.equal(found[token, place], expected[0]), (kind, token, expert)
+        # The caller's activation has columns by slot; other ranks' and padding's are zero.
+        seen: list[Tensor] = []
+
+        def activated(columns: Tensor, joined: Any = joined, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(columns)
+            return joined._activated(columns)
+
+        assert torch.equal(joined.outputs(x, ids, totals.clone(), slots, activated).view(20, 2, 48), found)
+        columns = seen[0].view(20, 2, -1)
+        assert (columns[18:] == 0).all()
+        assert (columns[:18][ids[:18] == 2] == 0).all()
+        first = experts[0]
+        assert torch.equal(columns[:1, 0], kernels.linear(x[:1], first.gates, first.gates_bias))
         alone = joined.outputs(x[5:6], ids[5:6], totals)
         assert torch.equal(alone.view(2, 48), found[5])
         weights = torch.randn(20, 2)

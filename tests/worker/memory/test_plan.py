@@ -12,10 +12,11 @@ from spmd_worker.base.config.parallel import ParallelConfig
 from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError, TokenizerError
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
+from spmd_worker.ranks.topology import RankLayout
 from spmd_worker.resolved import ResolvedRun, resolve, resolve_run
 from spmd_worker.worker import loaded_model
 from spmd_worker.worker.memory import host
-from spmd_worker.worker.memory.plan import check_cache_setting, check_memory
+from spmd_worker.worker.memory.plan import cache_spec_of, check_cache_setting, check_memory
 from spmd_worker.worker.memory.plan_text import describe_plan, make_plan
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "scripts" / "demo" / "model"
@@ -87,6 +88,29 @@ def test_longest_prompt_must_fit_step_without_chunks():
     with pytest.raises(ConfigError, match=r"^scheduler\.max_num_batched_tokens=1000 cannot .*=8192 .*raise .*8192 "):
         resolved(run(scheduler=scheduler), llama_8b())
     assert resolved(run(scheduler=scheduler, model={"max_model_len": 1000}), llama_8b()).max_model_len == 1000
+
+
+def test_long_rows_of_compressed_attention_take_a_fifth():
+    """DeepSeek V4's keys, and rows that entries are made of, go back to the pool behind a window; entries stay."""
+    keys = {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16"}
+    model, length = model_config_of(keys, Path("config.json")), 131_072
+    scheduler, options = {"max_num_batched_tokens": 8_192, "max_num_seqs": 8}, {"max_model_len": length}
+
+    def found(**cache: bool) -> ResolvedRun:
+        return resolved(run(scheduler=scheduler, model=options, cache=CacheConfig(**cache)), model)
+
+    spec, one = cache_spec_of(found(), 0), cache_spec_of(found(window_groups=False), 0)
+    assert (spec.groups.windows, spec.groups.num_groups, one.groups.num_groups) == ((128,), 8, 1)
+    assert (spec.num_layers, spec.part_of, one.num_layers) == (86, tuple(range(43)), 43)
+    assert 0.19 < spec.groups.num_blocks(length, 16) * spec.block_bytes / (length // 16 * one.block_bytes) < 0.2
+    # Entries are of full groups, all else of others; stages have the groups of their layers.
+    assert {0} == set(spec.group_of[43:]) != set(spec.group_of[:43]) == set(range(1, 8))
+    staged = replace(found(), layout=RankLayout(1, 2))
+    first, second = (cache_spec_of(staged, rank) for rank in range(2))
+    num_first, num_second = len(first.part_of), len(second.part_of)
+    assert (*first.group_of[:num_first], *second.group_of[:num_second]) == spec.group_of[:43]
+    assert (*first.group_of[num_first:], *second.group_of[num_second:]) == spec.group_of[43:]
+    assert [second.layer_of(index) for index in (0, num_second, 2 * num_second - 1)] == [0, 0, num_second - 1]
 
 
 def test_too_few_blocks_error_names_enough():

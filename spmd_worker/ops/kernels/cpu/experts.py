@@ -34,7 +34,7 @@ _IN_PANELS, _FIRST_HALF, _UNGATED, _ALTERNATING = range(4)
 _ELEMENTS, _BYTES, _STORED = range(3)
 """Kinds of weights, numbered as in `experts.cpp`."""
 _ALL, _COLUMNS, _DOWN = range(3)
-"""What a call computes, numbered as in `experts.cpp`."""
+"""Parts that a call computes, numbered as in `experts.cpp`."""
 
 
 class _Expert(ctypes.Structure):

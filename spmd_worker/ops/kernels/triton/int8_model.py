@@ -26,7 +26,7 @@ class Int8TritonKernels(ByteRowPacking, PackedTritonKernels):
         super().__init__()
         self.dtype, self.weights = dtype, ByteRows(dtype)
         self._joined: dict[tuple[int, ...], JoinedExperts] = {}
-        """Of layers, by addresses. They are not dropped: graphs read their tables."""
+        """Experts of layers, by addresses. They are not dropped: graphs read their tables."""
 
     def join_experts(self, experts: Mapping[int, ExpertWeights], sizes: ExpertSizes) -> JoinedExperts | None:
         if not int8_experts.can_join(experts):
