@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import launch
 from spmd_worker.base.config import compose
+from spmd_worker.frontends import rank_program
 
 CONF = Path(launch.__file__).resolve().parent / "conf"
 _compose_all = compose._composed
@@ -25,7 +26,7 @@ _compose_all = compose._composed
 
 def compose_once() -> None:
     """Commands that are alike compose once: for scripts that run a job again and again in one process."""
-    compose_run, composed = launch.compose_run, dict[str, Any]()
+    compose_run, composed = rank_program.compose_run, dict[str, Any]()
 
     def composed_before(*given: Any) -> Any:
         key = repr(given)
@@ -33,7 +34,7 @@ def compose_once() -> None:
             composed[key] = compose_run(*given)
         return composed[key]
 
-    launch.compose_run = composed_before
+    rank_program.compose_run = composed_before
 
 
 def compose_defaults_once() -> None:
