@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from driven_time import DrivenTime
@@ -174,10 +175,19 @@ def test_lowest_living_rank_reports_for_dead_rank_0(make, capsys):
     assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
 
 
+def recorded_kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Signals of the module alone, which are not sent. Those of others are: the collector may end a process that an
+    earlier test left, in any thread, and waits for it.
+    """
+    killed: list[tuple[int, int]] = []
+    own = {**vars(os), "kill": lambda *arguments: killed.append(arguments)}
+    monkeypatch.setattr(ending, "os", SimpleNamespace(**own))
+    return killed
+
+
 def test_silent_rank_is_named_and_killed_after_timeout(make, monkeypatch, capsys):
     """Only a sibling process on this node is killed."""
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
+    killed = recorded_kills(monkeypatch)
     ranks = make(2, timeout_s=4.0)
     silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
@@ -193,8 +203,7 @@ def test_silent_rank_is_named_and_killed_after_timeout(make, monkeypatch, capsys
 
 def test_foreign_process_is_never_killed(make, monkeypatch):
     """Its number came over the network; only a sibling with the same birth is ended."""
-    killed: list[int] = []
-    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    killed = recorded_kills(monkeypatch)
     own = os.getpid()
     for last_heartbeat in (
         RankHeartbeat(1, node_name(), 1, start_time_of(1), 1, 5, "execute"),
@@ -209,12 +218,11 @@ def test_foreign_process_is_never_killed(make, monkeypatch):
     assert killed == []
     sibling = RankHeartbeat(1, node_name(), own, start_time_of(own), 1, 5, "execute")
     ending.end_silent([statuses[0], ending.RankStatus(1, sibling)], ending.Diagnosis((1,), "x"), 0)
-    assert killed == [own]
+    assert killed == [(own, 9)]
 
 
 def test_rank_without_heartbeat_is_killed_by_its_environment(monkeypatch):
-    killed: list[int] = []
-    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    killed = recorded_kills(monkeypatch)
     # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
     monkeypatch.setenv("MASTER_PORT", "29500")
     ranks = {
@@ -231,7 +239,7 @@ def test_rank_without_heartbeat_is_killed_by_its_environment(monkeypatch):
         statuses = [ending.RankStatus(0, last_heartbeat), ending.RankStatus(1, None), ending.RankStatus(11, None)]
         diagnosis = ending.Diagnosis((1,), "rank 1 is silent: no heartbeat since the start")
         ending.end_silent(statuses, diagnosis, 0)
-        assert killed == [ranks[1, "29500"].pid]
+        assert killed == [(ranks[1, "29500"].pid, 9)]
     finally:
         for process in ranks.values():
             process.communicate(b"\n")
