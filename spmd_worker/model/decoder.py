@@ -38,6 +38,7 @@ from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.gated_streams import StreamMixer
 from spmd_worker.model.layers.layer_inputs import LayerInputs
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, add_without_norm, new_norm
 from spmd_worker.model.layers.predicted_streams import StreamProjections
@@ -249,39 +250,37 @@ class DecoderStack(nn.Module):
         # A last layer that leaves tokens out runs by itself.
         num_joined = 0 if joined is None else num_layers - (wanted is not None)
         causal = metadata.without_sight() if self._sees_in_windows else metadata
-        biases = self._biases(metadata)
-        choice: list[Tensor] | None = [] if self._shares_choice else None
-        of_streams: dict[str, Any] = {"token_ids": token_ids} if self._reads_ids else {}
+        step = LayerStep(
+            ropes,
+            None,
+            metadata,
+            adapters=adapters,
+            is_fused=is_fused,
+            token_ids=token_ids if self._reads_ids else None,
+            routes=routes,
+            choice=[] if self._shares_choice else None,
+            carried=[] if self._carries_outputs else None,
+            **self._biases(metadata),
+        )
         if self._indexer is not None:
             firsts = None if rope_positions is None else rope_positions[-3:]
-            of_runs = (self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
-            of_streams["runs"] = step_runs(*of_runs)
-        carried: list[Tensor] | None = [] if self._carries_outputs else None
+            step.runs = step_runs(self._indexer, metadata, self._rotaries, rope_regimes, self.dtype, firsts)
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
             part = joined.run(residual, angles, cache[:num_joined], metadata, adapters)
         for index in range(num_joined, num_layers):
             self._copy_stream(streams, index, part, residual)
-            leaves_out = wanted if index == num_layers - 1 and index >= len(added) else None
-            layer = self.layers[index]
-            options: dict[str, Any] = {"adapters": adapters, "is_fused": is_fused, **biases, **of_streams}
-            if states:
-                options["states"] = states[index]
-            if routes is not None:
-                options["routes"] = routes
-            if choice is not None:
-                options["choice"] = choice
-            if carried is not None:
-                options["carried"] = carried
-            if inputs is not None:
-                options["inputs"] = inputs[:, index]
+            step.cache = cache[self._cache_of[index]]
+            step.metadata = (metadata if self._has_window[index] else causal).of_layer(index)
+            step.wanted = wanted if index == num_layers - 1 and index >= len(added) else None
+            step.states = states[index] if states else None
+            step.inputs = None if inputs is None else inputs[:, index]
+            step.entries = None
             if has_parts and index in self._entries_of:
                 place = self._entries_of[index]
-                options["of_entries"] = cache[place], metadata.of_layer(place)
-            layer_cache = cache[self._cache_of[index]]
-            of_layer = (metadata if self._has_window[index] else causal).of_layer(index)
-            part, residual = layer(part, residual, ropes, layer_cache, of_layer, leaves_out, **options)
+                step.entries = cache[place], metadata.of_layer(place)
+            part, residual = self.layers[index](part, residual, step)
             if media is not None and index < len(added):
                 residual.index_add_(0, media.places, added[index])
         if wanted is not None and len(added) == num_layers:
@@ -339,13 +338,14 @@ class DecoderStack(nn.Module):
         rows, residual = stream[step.encoder_rows], stream[places]
         of_tokens = (positions[places], rope_regimes[places], self.dtype)
         ropes = tuple([rotary.angles(*of_tokens) for rotary in self._rotaries])
-        options: dict[str, Any] = {"is_fused": is_fused, "seen": step.seen, **self._biases(step.own)}
+        of_layers = LayerStep(ropes, None, step.own, is_fused=is_fused, seen=step.seen, **self._biases(step.own))
         assert len(self.layers) == len(cache), (len(self.layers), len(cache))
         for layer, layer_cache in zip(self._decoder_layers, cache, strict=True):
+            of_layers.cache = layer_cache
             if len(rows) and layer.cross_attn is not None:
-                layer.cross_attn.write(rows, layer_cache, step.written)
+                layer.cross_attn.write(rows, of_layers.key_cache, step.written)
             if len(residual):
-                _, residual = layer(None, residual, ropes, layer_cache, step.own, **options)
+                _, residual = layer(None, residual, of_layers)
         if self.norm is not None and len(residual):
             residual = self.norm(residual)
         return stream.index_copy_(0, places, residual)
@@ -367,7 +367,7 @@ class DecoderStack(nn.Module):
         return [each for each in self.layers if isinstance(each, DecoderLayer)]
 
     def _biases(self, metadata: AttentionMetadata) -> dict[str, Any]:
-        """Further arguments of layers whose attention has the bias, or the embedded distances, of all layers."""
+        """Fields of `LayerStep` for layers whose attention has the bias, or the embedded distances, of all layers."""
         if self.distances is not None:
             return {"distances": self.distances.of_step(max(metadata.context_lengths, default=1), self.distance_norm)}
         table = self.relative_bias or self._alibi

@@ -3,25 +3,23 @@
 T: tokens of the step; W: tokens of `WantedTokens`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.cross_attention import CrossAttention
-from spmd_worker.model.layers.distances import StepDistances
 from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.gated_streams import StreamMixer
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.mixers import MIXERS
 from spmd_worker.model.layers.norm import FullNorm, Norm, RMSNorm, new_norm
 from spmd_worker.model.layers.relative_bias import RelativeBiasTable
-from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
-from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
+from spmd_worker.ops.kernels.adapters import AdapterStack
 from spmd_worker.ops.kernels.api import LayerSizes, LayerWeights
 
 
@@ -56,91 +54,60 @@ class DecoderLayer(nn.Module):
             new_norm(context, hidden_size, layer.norm) if is_used else None for is_used in layer.cross_norms
         )
 
-    def forward(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        distance_bias: Tensor | None = None,
-        distances: StepDistances | None = None,
-        seen: AttentionMetadata | None = None,
-        routes: list[Tensor] | None = None,
-        choice: list[Tensor] | None = None,
-        carried: list[Tensor] | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, part: Tensor | None, residual: Tensor, step: LayerStep) -> tuple[Tensor | None, Tensor]:
         """`part`: this rank's part of the last layer's output, None if nothing is left to add; `residual`: the stream,
         changed in place -> the same two of this layer. All [T, hidden]; with `wanted`, if `supports_wanted`, the
-        results are [W, hidden], and only keys and values of the other tokens are computed. `distance_bias` is that of
-        attention, if layers share one; `distances` are those of the step, if it multiplies by them; `seen` is
-        `CrossStep.seen`, if the layer attends to an encoder's rows. A layer with experts appends those of each token to
-        `routes`. `choice` is as in `LatentAttention.forward`, if layers share a choice of keys,
-        and `carried` as in `shortcut_layer.Layer`, if layers are such.
+        results are [W, hidden], and only keys and values of the other tokens are computed.
         """
-        parallel_input = None
+        parallel_input, wanted = None, step.wanted
         if self._mixers:
             x = normed(self.input_layernorm, part, residual)
             if self.config.is_parallel:
                 assert x is not residual, "a layer with a parallel feed-forward has a norm before attention"
                 parallel_input = x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
-            arguments = (x, ropes, layer_cache, metadata, wanted)
-            distance_bias = distance_bias if self.relative_bias is None else self.relative_bias.table()
-            biases: dict[str, Any] = {} if distance_bias is None else {"distance_bias": distance_bias}
-            if distances is not None:
-                biases["distances"] = distances
-            if choice is not None:
-                biases["choice"] = choice
-            part = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused, **biases)
+            if self.relative_bias is not None:
+                step = replace(step, distance_bias=self.relative_bias.table())
+            part = self._mixed(x, step)
             if wanted is not None:
-                residual, adapters = residual[wanted.rows], wanted.adapters
+                residual, step = residual[wanted.rows], replace(step, adapters=wanted.adapters)
                 if not len(residual):
                     return part, residual
             part = self._added(part, self.attention_output_norm, residual)
         if self.cross_attn is not None:
             assert part is None, "layers with cross-attention add at once"
             x = normed(self.cross_attention_norm, None, residual)
-            part = self._added(self.cross_attn(x, layer_cache, seen), self.cross_attention_output_norm, residual)
+            output = self.cross_attn(x, step.key_cache, step.seen)
+            part = self._added(output, self.cross_attention_output_norm, residual)
         if self.mlp is None:
             return part, residual
         x = normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        options = self._feed_forward_options(metadata, adapters, routes)
-        if carried is not None:
-            options["carried"] = carried
-        return self._fed_forward(x, residual, is_fused=is_fused, **options), residual
+        return self._fed_forward(x, residual, step), residual
 
-    def _feed_forward_options(
-        self, metadata: AttentionMetadata, adapters: StepAdapters | None, routes: list[Tensor] | None
-    ) -> dict[str, Any]:
-        """Arguments of the feed-forward beside its input and `is_fused`."""
-        options: dict[str, Any] = {} if self.config.experts is None else {"slots": metadata.slots}
-        if adapters is not None:
-            options["adapters"] = adapters
-        if routes is not None and self.config.experts is not None:
-            options["routes"] = routes
-        return options
-
-    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
+    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
         """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
-        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
-        return self._added(self.mlp(x, **options), self.mlp_output_norm, residual)
+        return self._added(self._fed(x, step), self.mlp_output_norm, residual)
 
-    def _mixed(self, *arguments: Any, **options: Any) -> Tensor:
+    def _fed(self, x: Tensor, step: LayerStep, router_input: Tensor | None = None) -> Tensor:
+        """This rank's part of the feed-forward of `x`. `router_input` is as in `SparseFeedForward.forward`."""
+        assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
+        more: dict[str, Any] = {}
+        if self.config.experts is not None:
+            of_tokens = {"routes": step.routes, "token_ids": step.token_ids, "router_input": router_input}
+            more = {"slots": step.metadata.slots, **of_tokens}
+        part: Tensor = self.mlp(x, step.adapters, is_fused=step.is_fused, **more)
+        return part
+
+    def _mixed(self, x: Tensor, step: LayerStep) -> Tensor:
         """The sum of the mixers' outputs, in their order."""
         (first, _), *others = self._mixers
-        part: Tensor = getattr(self, first)(*arguments, **options)
+        part: Tensor = getattr(self, first)(x, step)
         if not others:
             return part
         # Parts have one buffer in symmetric memory. Outputs are rounded before they are added, as on one rank.
         has_tree = self._group.has_tree
         total = self._complete(part) if has_tree else part.clone()
         for name, _ in others:
-            output = getattr(self, name)(*arguments, **options)
+            output = getattr(self, name)(x, step)
             total = total.add_(self._complete(output) if has_tree else output)
         return self._group.once(total) if has_tree else total
 

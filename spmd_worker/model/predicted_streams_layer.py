@@ -1,18 +1,14 @@
 """Layer that predicts several residual streams, computes with one of them and corrects all (Gemma 3n)."""
 
 import math
-from typing import Any
 
 from torch import Tensor
 
-from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layer_with_inputs import LayerWithInputs
 from spmd_worker.model.layers.context import LayerContext
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.predicted_streams import LowRankResidual, StreamPredictor
-from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
-from spmd_worker.ops.kernels.adapters import StepAdapters
 
 
 class Layer(LayerWithInputs):
@@ -29,36 +25,20 @@ class Layer(LayerWithInputs):
         self.altup = StreamPredictor(plain, streams, hidden_size, layer.norm)
         self.laurel = LowRankResidual(plain, streams.rank, hidden_size, layer.norm)
 
-    def forward(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        inputs: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor | None, Tensor]:
-        """`DecoderLayer.forward`; `inputs` [T, P] of this layer. The stream is a new one."""
-        assert (part, wanted) == (None, None), "outputs are added at once, of all tokens"
-        assert inputs is not None, "every layer has inputs of its own"
+    def forward(self, part: Tensor | None, residual: Tensor, step: LayerStep) -> tuple[Tensor | None, Tensor]:
+        """`DecoderLayer.forward`. The stream is a new one."""
+        assert (part, step.wanted) == (None, None), "outputs are added at once, of all tokens"
+        assert step.inputs is not None, "every layer has inputs of its own"
         assert self.input_layernorm is not None, self.config
         assert self.post_attention_layernorm is not None, self.config
         predicted = self.altup.predicted(residual)
         active = predicted[:, self._active].clone()
         x = self.input_layernorm(active)
-        beside = self.laurel(x, adapters)
-        arguments = (x, ropes, layer_cache, metadata, None)
-        output = self._mixed(*arguments, states=states, adapters=adapters, is_fused=is_fused)
-        self._added(output, self.attention_output_norm, active)
+        beside = self.laurel(x, step.adapters)
+        self._added(self._mixed(x, step), self.attention_output_norm, active)
         active = (active + beside) / math.sqrt(2)
-        options = self._feed_forward_options(metadata, adapters, None)
-        self._fed_forward(self.post_attention_layernorm(active), active, is_fused=is_fused, **options)
+        self._fed_forward(self.post_attention_layernorm(active), active, step)
         corrected = self.altup.corrected(predicted, active)
-        corrected[:, 1:].add_(self._of_inputs(self.altup.output(corrected), inputs, adapters).unsqueeze(1))
+        of_inputs = self._of_inputs(self.altup.output(corrected), step.inputs, step.adapters)
+        corrected[:, 1:].add_(of_inputs.unsqueeze(1))
         return None, corrected.view(residual.shape)

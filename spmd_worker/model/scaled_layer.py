@@ -3,7 +3,6 @@ and with inputs of its own, if it has any, behind that (Gemma 4).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from spmd_worker.model.layer_with_inputs import LayerWithInputs
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
-from spmd_worker.model.layers.experts import SparseFeedForward
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.weight_slice import WeightSlice, replicated
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -43,23 +42,20 @@ class Layer(LayerWithInputs):
                 new_norm(context, hidden_size, layer.norm) for _ in range(3)
             )
 
-    def forward(self, *arguments: Any, inputs: Tensor | None = None, **options: Any) -> tuple[Tensor | None, Tensor]:
-        """`inputs` [T, P] of this layer."""
-        part, residual = super().forward(*arguments, **options)
+    def forward(self, part: Tensor | None, residual: Tensor, step: LayerStep) -> tuple[Tensor | None, Tensor]:
+        part, residual = super().forward(part, residual, step)
         assert part is None, "the number multiplies the complete stream"
-        assert (inputs is not None) == (self.config.input_size > 0), self.config
-        if inputs is not None:
-            residual.add_(self._of_inputs(residual, inputs, options.get("adapters")))
+        assert (step.inputs is not None) == (self.config.input_size > 0), self.config
+        if step.inputs is not None:
+            residual.add_(self._of_inputs(residual, step.inputs, step.adapters))
         return None, residual.mul_(self.layer_scalar.value)
 
-    def _fed_forward(self, x: Tensor, residual: Tensor, **options: Any) -> Tensor | None:
+    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
         if self.dense is None:
-            return super()._fed_forward(x, residual, **options)
-        assert isinstance(self.mlp, SparseFeedForward)
-        of_dense = {key: value for key, value in options.items() if key not in ("slots", "routes")}
+            return super()._fed_forward(x, residual, step)
         # Normed at once: parts have one buffer in symmetric memory.
-        dense = self._normed(self.dense_output_norm, self.dense(x, **of_dense))
-        routed = self.mlp(self.experts_input_norm(residual), router_input=residual, **options)
+        dense = self._normed(self.dense_output_norm, self.dense(x, step.adapters, is_fused=step.is_fused))
+        routed = self._fed(self.experts_input_norm(residual), step, router_input=residual)
         both = dense + self._normed(self.experts_output_norm, routed)
         residual.add_(both if self.mlp_output_norm is None else self.mlp_output_norm(both))
         return None

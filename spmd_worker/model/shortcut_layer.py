@@ -2,13 +2,12 @@
 (LongCat-Flash, https://arxiv.org/abs/2509.01322).
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from spmd_worker.model.decoder_layer import DecoderLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model_config.layer_config import LayerConfig
 
 
@@ -22,18 +21,13 @@ class Layer(DecoderLayer):
         super().__init__(context, layer, hidden_size, defers=defers)
         self.dense = None if layer.experts is None else FeedForward(context, layer, hidden_size)
 
-    def _fed_forward(
-        self, x: Tensor, residual: Tensor, *, carried: list[Tensor] | None = None, **options: Any
-    ) -> Tensor | None:
-        """`carried` has the output of experts between the layer that computes it and the one that adds it."""
-        assert carried is not None, "the decoder passes on what a layer computes for the next one"
-        assert self.mlp is not None, self.config
+    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
+        assert step.carried is not None, "the decoder passes on what a layer computes for the next one"
         if self.dense is None:
-            super()._fed_forward(x, residual, **options)
-            residual.add_(carried.pop())
+            super()._fed_forward(x, residual, step)
+            residual.add_(step.carried.pop())
             return None
-        routed = self._complete(self.mlp(x, **options))
+        routed = self._complete(self._fed(x, step))
         # Parts have one buffer in symmetric memory.
-        carried.append(routed if self._group.fast is None else routed.clone())
-        of_dense = {key: value for key, value in options.items() if key not in ("slots", "routes")}
-        return self._added(self.dense(x, **of_dense), None, residual)
+        step.carried.append(routed if self._group.fast is None else routed.clone())
+        return self._added(self.dense(x, step.adapters, is_fused=step.is_fused), None, residual)

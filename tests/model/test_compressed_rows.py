@@ -35,6 +35,7 @@ from spmd_worker.model.layers import compressed_attention
 from spmd_worker.model.layers.balanced_streams import StreamMatrix
 from spmd_worker.model.layers.compressed_attention import EntryIndexer, GroupedProjection
 from spmd_worker.model.layers.compressed_entries import Compressor, Groups
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -120,17 +121,16 @@ def test_tokens_need_no_more_than_their_reach(rate: int | None, monkeypatch: pyt
     model, rows = load_model(compressed_folder("deepseek_v4")), [PROMPTS[-1][:30]]
     forward, whole = compressed_attention.CompressedAttention.forward, prompt_logits(model, rows)
 
-    def without_unreached(
-        self: Any, x: Tensor, ropes: Any, layer_cache: Tensor, metadata: Any, *rest: Any, **more: Any
-    ):
+    def without_unreached(self: Any, x: Tensor, step: LayerStep) -> Tensor:
+        metadata = step.metadata
         start = metadata.context_lengths[0] - metadata.query_starts[1]
         lost = torch.arange(max(start - self._config.reach + 1 + (self._config.rate == rate), 0))
         blocks, places = metadata.block_tables[0, lost // BLOCK_SIZE].long(), lost % BLOCK_SIZE
-        keys, of_tokens, of_index, *_ = self._parts_of(layer_cache, None)
+        keys, of_tokens, of_index, *_ = self._parts_of(step.key_cache, None)
         of_tokens[blocks, places] = of_index[blocks, places] = torch.nan
         # A number of all keys of a block after the other, as `CpuBackend.read_keys` has it.
         keys.view(len(keys), self.head_size, BLOCK_SIZE)[blocks, :, places] = torch.nan
-        return forward(self, x, ropes, layer_cache, metadata, *rest, **more)
+        return forward(self, x, step)
 
     monkeypatch.setattr(compressed_attention.CompressedAttention, "forward", without_unreached)
     found = prompt_logits(model, rows, 1)

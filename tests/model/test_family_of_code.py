@@ -15,6 +15,7 @@ from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.feed_forward import FeedForward
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.ops.kernels.adapters import StepAdapters
 
 class GatedFeedForward(FeedForward):
     """[T, hidden] -> this rank's part of [T, hidden]."""
@@ -23,10 +24,10 @@ class GatedFeedForward(FeedForward):
         super().__init__(context, layer, hidden_size)
         self.token_gate = replicated_linear(context, "token_gate", hidden_size, 1)
 
-    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
+    def forward(self, x: Tensor, adapters: StepAdapters | None = None, *, is_fused: bool = True) -> Tensor:
         # Sigmoid by tanh, which is row-wise in these kernels.
         gate = (self._kernels.bound(self.token_gate(x) / 2, 1.0) + 1) / 2
-        return super().forward(x, is_fused=is_fused) * gate
+        return super().forward(x, adapters, is_fused=is_fused) * gate
 
 class Layer(DecoderLayer):
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int, *, defers: bool) -> None:

@@ -19,9 +19,9 @@ from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.model.layers.feed_forward import FeedForward
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import add_without_norm, new_norm
-from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -41,19 +41,12 @@ class EagleLayer(nn.Module):
         self.self_attn = Attention(context, layer, size, input_size=2 * size)
         self.mlp = FeedForward(context, layer, size)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        states: Tensor,
-        ropes: tuple[Angles, ...],
-        cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor, step: LayerStep) -> Tensor:
         """Embeddings and states [T, hidden] -> the stream [T, hidden]."""
         normed = self.hidden_norm(states)
         stream = (normed if self._norms_stream else states).clone()
         both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        stream = add_without_norm(self._group, self.self_attn(both, ropes, cache, metadata), stream)
+        stream = add_without_norm(self._group, self.self_attn(both, step), stream)
         return add_without_norm(self._group, self.mlp(self.post_attention_layernorm(stream)), stream)
 
 
@@ -128,10 +121,8 @@ class EagleHead(DraftHead):
         media: StepMedia | None = None,
     ) -> Tensor:
         assert (rope_positions, media) == (None, None), "the head takes no images"
-        layer_cache = cache[0]
-        assert layer_cache is not None, "the layer keeps keys"
         (stack, embedding), ropes = self._parts, self.angles(positions, rope_regimes)
-        stream: Tensor = stack.layers[0](embedding(token_ids), states, ropes, layer_cache, metadata)
+        stream: Tensor = stack.layers[0](embedding(token_ids), states, LayerStep(ropes, cache[0], metadata))
         return stream
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:

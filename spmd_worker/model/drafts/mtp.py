@@ -21,6 +21,7 @@ from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
 from spmd_worker.model.drafts.draft_names import DraftNames
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.norm import add_without_norm
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
@@ -100,7 +101,8 @@ class MtpHead(DraftHead):
         if media is not None:
             embedded = embedded.index_copy(0, media.places, media.rows)
         stream = stack.joined(embedded, states)
-        part, stream = layer(None, stream, self.angles(positions, rope_regimes, rope_positions), cache[0], metadata)
+        ropes = self.angles(positions, rope_regimes, rope_positions)
+        part, stream = layer(None, stream, LayerStep(ropes, cache[0], metadata))
         return stack.continued(stream if part is None else add_without_norm(self._group, part, stream))
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:

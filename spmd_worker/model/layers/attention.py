@@ -12,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.distances import StepDistances, distance_scores
 from spmd_worker.model.layers.head_indexer import HeadIndexer
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, kv_head_range
 from spmd_worker.model.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.model.layers.rotary import Angles
-from spmd_worker.model.layers.run_indexer import RunIndexer, StepRuns
+from spmd_worker.model.layers.run_indexer import RunIndexer
 from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ops.kernels.gates import sigmoid
@@ -124,30 +123,15 @@ class Attention(nn.Module):
             if not self._reads_other:
                 self.k_norm = new_norm(context, size * (layer.num_kv_heads if is_flat else 1), layer.norm)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        distance_bias: Tensor | None = None,
-        distances: StepDistances | None = None,
-        runs: StepRuns | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, unless it is
-        another layer's, then reads. `distance_bias` is as in `AttentionBackend.attend`, if the layer has such biases;
-        `distances` are those of the step, if it multiplies by them; `runs` those that end in it, if it chooses keys.
+        another layer's, then reads.
         """
-        del states
+        layer_cache, metadata, wanted, adapters = step.key_cache, step.metadata, step.wanted, step.adapters
         projected = self.qkv_proj(x if self._in_multiplier == 1.0 else x * self._in_multiplier, adapters)
         attended = None
-        angles = None if self._rope is None else ropes[self._rope]
-        is_one_call = is_fused and self._is_plain and wanted is None and metadata.is_causal
+        angles = None if self._rope is None else step.ropes[self._rope]
+        is_one_call = step.is_fused and self._is_plain and wanted is None and metadata.is_causal
         if is_one_call and angles is not None and angles.is_plain:
             attended = self._backend.attend_projected(
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
@@ -162,17 +146,17 @@ class Attention(nn.Module):
                 query, key, value = self._query_key_value(projected, angles)
                 self._backend.write(key, value, layer_cache, metadata)
             if self.indexer is not None and index_cache is not None:
-                choosing = self.indexer.write((x, angles, runs), index_cache, metadata, adapters)
+                choosing = self.indexer.write((x, angles, step.runs), index_cache, metadata, adapters)
             if wanted is not None:
                 if not len(wanted.rows):
                     return x[:0]
                 query, metadata = query[wanted.rows], wanted.metadata
             bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
             of_layer = (layer_cache, metadata, self.scale, self.window, *bounds)
-            more: dict[str, Any] = {"distance_bias": distance_bias}
-            if distances is not None:
+            more: dict[str, Any] = {"distance_bias": step.distance_bias}
+            if step.distances is not None:
                 assert wanted is None, "sequences are complete"
-                more["distance_scores"] = self._distance_scores(query, key, distances, adapters)
+                more["distance_scores"] = self._distance_scores(query, key, step.distances, adapters)
             if self.indexer is not None and index_cache is not None:
                 caches, rows = (layer_cache, index_cache), None if wanted is None else wanted.rows
                 attended = self.indexer.chosen.attend_by(choosing, query, caches, metadata, self.scale, rows)

@@ -17,7 +17,6 @@ from operator import add
 import torch
 from torch import Tensor, nn
 
-from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.attention import Sinks
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.choice_bytes import BLOCK, rows_of
@@ -32,13 +31,14 @@ from spmd_worker.model.layers.compressed_entries import (
 )
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.indexer import HeadWeights
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import new_norm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import CompressedConfig, LayerConfig
 from spmd_worker.ops.attention.listed import ListedKeys, ListKeys
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.group_keys import GroupKeys
 from spmd_worker.ranks.topology import shard_range
@@ -217,29 +217,15 @@ class CompressedAttention(nn.Module):
         if config.indexer is not None:
             self.indexer = EntryIndexer(context, layer, config, hidden_size)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        of_entries: tuple[Tensor, AttentionMetadata] | None = None,
-    ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]. Writes the cache, then reads. `of_entries` are the cache of
-        entries, and the metadata of its blocks, if it is not the end of `layer_cache`.
-        """
-        del states, is_fused
-        assert wanted is None, "a layer of this kind computes all of its tokens"
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]. Writes the cache, then reads."""
+        metadata, adapters = step.metadata, step.adapters
+        assert step.wanted is None, "a layer of this kind computes all of its tokens"
         assert metadata.is_causal, "entries are of tokens before"
-        angles, sizes = ropes[self._rope], [self._config.query_rank, self.head_size]
+        angles, sizes = step.ropes[self._rope], [self._config.query_rank, self.head_size]
         query_latents, keys = self.latent_proj(x, adapters).split_with_sizes(sizes, dim=1)
-        entry_cache, entry_metadata = (None, metadata) if of_entries is None else of_entries
-        key_cache, *beside = self._parts_of(layer_cache, entry_cache)
+        entry_cache, entry_metadata = (None, metadata) if step.entries is None else step.entries
+        key_cache, *beside = self._parts_of(step.key_cache, entry_cache)
         block_size = beside[0].shape[1]
         key = angles.rotate_last(self._kernels, self.kv_norm(keys.contiguous()).unsqueeze(1))
         self._backend.write(key, None, key_cache, metadata)
@@ -248,7 +234,7 @@ class CompressedAttention(nn.Module):
         query = self.q_b_norm(self.query_proj(latents, adapters).view(len(x), self.num_heads, -1))
         query = angles.rotate_last(self._kernels, query)
         if self._listed is not None:
-            assert of_entries is None, "kernels that list keys have one table"
+            assert step.entries is None, "kernels that list keys have one table"
             attended = self._attend_on_device(self._listed, tokens, query, (key_cache, *beside), metadata, adapters)
         else:
             chosen: list[tuple[slice, Tensor]] = []

@@ -14,19 +14,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kv_cache.layer_states import LayerStates
 from spmd_worker.model.layers.checkpoint_layer import PackedLayer
 from spmd_worker.model.layers.chosen_keys import ChosenKeys, latent_keys
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.head_growth import HeadGrowth
 from spmd_worker.model.layers.indexer import Indexer
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear, replicated_linear
 from spmd_worker.model.layers.norm import RMSNorm
 from spmd_worker.model.layers.rotary import Angles
 from spmd_worker.model.layers.weight_slice import Rectangle, WeightSlice, shard
 from spmd_worker.model_config.layer_config import LatentConfig, LayerConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
-from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.gates import sigmoid
 from spmd_worker.ranks.topology import shard_range
 
@@ -159,37 +157,22 @@ class LatentAttention(nn.Module):
             if not latent.indexer.is_shared:
                 self.indexer = Indexer(context, latent, hidden_size, self._chosen)
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-        choice: list[Tensor] | None = None,
-    ) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads.
-
-        `choice` is the step's last choice of keys (`ChosenKeys.choose`), which a layer with an indexer replaces.
-        """
-        del states, is_fused
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden], [W, hidden] with `wanted`. Writes the cache, then reads."""
+        metadata, wanted, adapters, ropes = step.metadata, step.wanted, step.adapters, step.ropes
         angles, latent = None if self._rope is None else ropes[self._rope], self._latent
         projected = x[:, :0] if self.latent_proj is None else self.latent_proj(x, adapters)
         query_latents, latents = projected.tensor_split([latent.query_rank], dim=1)
-        latent_cache, index_cache = layer_cache, None
+        latent_cache, index_cache = step.key_cache, None
         if self._chosen is not None and latent.index_size:
-            latent_cache, index_cache = self._chosen.parts_of(layer_cache)
+            latent_cache, index_cache = self._chosen.parts_of(latent_cache)
         if self.indexer is not None and index_cache is not None:
             self.indexer.write(x, angles, index_cache, metadata, adapters)
         if self.kv_a_layernorm is not None:
             self._backend.write(self._keys(self.kv_a_layernorm, latents, angles), None, latent_cache, metadata)
         if wanted is not None and not len(wanted.rows):
             return x[:0]
-        hidden, of_all = x, adapters
+        hidden, of_all, choice = x, adapters, step.choice
         if self.q_a_layernorm is not None:
             x = self.q_a_layernorm(query_latents)
         log_lengths = ropes[0].log_lengths if ropes else None

@@ -1,7 +1,7 @@
 """Parts of a layer that mix tokens, by `LayerConfig.mixer`: one place that knows every kind.
 
-Each is a module `forward(x, ropes, layer_cache, metadata, wanted, states=, adapters=, is_fused=)` from [T, hidden] to
-this rank's part of [T, hidden]. A layer with several adds their outputs.
+Each is a module `forward(x, step)` from [T, hidden] and a `LayerStep` to this rank's part of [T, hidden]. A layer with
+several adds their outputs.
 """
 
 from typing import Final

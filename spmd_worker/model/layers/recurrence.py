@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache.layer_states import LayerStates
-from spmd_worker.model.layers.rotary import Angles
-from spmd_worker.ops.attention.metadata import AttentionMetadata, WantedTokens
+from spmd_worker.model.layers.layer_step import LayerStep
+from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
 from spmd_worker.ops.kernels.recurrent import StateSegments
 
@@ -19,23 +19,11 @@ from spmd_worker.ops.kernels.recurrent import StateSegments
 class RecurrentMixer(nn.Module):
     """Mixer whose outputs are a function of states and of all tokens: it has no keys, and leaves no token out."""
 
-    def forward(
-        self,
-        x: Tensor,
-        ropes: tuple[Angles, ...],
-        layer_cache: Tensor | None,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        *,
-        states: LayerStates | None = None,
-        adapters: StepAdapters | None = None,
-        is_fused: bool = True,
-    ) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden]."""
-        del ropes, layer_cache, is_fused
-        assert wanted is None, "a state is a function of all tokens"
-        assert states is not None, "the layer has states"
-        return self.mixed(x, metadata, states, adapters)
+        assert step.wanted is None, "a state is a function of all tokens"
+        assert step.states is not None, "the layer has states"
+        return self.mixed(x, step.metadata, step.states, step.adapters)
 
     @abstractmethod
     def mixed(

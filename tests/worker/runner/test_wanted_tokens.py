@@ -37,12 +37,13 @@ class Counts:
         self.all, self.wanted = [], []
         forward = DecoderLayer.forward
 
-        def counted(layer, part, residual, ropes, layer_cache, metadata, wanted=None, **options):
+        def counted(layer, part, residual, step):
+            wanted = step.wanted
             if wanted is not None:
                 self.all.append(len(residual))
                 self.wanted.append(len(wanted.rows))
-                wanted = WantedTokens((wanted.rows - shift).clamp(min=0), wanted.metadata)
-            return forward(layer, part, residual, ropes, layer_cache, metadata, wanted, **options)
+                step.wanted = WantedTokens((wanted.rows - shift).clamp(min=0), wanted.metadata)
+            return forward(layer, part, residual, step)
 
         monkeypatch.setattr(DecoderLayer, "forward", counted)
 
