@@ -23,6 +23,7 @@ from torch import Tensor
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.model.adapters.targets import AdapterTargets
 from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.shortcut_layer import Layer
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.ranks.communicator import GroupHandle
@@ -85,12 +86,13 @@ def test_comparison_detects_experts_added_too_early(monkeypatch: pytest.MonkeyPa
     """Negative control: before the second attention, which then sees them."""
     fed_forward = Layer._fed_forward
 
-    def early(layer: Layer, x: Tensor, residual: Tensor, *, carried: list[Tensor], **options: Any) -> None:
+    def early(layer: Layer, x: Tensor, residual: Tensor, step: LayerStep) -> None:
+        assert step.carried is not None
         if layer.dense is None:
-            carried.append(torch.zeros_like(residual))
-        fed_forward(layer, x, residual, carried=carried, **options)
-        if carried:
-            residual.add_(carried.pop())
+            step.carried.append(torch.zeros_like(residual))
+        fed_forward(layer, x, residual, step)
+        if step.carried:
+            residual.add_(step.carried.pop())
 
     monkeypatch.setattr(Layer, "_fed_forward", early)
     assert oracle.worst_error(NAME, prompt_logits(load_model(latent_folder(NAME)), PROMPTS)) > 10 * TOLERANCE

@@ -16,6 +16,7 @@ from kv_cache.layer_states import LayerStates
 from kv_cache.state_engine import StateEngine
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.delta_net import DeltaNet
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.mamba import Mamba
 from spmd_worker.model.layers.mamba1 import Mamba1
 from spmd_worker.model.layers.short_conv import ShortConv
@@ -120,7 +121,7 @@ def step(mixer: Any, states: LayerStates, x: Tensor, scheduled: Sequence[Schedul
         segments=state_segments(sequences, starts, firsts, CPU),
         replay=state_rows.draft_replay(scheduled, most_drafts, CPU),
     )
-    return list(mixer(x, (), None, metadata, states=states).split(counts))
+    return list(mixer(x, LayerStep((), None, metadata, states=states)).split(counts))
 
 
 def kept(states: LayerStates, slot: int) -> list[Tensor]:
