@@ -400,6 +400,24 @@ class CheckpointNames:
             rows, inputs = inputs, rows
         return rows != inputs and tuple(shape) == (experts.num_experts, inputs, rows)
 
+    def separate_rows(self, tensors: Collection[str]) -> dict[str, tuple[str, tuple[int, int]]]:
+        """Tensors that are separate in memory (`Names.separate`) by name, each with the one of `tensors` whose rows it
+        is, and which rows.
+        """
+        found: dict[str, tuple[str, tuple[int, int]]] = {}
+        for index, layer in enumerate(self._model_config.layers if self._names.separate else ()):
+            prefix, sizes = self._layer_prefix(index), _part_sizes(layer)
+            for module, parts in self._names.separate.items():
+                fused = self._fused[parts[0]]
+                assert fused not in self._names.by_kv_head, fused
+                before = self._names.fused[fused][: self._names.fused[fused].index(parts[0])]
+                start = sum(sizes.get(part, 0) for part in before)
+                rows = (start, start + sum(sizes.get(part, 0) for part in parts))
+                for leaf in ("weight", "bias"):
+                    if (joined := f"{prefix}{fused}.{leaf}") in tensors:
+                        found[f"{prefix}{module}.{leaf}"] = (joined, rows)
+        return found
+
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
         """Rows of the fused tensor: one range of them, or one per key-value head."""
         parts, sizes = self._names.fused[fused], _part_sizes(layer)
