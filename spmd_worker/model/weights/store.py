@@ -204,13 +204,14 @@ class WeightStore:
         found = self.update.report(self.tensors, self.buffer_names)
         if found is None or not self.separate:
             return found
-        digests, missing, *others = found
+        digests, missing, must_be_complete, rejected_calls, has_all, head_fault = found
         absent = {joined: [name for name, (of, _) in self.separate.items() if of == joined] for joined in missing}
         given = {joined for joined, names in absent.items() if any(name in digests for name in names)}
         named = [
             [each for each in absent[name] if each not in digests] if name in given else [name] for name in missing
         ]
-        return digests, [each for names in named for each in names], *others
+        missing = [each for names in named for each in names]
+        return digests, missing, must_be_complete, rejected_calls, has_all, head_fault
 
     @cached_property
     def buffer_names(self) -> frozenset[str]:
