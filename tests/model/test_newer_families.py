@@ -4,6 +4,7 @@ Float32, 1e-4 of the largest logit. What was recorded, and how, is in `newer_che
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_folders import write_adapter
 from family_checks import (
     check_rejected,
     check_stages,
@@ -28,13 +30,16 @@ from newer_checkpoints import CASES, NEWER, NUM_GREEDY, PROMPTS, record, write_n
 from our_model import is_noticed, load_model
 from reference_models import relative_error
 from run_folder import made_once
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 from trainer_shards import sharded
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.adapter_limits import AdapterLimits
 from spmd_worker.base.errors import CheckpointError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.shard_receiver import content_digests, make_round, recorded
 from spmd_worker.model.weights.tensor_shards import shard_of
 from spmd_worker.model.weights.trainer_digest import trainer_sums
@@ -167,6 +172,36 @@ def test_parts_of_joined_tensors_are_updated_alone(name: str):
     model.weights.allows_nonfinite = False
     with pytest.raises(CheckpointError, match=f"{first}: .*nan"):
         model.load_weights([(first, given[first] * float("nan"))])
+
+
+@pytest.mark.parametrize("name", ["sarvam_moe", "lara_mini"])
+def test_adapters_of_joined_and_separate_modules_are_equal(name: str, tmp_path: Path):
+    joined, modules = SEPARATE[name]
+    base, end = folder_of(name), joined.rpartition(".")[2]
+    folders = [write_adapter(tmp_path / "joined", base, 3, [end]), tmp_path / "separate"]
+    shutil.copytree(*folders)
+    tensors: dict[str, Tensor] = {}
+    for each, tensor in load_file(folders[0] / "adapter_model.safetensors").items():
+        parts = tensor.split([*modules.values()]) if "lora_B" in each else [tensor.clone() for _ in modules]
+        tensors |= {each.replace(joined, module): part for module, part in zip(modules, parts, strict=True)}
+    save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, folders[1] / "adapter_model.safetensors")
+    config = folders[1] / "adapter_config.json"
+    targets = [each.rpartition(".")[2] for each in modules]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": targets}))
+    model, found = load_model(base), [run_rows([load_model(base)], PROMPTS, 17)[0]]
+    for folder in folders:
+        loaded, source = (
+            LoadedAdapters(model, AdapterLimits(max_loras=1, max_lora_rank=8, max_cpu_loras=2)),
+            read_adapter(folder),
+        )
+        loaded.commit(loaded.prepare(source))
+        found.append(run_rows([model], PROMPTS, 17, loaded=loaded, digests=[source.digest] * len(PROMPTS))[0])
+        found.append(run_rows([load_model(base, lora_merge=folder)], PROMPTS, 17)[0])
+    plain, with_joined, merged, with_separate, merged_separate = found
+    assert all(map(torch.equal, with_joined, with_separate))
+    assert all(map(torch.equal, merged, merged_separate))
+    assert max(map(relative_error, with_joined, merged)) < TOLERANCE
+    assert min(map(relative_error, with_joined, plain)) > 100 * TOLERANCE
 
 
 ALIASES = {

@@ -238,10 +238,15 @@ class CheckpointNames:
         return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
     def joined_rows(self, given_name: str, shape: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """Names, by the table, and rows of the checkpoint tensors in one that is joined in memory; none for any other.
-        Raises CheckpointError for a wrong shape.
+        """Names, by the table, and rows of the checkpoint tensors in one that is joined in memory, or of the tensors in
+        memory that one of the checkpoint joins; none for any other. Raises CheckpointError for a wrong shape.
         """
-        found = self._layer_of(self._table_name(given_name))
+        found = self._layer_of(name := self._table_name(given_name))
+        if found is not None and (separate := self.separate_rows([name])):
+            *_, (_, (_, stop)) = separate.values()
+            if not shape or shape[0] != stop:
+                raise CheckpointError(f"{name}: has the shape {list(shape)}, but this layer has {stop} rows")
+            return {each: rows for each, (_, rows) in separate.items()}
         if found is None or found[1] not in self._names.joined_rows:
             return {}
         views = self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,21 @@ class WeightStore:
     def separate(self) -> dict[str, tuple[str, tuple[int, int]]]:
         """`CheckpointNames.separate_rows` of the model's tensors, which trainers may give in place of those."""
         return self.names.separate_rows(self.tensors)
+
+    @property
+    def separate_slices(self) -> Iterator[WeightSlice]:
+        """`slices`, of tensors that are separate in memory in place of those that the checkpoint has joined."""
+        inside: dict[str, list[tuple[str, tuple[int, int]]]] = {}
+        for name, (joined, rows) in self.separate.items():
+            inside.setdefault(joined, []).append((name, rows))
+        for piece in self.slices:
+            for name, (start, stop) in inside.get(piece.checkpoint_name, ()):
+                (first, last), *others = piece.source
+                if start <= first < last <= stop:
+                    shape, source = self.given_shape(name), ((first - start, last - start), *others)
+                    yield replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source)
+            if piece.checkpoint_name not in inside:
+                yield piece
 
     def joined(self, name: str) -> str:
         """Name of the checkpoint tensor that has a tensor which may be separate in memory."""
