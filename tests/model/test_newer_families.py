@@ -6,6 +6,7 @@ Float32, 1e-4 of the largest logit. What was recorded, and how, is in `newer_che
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from trainer_shards import sharded
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.base.config.adapter_limits import AdapterLimits
-from spmd_worker.base.errors import CheckpointError
+from spmd_worker.base.errors import AdapterError, CheckpointError
 from spmd_worker.model.adapters.loaded import LoadedAdapters
 from spmd_worker.model.adapters.source import read_adapter
 from spmd_worker.model.weights.shard_receiver import content_digests, make_round, recorded
@@ -197,6 +198,9 @@ def test_adapters_of_joined_and_separate_modules_are_equal(name: str, tmp_path: 
         loaded.commit(loaded.prepare(source))
         found.append(run_rows([model], PROMPTS, 17, loaded=loaded, digests=[source.digest] * len(PROMPTS))[0])
         found.append(run_rows([load_model(base, lora_merge=folder)], PROMPTS, 17)[0])
+    both = replace(source, modules={**source.modules, **read_adapter(folders[0]).modules})
+    with pytest.raises(AdapterError, match=f"{joined}: a second adapter of model.layers.0.{next(iter(modules))}"):
+        loaded.prepare(both)
     plain, with_joined, merged, with_separate, merged_separate = found
     assert all(map(torch.equal, with_joined, with_separate))
     assert all(map(torch.equal, merged, merged_separate))

@@ -43,7 +43,9 @@ def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
 
 
 def _divided(source: AdapterSource, names: CheckpointNames) -> dict[str, AdapterModule]:
-    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`)."""
+    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`), or in files
+    alone (`Names.separate`).
+    """
     modules: dict[str, AdapterModule] = {}
     problems: list[str] = []
     for module, matrices in source.modules.items():
@@ -53,7 +55,9 @@ def _divided(source: AdapterSource, names: CheckpointNames) -> dict[str, Adapter
             problems.append(str(error))
             continue
         for name, (start, stop) in rows.items():
-            modules[name.removesuffix(".weight")] = replace(matrices, b=matrices.b[start:stop])
+            if (part := name.removesuffix(".weight")) in source.modules:
+                problems.append(f"{module}: a second adapter of {part}")
+            modules[part] = replace(matrices, b=matrices.b[start:stop])
         if not rows:
             modules[module] = matrices
     raise_problems(source.subject, problems)
