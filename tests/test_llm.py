@@ -85,7 +85,8 @@ def test_parameters_must_match_prompts(llm: LLM):
 
 
 def test_generate_and_chat_reject_invalid_argument_types(llm: LLM):
-    for prompts in (5, None, b"hello"):
+    # A set has another order in each process.
+    for prompts in (5, None, b"hello", {"a", "b"}):
         with pytest.raises(TypeError, match=r"prompts is a \w+"):
             run(llm, prompts)
     for messages in ("hello", None, {"role": "user"}):
@@ -444,6 +445,11 @@ def test_collective_rpc_takes_names_and_functions(llm: LLM):
     assert num_parameters == sum(parameter.numel() for parameter in reference_model(NAME).parameters())
     with pytest.raises(AttributeError, match="no method 'nothing'"):
         llm.collective_rpc("nothing")
+    for name, given in (("args", 5), ("args", "ab"), ("kwargs", [1])):
+        with pytest.raises(TypeError, match=f"^{name} is a {type(given).__name__}: give a"):
+            llm.collective_rpc("check_health", **{name: given})
+    with pytest.raises(TypeError, match=r"^func is a int: give a function that gets the model"):
+        llm.apply_model(5)
 
 
 def test_apply_model_invalidates_the_prefix_cache(llm: LLM):

@@ -8,6 +8,7 @@ Faults of this package itself are no `SpmdError`s: their traceback is wanted.
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
+from spmd_worker.base.picklable_error import PicklableError
 from spmd_worker.base.urls import without_credentials
 
 DIVERGED_EXIT_CODE: Final = 70
@@ -17,7 +18,7 @@ _MAX_REASONS: Final = 20
 """A message lists up to this many."""
 
 
-class SpmdError(Exception):
+class SpmdError(PicklableError):
     """Base of all errors here. Attributes are set by a class, and inherited."""
 
     exit_code: ClassVar[int] = 1

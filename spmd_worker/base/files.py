@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from spmd_worker.base.picklable_error import PicklableError
+
 CONFIG_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of a configuration file."""
 _MAX_NAME_BYTES: Final = 255
@@ -264,7 +266,7 @@ def read_regular_file(path: Path, max_bytes: int = CONFIG_BYTES) -> bytes:
     return content
 
 
-class JsonError(ValueError):
+class JsonError(PicklableError, ValueError):
     """Bytes that are not a JSON object. The message is a predicate, to follow its subject; `code` is `invalid_utf8`,
     `invalid_json`, `nested_too_deeply` or `not_an_object`.
     """

@@ -1,7 +1,9 @@
 """MediaError: why an image or audio cannot be used."""
 
+from spmd_worker.base.picklable_error import PicklableError
 
-class MediaError(ValueError):
+
+class MediaError(PicklableError, ValueError):
     """An image, a prompt with images, or audio that cannot be used: the message says what to change, `code` is that
     of an error row. Codes: image_unreadable, image_too_large, image_too_narrow, image_missing, image_outside_root,
     images_unsupported, too_many_images, image_too_long, videos_unsupported, video_missing, video_outside_root,

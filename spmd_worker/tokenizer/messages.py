@@ -39,11 +39,11 @@ _IN_JSON: Final = (bool, int, float, list, Mapping)
 
 
 class InvalidRequestError(ValueError):
-    """A request that cannot run. `code` is that of its error row or response."""
+    """A request that cannot run. `code` is that of its error row or response, `param` the key of a body at fault."""
 
-    def __init__(self, message: str, code: str = "invalid_value") -> None:
+    def __init__(self, message: str, code: str = "invalid_value", param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 
 def optional_flag(given: Mapping[str, Any], key: str, *, default: bool = False, prefix: str = "") -> bool:

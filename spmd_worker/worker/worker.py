@@ -284,10 +284,7 @@ class Worker(WorkerBase):
             media.on_layer = on_layer
 
     def get_weight_update(self) -> WeightUpdateReport | None:
-        if self._loaded is None:
-            return None
-        weights = self._loaded.model.weights
-        return weights.update.report(weights.tensors, weights.buffer_names)
+        return None if self._loaded is None else self._loaded.model.weights.report()
 
     def reject_weight_update(self) -> None:
         self.loaded.model.weights.update.reject()

@@ -1,10 +1,26 @@
 """Every error, and what follows from it."""
 
+import copy
+import pickle
+
 import pytest
 
 from spmd_worker.base import errors
-from spmd_worker.base.errors import AbortedError, MissingWeightsError, PromptsRefusedError, SpmdError, WorkerError
+from spmd_worker.base.errors import (
+    AbortedError,
+    ConfigError,
+    MissingWeightsError,
+    PromptsRefusedError,
+    SpmdError,
+    WorkerError,
+    WorkerEventError,
+)
+from spmd_worker.base.files import JsonError
 from spmd_worker.base.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
+from spmd_worker.engine.request_error import RequestError
+from spmd_worker.media.errors import MediaError
+from spmd_worker.replica.grammar.llguidance_input import GrammarError
+from spmd_worker.tokenizer.messages import InvalidRequestError
 
 # name -> what callers catch, exit code, is_secondary, is_known_to_all, names_rank
 EXPECTED = {
@@ -42,6 +58,29 @@ EXPECTED = {
     "ReplayDivergedError": (ValueError, 1, False, False, False),
 }
 ERRORS = {name: each for name, each in vars(errors).items() if getattr(each, "__module__", None) == errors.__name__}
+
+
+BUILT = [
+    PromptsRefusedError("chat", 3, {1: "too long"}, has_on_error=False),
+    AbortedError("rank 1 left", is_divergence=True),
+    WorkerError(1, "load", "OSError", "gone", "trace", 2),
+    MissingWeightsError(["a", "b"], 3, were_dropped=True),
+    WorkerEventError("undone", "rank 0: no"),
+    ConfigError("a=1 is wrong"),
+    RequestError("prompt_too_long", "the prompt is too long"),
+    InvalidRequestError("n=0", "limit_exceeded", "n"),
+    MediaError("image_missing", "no image"),
+    JsonError("invalid_json", "is not JSON"),
+    GrammarError("grammar_refused", "no"),
+]
+
+
+@pytest.mark.parametrize("error", BUILT, ids=lambda error: type(error).__name__)
+def test_error_survives_pickle_and_copy(error: Exception):
+    """Regression: an error that a pool of processes cannot read breaks the pool."""
+    for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(found) is type(error)
+        assert (str(found), vars(found)) == (str(error), vars(error))
 
 
 def test_errors_are_all_listed():

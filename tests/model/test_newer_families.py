@@ -4,13 +4,16 @@ Float32, 1e-4 of the largest logit. What was recorded, and how, is in `newer_che
 """
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_folders import write_adapter
 from family_checks import (
     check_rejected,
     check_stages,
@@ -28,9 +31,21 @@ from newer_checkpoints import CASES, NEWER, NUM_GREEDY, PROMPTS, record, write_n
 from our_model import is_noticed, load_model
 from reference_models import relative_error
 from run_folder import made_once
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Shard
+from trainer_shards import sharded
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.config.adapter_limits import AdapterLimits
+from spmd_worker.base.errors import AdapterError, CheckpointError
+from spmd_worker.model.adapters.loaded import LoadedAdapters
+from spmd_worker.model.adapters.source import read_adapter
+from spmd_worker.model.weights.shard_receiver import content_digests, make_round, recorded
+from spmd_worker.model.weights.tensor_shards import shard_of
+from spmd_worker.model.weights.trainer_digest import trainer_sums
+from spmd_worker.model.weights.weight_comparison import combined_digests
+from spmd_worker.model.weights.weight_deltas import apply_deltas
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import CLASSES_OF_OTHERS, FAMILIES
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
@@ -83,9 +98,114 @@ def test_engine_gives_recorded_ids_cold_and_cached(name: str):
 
 @each_case
 def test_tensors_have_names_of_files_and_planned_bytes(name: str):
-    check_tensors(folder_of(name))
+    files = load_file(folder_of(name) / "model.safetensors")
+    check_tensors(folder_of(name), separated(name, files))
     for _ in planned_models(read_model_files(folder_of(name)).model_config):
         pass
+
+
+SEPARATE: dict[str, tuple[str, dict[str, int]]] = {
+    "sarvam_moe": (
+        "attention.query_key_value",
+        {f"self_attn.{part}_proj": size for part, size in zip("qkv", (64, 32, 32))},
+    ),
+    "param2moe": (
+        "attention.query_key_value",
+        {f"self_attn.{part}_proj": size for part, size in zip("qkv", (128, 64, 64))},
+    ),
+    "lara_mini": (
+        "linear_attn.in_proj",
+        {f"linear_attn.in_proj_{part}": size for part, size in (("qkv", 112), ("z", 48), ("b", 4), ("a", 4))},
+    ),
+}
+"""Tensors of layers that files have joined, and the modules whose rows they are, which transformers has in memory."""
+
+
+def separated(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in files, with those of `SEPARATE` as in memory."""
+    joined, modules = SEPARATE.get(name, ("-", {}))
+    found: dict[str, Tensor] = {}
+    for each, tensor in tensors.items():
+        if joined in each:
+            parts = tensor.split([*modules.values()])
+            found |= {each.replace(joined, module): part for module, part in zip(modules, parts, strict=True)}
+        else:
+            found[each] = tensor
+    return found
+
+
+@pytest.mark.parametrize("name", ["sarvam_moe", "lara_mini"])
+def test_parts_of_joined_tensors_are_updated_alone(name: str):
+    joined, modules = SEPARATE[name]
+    first, last = (f"model.layers.0.{each}.weight" for each in (next(iter(modules)), [*modules][-1]))
+    rows, name_of = modules[next(iter(modules))], f"model.layers.0.{joined}.weight"
+    model = load_model(folder_of(name))
+    whole = load_file(folder_of(name) / "model.safetensors")[name_of]
+    given = separated(name, {name_of: whole + 1.0})
+    with pytest.raises(CheckpointError, match=rf"{last}: has the shape \[1, 64\], but the model's has"):
+        model.load_weights([(last, torch.ones(1, 64))])
+    assert model.load_weights([(first, given[first])]) == {name_of}
+    expected = whole.clone()
+    expected[:rows] += 1.0
+    with model.as_checkpoint() as view:
+        assert torch.equal(view.get_parameter(name_of), expected)
+    report = model.weights.report()
+    assert report is not None
+    assert name_of not in report[1]
+    assert first not in report[1]
+    assert last in report[1]
+    # As a difference and in shards, after which the tensor of the file is complete.
+    with torch.no_grad():
+        apply_deltas(model.weights, [(last, torch.ones_like(given[last]))], "")
+    shards = [shard_of(each, sharded(given[each], (Shard(0),), (1,), 0)) for each in [*given][1:-1]]
+    own = make_round(model.weights, shards, 1 << 10)
+    with torch.no_grad(), recorded(model.weights, own, content_digests(shards)):
+        for shard, targets in zip(shards, own.targets, strict=True):
+            for target in targets:
+                target.write(shard.read(target.region))
+    expected[rows:] += 1.0
+    with model.as_checkpoint() as view:
+        assert torch.equal(view.get_parameter(name_of), expected)
+    assert not {first, last, name_of} & {*(model.weights.report() or ((), ()))[1]}
+    sums = [trainer_sums(model.weights, pairs) for pairs in (given.items(), [(name_of, whole + 1.0)])]
+    digests = [combined_digests({name_of: whole.shape}, [each]) for each in sums]
+    assert digests[0] == digests[1]
+    model.weights.allows_nonfinite = False
+    with pytest.raises(CheckpointError, match=f"{first}: .*nan"):
+        model.load_weights([(first, given[first] * float("nan"))])
+
+
+@pytest.mark.parametrize("name", ["sarvam_moe", "lara_mini"])
+def test_adapters_of_joined_and_separate_modules_are_equal(name: str, tmp_path: Path):
+    joined, modules = SEPARATE[name]
+    base, end = folder_of(name), joined.rpartition(".")[2]
+    folders = [write_adapter(tmp_path / "joined", base, 3, [end]), tmp_path / "separate"]
+    shutil.copytree(*folders)
+    tensors: dict[str, Tensor] = {}
+    for each, tensor in load_file(folders[0] / "adapter_model.safetensors").items():
+        parts = tensor.split([*modules.values()]) if "lora_B" in each else [tensor.clone() for _ in modules]
+        tensors |= {each.replace(joined, module): part for module, part in zip(modules, parts, strict=True)}
+    save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, folders[1] / "adapter_model.safetensors")
+    config = folders[1] / "adapter_config.json"
+    targets = [each.rpartition(".")[2] for each in modules]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": targets}))
+    model, found = load_model(base), [run_rows([load_model(base)], PROMPTS, 17)[0]]
+    for folder in folders:
+        loaded, source = (
+            LoadedAdapters(model, AdapterLimits(max_loras=1, max_lora_rank=8, max_cpu_loras=2)),
+            read_adapter(folder),
+        )
+        loaded.commit(loaded.prepare(source))
+        found.append(run_rows([model], PROMPTS, 17, loaded=loaded, digests=[source.digest] * len(PROMPTS))[0])
+        found.append(run_rows([load_model(base, lora_merge=folder)], PROMPTS, 17)[0])
+    both = replace(source, modules={**source.modules, **read_adapter(folders[0]).modules})
+    with pytest.raises(AdapterError, match=f"{joined}: has matrices of model.layers.0.{next(iter(modules))}, as"):
+        loaded.prepare(both)
+    plain, with_joined, merged, with_separate, merged_separate = found
+    assert all(map(torch.equal, with_joined, with_separate))
+    assert all(map(torch.equal, merged, merged_separate))
+    assert max(map(relative_error, with_joined, merged)) < TOLERANCE
+    assert min(map(relative_error, with_joined, plain)) > 100 * TOLERANCE
 
 
 ALIASES = {
@@ -213,7 +333,8 @@ OTHER_KEYS: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
 ]
 """What a row may read otherwise than the plain one."""
-UNSEEN = ("models", "defaults", "required", "names.aliases", "names.layer_aliases", "names.ignores_later_layers")
+OF_NAMES = ("aliases", "layer_aliases", "separate", "ignores_later_layers")
+UNSEEN = ("models", "defaults", "required", *(f"names.{each}" for each in OF_NAMES))
 SAME_FUNCTION = {
     # Nothing but tensors that no model reads; what is derived is not in the record.
     ("ExaoneForCausalLM", "names.ignored"),

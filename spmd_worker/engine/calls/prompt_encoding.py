@@ -1,7 +1,7 @@
 """Encodes the prompts and conversations of a call, and gives each its sampling parameters."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -173,7 +173,8 @@ def as_list(prompts: Any) -> list[Any]:
     """A list of prompts; a single prompt becomes a list of one. Raises TypeError for an invalid type."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+    # A set has another order in each process.
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Set):
         raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
     listed = list(prompts)
     # A list that begins with a number is one prompt of token ids; an invalid id in it is that prompt's error.

@@ -41,6 +41,10 @@ class WorkerCalls:
         wanted = _with_host_signals(method) if callable(method) else method
         with self._engine.calls.inside("collective_rpc"):
             self._engine.life.check_not_closed()
+            if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+                raise TypeError(f"args is a {type(args).__name__}: give a list of arguments")
+            if not isinstance(kwargs, Mapping | None):
+                raise TypeError(f"kwargs is a {type(kwargs).__name__}: give a dict of arguments")
             return self._engine.executor.collective_rpc(wanted, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -60,7 +64,9 @@ class WorkerCalls:
         computes raises RanksDisagreeError on all of them, until all weights were loaded. Calls are matched by their
         number, so every rank makes the same number of calls if some may be rejected.
         """
-        return self._engine.changes.apply_model(_with_host_signals(func) if callable(func) else func)
+        if not callable(func):
+            raise TypeError(f"func is a {type(func).__name__}: give a function that gets the model")
+        return self._engine.changes.apply_model(_with_host_signals(func))
 
     def get_model_inspection(self) -> str:
         """Text that shows this rank's model: its modules, and the slices of the checkpoint that it has."""

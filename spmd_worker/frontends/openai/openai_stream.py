@@ -62,10 +62,10 @@ def status_of(code: str) -> int:
     return _STATUSES.get(code, 400)
 
 
-def error_body(code: str, message: str) -> JsonObject:
+def error_body(code: str, message: str, param: str | None = None) -> JsonObject:
     """An error in OpenAI's format."""
     kind = _KINDS.get(status_of(code), "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def event(record: Any) -> bytes:

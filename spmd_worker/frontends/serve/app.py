@@ -311,7 +311,7 @@ class ServerApp:
     def error_record(self, error: InvalidRequestError) -> JsonObject:
         """Body of an error, which is counted."""
         self._errors[status_of(error.code)] += 1
-        return error_body(error.code, str(error))
+        return error_body(error.code, str(error), error.param)
 
 
 class Reservation:

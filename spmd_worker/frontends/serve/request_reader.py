@@ -6,7 +6,9 @@ never used: the answer does not depend on other clients.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Final
@@ -35,6 +37,11 @@ _STREAM_KEYS: Final = ("stream", "stream_options")
 _STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _UNNAMED_KEYS: Final = (*IGNORED_KEYS, "cache_salt", "request_id", "include_reasoning", SPACES_KEY)
 """Keys that change nothing of what a request samples."""
+_NAMED_KEYS: Final = tuple(
+    re.compile(rf"{before}((\w+)(?:\[\d+\]|\.\w+)*)")
+    for before in (r"(?:prompt\[\d+\]: )?(?:unknown key '|entries of |the )?", "")
+)
+"""Beginnings of errors: the key, with what it holds, and the key alone."""
 _DIGEST_BYTES: Final = 16
 _UNNAMED: Final = "request"
 
@@ -98,6 +105,10 @@ class RequestReader:
         """`read`, with a pause after each of several texts."""
         is_form = url in AUDIO_TASKS and is_multipart(content_type)
         body = body_of_form(read_form(data, content_type)) if is_form else parse_body(data, self.context.limits)
+        with naming_keys(body):
+            return (yield from self._rows(index, url, body, custom_id))
+
+    def _rows(self, index: int, url: str, body: dict[str, Any], custom_id: str | None) -> Turns[ServedRow]:
         stream = _stream_of(body)
         fields = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
         prompts = _prompts(url, fields)
@@ -142,6 +153,17 @@ class RequestReader:
                 raise InvalidRequestError(message, "unsupported_value")
         encoded = encode_row(row, self.context)
         return replace(encoded, custom_id=content_name(url, fields) if custom_id is None else custom_id)
+
+
+@contextmanager
+def naming_keys(body: Mapping[str, Any]) -> Iterator[None]:
+    """Block whose InvalidRequestErrors get the key of `body` with which their message begins, as their `param`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        found = [each.match(str(error)) for each in _NAMED_KEYS]
+        error.param = next((each[1] for each in found if each is not None and each[2] in body), None)
+        raise
 
 
 def parse_body(data: bytes, limits: RowLimits) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from spmd_worker.frontends.openai.prompt_ids import encode
 from spmd_worker.frontends.openai.prompt_values import TEMPLATE_KEYS, check_keys, text_prompt, tokens_prompt
 from spmd_worker.frontends.openai.row import ChatPrompt, ReadPrompt
 from spmd_worker.frontends.openai.row_parser import parse_fields
-from spmd_worker.frontends.serve.request_reader import RequestReader, parse_body
+from spmd_worker.frontends.serve.request_reader import RequestReader, naming_keys, parse_body
 from spmd_worker.tokenizer.messages import InvalidRequestError, optional_flag
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -29,7 +29,8 @@ def answer_tokens(reader: RequestReader, url: str, data: bytes) -> JsonObject:
     body = parse_body(data, reader.context.limits)
     if reader.context.tokenizer is None:
         raise InvalidRequestError("the model folder has no tokenizer.json", "tokenizer_missing")
-    return (_tokenized if url == TOKENIZE_URL else _detokenized)(reader, reader.context.tokenizer, body)
+    with naming_keys(body):
+        return (_tokenized if url == TOKENIZE_URL else _detokenized)(reader, reader.context.tokenizer, body)
 
 
 def _tokenized(reader: RequestReader, tokenizer: Tokenizer, body: Mapping[str, Any]) -> JsonObject:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from spmd_worker.base.errors import CheckpointError
 from spmd_worker.model.adapters.expert_modules import by_expert, module_sizes
 from spmd_worker.model.adapters.source import AdapterSource, raise_problems
@@ -23,6 +25,8 @@ def weight_updates(
     experts = module_sizes(names, shapes)
     updates: dict[str, LowRankUpdate | StackUpdate] = {}
     stacks: dict[str, dict[int, LowRankUpdate]] = {}
+    separate = names.separate_rows(shapes)
+    inside: dict[str, dict[str, LowRankUpdate]] = {}
     problems: list[str] = []
     if adapter.config.is_transposed and not names.are_transposed:
         problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
@@ -50,6 +54,15 @@ def weight_updates(
             problems.append(str(error))
             continue
         shape = tuple(shapes.get(name, ()))
+        if name in separate:
+            joined, (start, stop) = separate[name]
+            if update.shape != (expected := (stop - start, shapes[joined][1])):
+                problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(expected)}")
+            elif name in inside.setdefault(joined, {}):
+                problems.append(f"{module}: a second adapter of its module")
+            else:
+                inside[joined][name] = update
+            continue
         if names.is_transposed(name):
             update = update.transposed()
         if names.tied is not None and name == names.tied[1]:
@@ -63,4 +76,17 @@ def weight_updates(
         else:
             updates[name] = update
     raise_problems(adapter.subject, problems)
+    for joined, parts in inside.items():
+        updates[joined] = _joined(shapes[joined][0], {separate[name][1]: update for name, update in parts.items()})
     return updates | {name: StackUpdate(experts) for name, experts in stacks.items()}
+
+
+def _joined(num_rows: int, parts: Mapping[tuple[int, int], LowRankUpdate]) -> LowRankUpdate:
+    """The update of a tensor from those of its rows: their ranks, one behind the other."""
+    b = torch.zeros(num_rows, sum(update.a.shape[0] for update in parts.values()))
+    first = 0
+    for (start, stop), update in parts.items():
+        last = first + update.a.shape[0]
+        b[start:stop, first:last] = update.b
+        first = last
+    return LowRankUpdate(torch.cat([update.a for update in parts.values()]), b)

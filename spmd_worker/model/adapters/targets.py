@@ -2,10 +2,11 @@
 
 A column-parallel layer has all inputs of A and some outputs of B, a row-parallel one some inputs of A and all outputs
 of B, so that each rank's part of a sum gets its part of the adapter's. A module of the checkpoint that fuses several of
-ours is one part of the merged layer; modules that are separate there are parts of their own.
+ours is one part of the merged layer, unless its parts are separate in memory (`Names.separate`); modules that are
+separate there are parts of their own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.experts import Router, SparseFeedForward
 from spmd_worker.model.layers.linear import AdaptableLayer, ColumnParallelLinear, RowParallelLinear
 from spmd_worker.model.layers.weight_slice import WeightSlice, volume
+from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.families.family import GATE_UP, QKV
 from spmd_worker.model_config.pooling import VECTORS
 from spmd_worker.ops.kernels.adapters import Matrices
@@ -92,12 +94,14 @@ class AdapterTargets:
             for name, each in modules.items()
             if isinstance(each, AdaptableLayer) and (_EXPERTS not in name.split(".") or not self.why_no_experts)
         }
-        fused = {ours: name for name, parts in self._table.fused.items() for ours in parts}
+        # Of joined modules those are adapted that are separate in memory (`text_part`).
+        modules_of_files = (self._table.fused, self._table.separate)
+        fused = {ours: name for modules in modules_of_files for name, parts in modules.items() for ours in parts}
         endings = [ending for ours in _LINEARS for ending in self._endings(fused.get(ours, ours))]
         tops = (self._table.project_in, self._table.project_out, self._table.layer_inputs[1])
         self._shapes = {
             name.removesuffix(".weight"): shape
-            for name, shape in model.weights.shapes.items()
+            for name, shape in self._given_shapes(model.weights)
             if name.endswith(".weight") and len(shape) == 2
         }
         experts = {} if self.why_no_experts else module_sizes(self._names, model.weights.shapes)
@@ -106,7 +110,7 @@ class AdapterTargets:
         self.linears = dict.fromkeys(
             name for name in self._shapes if name in experts or name in tops or self._inside(name) in endings
         )
-        self.parts = self._own_parts(model.weights.slices)
+        self.parts = self._own_parts(model.weights.separate_slices)
         pooling = model.model_config.pooling
         has_scores = pooling is not None and pooling.task not in VECTORS and not pooling.label_token_ids
         tops = (self._table.classifier, self._table.head_dense, self._table.head_norm)
@@ -117,6 +121,12 @@ class AdapterTargets:
             for piece in model.weights.slices
             if piece.parameter_name.startswith(_POOLER)
         }
+
+    @staticmethod
+    def _given_shapes(weights: WeightStore) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from weights.shapes.items()
+        for name in weights.separate:
+            yield name, weights.given_shape(name)
 
     def _endings(self, ours: str) -> list[str]:
         """The checkpoint's names in a layer of a module: several if layers of ours have one number there."""

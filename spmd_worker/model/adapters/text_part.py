@@ -43,8 +43,8 @@ def text_part(source: AdapterSource, names: CheckpointNames) -> AdapterSource:
 
 
 def _divided(source: AdapterSource, names: CheckpointNames) -> dict[str, AdapterModule]:
-    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`). Raises
-    AdapterError for a module that is given twice, alone and as a part.
+    """The modules, with one for each of those that are one in transformers' memory (`Names.joined_rows`), or in files
+    alone (`Names.separate`). Raises AdapterError for a module that is given twice, alone and as a part.
     """
     modules: dict[str, AdapterModule] = {}
     given: dict[str, str] = {}

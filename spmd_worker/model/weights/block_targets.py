@@ -44,7 +44,7 @@ class BlockTarget:
 
 def block_targets(store: WeightStore, name: str, view: TensorView | None, max_elements: int) -> Iterator[BlockTarget]:
     """Blocks of this rank's slices of a checkpoint tensor, of at most `max_elements`, or one row if that is more."""
-    held_weight = store.held.get(name)
+    held_weight = store.held_of(name)
     for held in () if held_weight is None else (*held_weight.pieces, *held_weight.copies):
         if volume(held.piece.source):
             for block in _cut(held.piece.oriented(_needed(held)), max_elements):

@@ -238,10 +238,15 @@ class CheckpointNames:
         return self._stacked_parts(*found, experts, TensorView(given_name), shape) or {name: None}
 
     def joined_rows(self, given_name: str, shape: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """Names, by the table, and rows of the checkpoint tensors in one that is joined in memory; none for any other.
-        Raises CheckpointError for a wrong shape.
+        """Names, by the table, and rows of the checkpoint tensors in one that is joined in memory, or of the tensors in
+        memory that one of the checkpoint joins; none for any other. Raises CheckpointError for a wrong shape.
         """
-        found = self._layer_of(self._table_name(given_name))
+        found = self._layer_of(name := self._table_name(given_name))
+        if found is not None and (separate := self.separate_rows([name])):
+            *_, (_, (_, stop)) = separate.values()
+            if not shape or shape[0] != stop:
+                raise CheckpointError(f"{name}: has the shape {list(shape)}, but this layer has {stop} rows")
+            return {each: rows for each, (_, rows) in separate.items()}
         if found is None or found[1] not in self._names.joined_rows:
             return {}
         views = self._joined_rows(*found, TensorView(given_name, has_slices=False), shape)
@@ -399,6 +404,24 @@ class CheckpointNames:
         if stack.parts == ("down_proj",):
             rows, inputs = inputs, rows
         return rows != inputs and tuple(shape) == (experts.num_experts, inputs, rows)
+
+    def separate_rows(self, tensors: Collection[str]) -> dict[str, tuple[str, tuple[int, int]]]:
+        """Tensors that are separate in memory (`Names.separate`) by name, each with the one of `tensors` whose rows it
+        is, and which rows.
+        """
+        found: dict[str, tuple[str, tuple[int, int]]] = {}
+        for index, layer in enumerate(self._model_config.layers if self._names.separate else ()):
+            prefix, sizes = self._layer_prefix(index), _part_sizes(layer)
+            for module, parts in self._names.separate.items():
+                fused = self._fused[parts[0]]
+                assert fused not in self._names.by_kv_head, fused
+                before = self._names.fused[fused][: self._names.fused[fused].index(parts[0])]
+                start = sum(sizes.get(part, 0) for part in before)
+                rows = (start, start + sum(sizes.get(part, 0) for part in parts))
+                for leaf in ("weight", "bias"):
+                    if (joined := f"{prefix}{fused}.{leaf}") in tensors:
+                        found[f"{prefix}{module}.{leaf}"] = (joined, rows)
+        return found
 
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
         """Rows of the fused tensor: one range of them, or one per key-value head."""

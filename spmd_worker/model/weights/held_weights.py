@@ -1,7 +1,7 @@
 """This rank's weights by checkpoint name, to read them and to replace them one at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
@@ -179,6 +179,19 @@ class HeldWeight:
     @property
     def held_slice(self) -> HeldSlice:
         return HeldSlice(self.pieces[0].piece.checkpoint_shape, tuple(map(joined_ranges, self._ranges())))
+
+    def of_rows(self, start: int, stop: int) -> "HeldWeight | None":
+        """This rank's slices of these rows of the tensor, as of a tensor of its own; None without one. No slice has
+        others too.
+        """
+        pieces = []
+        for held in self.pieces:
+            ((first, last), *others), (_, *sizes) = held.piece.source, held.piece.checkpoint_shape
+            if first < last and start < last and first < stop:
+                assert start <= first < last <= stop, (held.piece, start, stop)
+                shape, source = (stop - start, *sizes), ((first - start, last - start), *others)
+                pieces.append(replace(held, piece=replace(held.piece, checkpoint_shape=shape, source=source)))
+        return HeldWeight(tuple(pieces)) if pieces else None
 
     def read(self) -> Tensor:
         """This rank's slices: a view of the parameter if it is held in the checkpoint's order, else a copy."""

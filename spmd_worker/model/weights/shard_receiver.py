@@ -116,15 +116,14 @@ def recorded(store: WeightStore, own: Round, digests: Sequence[str]) -> Iterator
     """Block that writes all blocks of the round, whose tensors are loaded at its end, or dropped after an exception."""
     written = [(name, view, digest) for of, digest in zip(own.parts, digests, strict=True) for name, view in of]
     heads = [name for name, _, _ in written if store.is_tied_head(name)]
-    with store.update.writing([name for name, _, _ in written if name not in heads]):
+    with store.writing([name for name, _, _ in written if name not in heads]):
         yield
         for name, view, digest in written:
             content = OF_SHARDS + (digest if view is None else f"{digest} {view}")
             if name in heads:
                 store.update.add_tied_head(content)
             else:
-                store.update.add(name, content)
-                store.note_replaced(name)
+                store.record(name, content)
 
 
 @torch.no_grad()

@@ -31,8 +31,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ from spmd_worker.model.weights.tensor_checks import (
     tied_head_fault,
 )
 from spmd_worker.model.weights.weight_source import WeightSource
-from spmd_worker.model.weights.weight_update import WeightUpdate
+from spmd_worker.model.weights.weight_update import WeightUpdate, WeightUpdateReport
 from spmd_worker.model_config.stored_format import StoredFormat
 from spmd_worker.model_config.weight_format import Quantization
 from spmd_worker.native.threads import use_single_threaded_torch
@@ -158,9 +158,75 @@ class WeightStore:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @cached_property
+    def separate(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        """`CheckpointNames.separate_rows` of the model's tensors, which trainers may give in place of those."""
+        return self.names.separate_rows(self.tensors)
+
+    @property
+    def separate_slices(self) -> Iterator[WeightSlice]:
+        """`slices`, of tensors that are separate in memory in place of those that the checkpoint has joined."""
+        inside: dict[str, list[tuple[str, tuple[int, int]]]] = {}
+        for name, (joined, rows) in self.separate.items():
+            inside.setdefault(joined, []).append((name, rows))
+        for piece in self.slices:
+            for name, (start, stop) in inside.get(piece.checkpoint_name, ()):
+                (first, last), *others = piece.source
+                if start <= first < last <= stop:
+                    shape, source = self.given_shape(name), ((first - start, last - start), *others)
+                    yield replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source)
+            if piece.checkpoint_name not in inside:
+                yield piece
+
+    def joined(self, name: str) -> str:
+        """Name of the checkpoint tensor that has a tensor which may be separate in memory."""
+        return self.separate[name][0] if name in self.separate else name
+
+    def given_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as a trainer has it."""
+        if name not in self.separate:
+            return self.shapes[name]
+        joined, (start, stop) = self.separate[name]
+        return (stop - start, *self.shapes[joined][1:])
+
+    @cached_property
     def held(self) -> dict[str, HeldWeight]:
         """Weights of which this rank has slices, by name."""
         return held_weights(self.slices, self._layers)
+
+    def held_of(self, name: str) -> HeldWeight | None:
+        """This rank's slices of a tensor, which may be separate in memory; None without one."""
+        whole = self.held.get(self.joined(name))
+        return whole if whole is None or name not in self.separate else whole.of_rows(*self.separate[name][1])
+
+    def record(self, name: str, content: Tensor | str, source: WeightSource | None = None) -> None:
+        """A tensor was loaded (`WeightUpdate.add`), from `source` or by a trainer. One of the checkpoint is loaded with
+        the last of those that are separate in memory.
+        """
+        self.update.add(name, content)
+        joined, digests = self.joined(name), self.update.digests
+        if joined != name:
+            parts = [digests.get(each, "") for each, (of, _) in self.separate.items() if of == joined]
+            if all(parts):
+                self.update.add(joined, " ".join(("parts", *parts)))
+        self._note_merged(joined, source)
+
+    def writing(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """`WeightUpdate.writing` of tensors that may be separate in memory."""
+        return self.update.writing([*names, *map(self.joined, names)])
+
+    def report(self) -> WeightUpdateReport | None:
+        """`WeightUpdate.report`. Of a tensor whose separate ones were given in part those are missing that were not."""
+        found = self.update.report(self.tensors, self.buffer_names)
+        if found is None or not self.separate:
+            return found
+        digests, missing, must_be_complete, rejected_calls, has_all, head_fault = found
+        absent = {joined: [name for name, (of, _) in self.separate.items() if of == joined] for joined in missing}
+        given = {joined for joined, names in absent.items() if any(name in digests for name in names)}
+        named = [
+            [each for each in absent[name] if each not in digests] if name in given else [name] for name in missing
+        ]
+        missing = [each for names in named for each in names]
+        return digests, missing, must_be_complete, rejected_calls, has_all, head_fault
 
     @cached_property
     def buffer_names(self) -> frozenset[str]:
@@ -172,15 +238,11 @@ class WeightStore:
         """Digests of the adapters that are in weights, those of other ranks too; a trainer's tensors have none."""
         return frozenset(self._merged.values())
 
-    def note_replaced(self, name: str) -> None:
-        """A trainer's values have replaced those of a weight."""
-        self._merged.pop(name, None)
-
     def _note_merged(self, name: str, source: WeightSource | None) -> None:
         if isinstance(source, MergedWeights) and name in source.updates:
             self._merged[name] = source.digest
         else:
-            self.note_replaced(name)
+            self._merged.pop(name, None)
 
     @property
     def buffer_parameters(self) -> frozenset[str]:
@@ -322,7 +384,7 @@ class WeightStore:
         for name, tensor in self._normalised(weights):
             with host_by_default():
                 if self._write(name, tensor, f"{name}:"):
-                    found.add(name)
+                    found.add(self.joined(name))
         return found
 
     def check_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -363,7 +425,7 @@ class WeightStore:
         # A tied head is compared with the embedding, which is checked.
         if not is_head and not self.allows_nonfinite:
             check_finite(subject, self.to_check(name, tensor.detach()), self.dtype_of(name))
-        own = self.held.get(name)
+        own = self.held_of(name)
         stored_pieces = [] if source is None or own is None or self._stored_format(name) is None else own.pieces
         jobs = [(held, block) for held in stored_pieces for block in _stored_blocks(held)]
         for held, block in jobs:
@@ -381,8 +443,7 @@ class WeightStore:
                 held.write_stored(block, *read_stored(source, held, block))
             if own is not None and not stored_pieces:
                 own.load(tensor)
-            self.update.add(name, tensor)
-            self._note_merged(name, source)
+            self.record(name, tensor, source)
         return own is not None
 
     def _normalised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -401,7 +462,7 @@ class WeightStore:
             is_head = self.is_tied_head(name)
             if self.names.is_derived(name) and not is_head:
                 continue
-            if name not in self.tensors and not is_head:
+            if name not in self.tensors and name not in self.separate and not is_head:
                 has_stored = self._stored_tensors or self._stored_experts
                 words = "; parts of weights as stored are replaced by reload_weights" if has_stored else ""
                 # Names of the checkpoint behind a wrapper's prefix (`module.`) are near too.
@@ -414,7 +475,7 @@ class WeightStore:
     def _stored_format(self, name: str) -> StoredFormat | None:
         """Format in which a weight of any rank is held as files store it; None if it is not."""
         layer = self.names.layer_of_expert(name) if self._stored_experts else None
-        return self._stored_tensors.get(name) if layer is None else self._stored_experts.get(layer)
+        return self._stored_tensors.get(self.joined(name)) if layer is None else self._stored_experts.get(layer)
 
     def _check_tensor(self, name: str, tensor: Tensor, *, is_from_trainer: bool = True) -> None:
         """Raise CheckpointError for a shape or dtype the weight cannot have; a tied head is checked at the commit."""
@@ -426,8 +487,8 @@ class WeightStore:
         stored = self._stored_format(name) if is_from_trainer else None
         if stored is not None:
             raise CheckpointError(f"{name}: {stored_weight_error(stored)}")
-        if not self.is_tied_head(name) and tuple(shape) != self.shapes[name]:
-            raise CheckpointError(f"{name}: has the shape {list(shape)}, but the model's has {list(self.shapes[name])}")
+        if not self.is_tied_head(name) and tuple(shape) != (expected := self.given_shape(name)):
+            raise CheckpointError(f"{name}: has the shape {list(shape)}, but the model's has {list(expected)}")
 
     def _check_change(self, name: str, values: Tensor) -> None:
         """Raise CheckpointError if `apply_model` may not replace this rank's slices by `values`."""
@@ -542,11 +603,11 @@ class WeightStore:
 
     def to_check(self, name: str, values: Tensor) -> Tensor:
         """Numbers that are finite if these may be the weight's: bounds may be infinite."""
-        return bounded(values) if self.tensors[name].is_bound else values
+        return bounded(values) if self.tensors[self.joined(name)].is_bound else values
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype in which the model holds a weight that is not quantised."""
-        return torch.float32 if self.tensors[name].is_float32 else self._dtype
+        return torch.float32 if self.tensors[self.joined(name)].is_float32 else self._dtype
 
 
 def _parameters(layers: Mapping[str, CheckpointLayer]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ def trainer_sums(store: WeightStore, tensors: Iterable[tuple[str, Tensor]]) -> S
         for part, view in store.parts_of(name, shard.shape):
             store.check_shape(part, shard.shape if view is None else view.shape(shard.shape))
             if not store.is_tied_head(part):
-                found.setdefault(part, []).extend(_sums_of(store, shard, part, view))
+                found.setdefault(store.joined(part), []).extend(_sums_of(store, shard, part, view))
     return found
 
 
@@ -35,7 +35,8 @@ def _whole(name: str, tensor: Tensor) -> TensorShard:
 def _sums_of(
     store: WeightStore, shard: TensorShard, name: str, view: TensorView | None
 ) -> list[tuple[Rectangle, str, tuple[int, int]]]:
-    shape, dtype = store.shapes[name], store.dtype_of(name)
+    shape, dtype = store.given_shape(name), store.dtype_of(name)
+    joined, (first, _) = store.separate.get(name, (name, (0, 0)))
     found: list[tuple[Rectangle, str, tuple[int, int]]] = []
     wanted = full_rectangle(shape) if view is None else view.stored_region(full_rectangle(shape))
     for rectangle in shard.rectangles:
@@ -44,7 +45,10 @@ def _sums_of(
             region, values = stored, shard.read(stored)
             if view is not None:
                 region, values = view.region_of(stored), view.of_region(values)
-            both = element_sums(values.to(dtype), region, shape)
+            if first:
+                (start, stop), *others = region
+                region = ((start + first, stop + first), *others)
+            both = element_sums(values.to(dtype), region, store.shapes[joined])
             found.append((region, str(dtype).removeprefix("torch."), both))
     return found
 

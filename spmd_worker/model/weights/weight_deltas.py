@@ -67,7 +67,7 @@ def apply_deltas(store: WeightStore, deltas: Collection[Any], base_digest: str) 
             if name in names:
                 raise CheckpointError(f"{name}: is changed twice in one call: give one delta of it")
             names.append(name)
-    with store.update.writing([name for name in names if not store.is_tied_head(name)]):
+    with store.writing([name for name in names if not store.is_tied_head(name)]):
         for change, of_tensor in parts:
             for name, view in of_tensor:
                 _apply(store, change, name, view, f"delta of {base_digest} {change.digest} {view}")
@@ -109,7 +109,7 @@ def _parts_of_delta(delta: Any) -> tuple[str, Tensor, Tensor | None]:
 
 def _check_held_plainly(store: WeightStore, name: str) -> None:
     """Raise CheckpointError for a weight whose values are rounded when they are written."""
-    held = store.held.get(name)
+    held = store.held_of(name)
     for each in () if held is None else held.pieces:
         if isinstance(each.layer, PackedLayer) and each.layer.needs_full_rows(each.parameter):
             raise CheckpointError(f"{name}: is quantised here, so its base is not exact: load the whole tensor instead")
@@ -119,15 +119,14 @@ def _apply(store: WeightStore, change: _Change, name: str, view: TensorView | No
     if store.is_tied_head(name):
         store.update.add_tied_head(digest)
         return
-    weight = store.held.get(name)
+    weight = store.held_of(name)
     for held in () if weight is None else (*weight.pieces, *weight.copies):
         if volume(held.piece.source):
             values = _changed(held, change, view)
             if not store.allows_nonfinite:
                 check_finite(f"{name}: with its delta", store.to_check(name, values), values.dtype)
             held.write(values if view is None else view.of_region(values))
-    store.update.add(name, digest)
-    store.note_replaced(name)
+    store.record(name, digest)
 
 
 def _changed(held: HeldPiece, change: _Change, view: TensorView | None) -> Tensor:

@@ -283,6 +283,10 @@ DELTA_ROWS: Final[dict[str, Family]] = {
         models="Lara 4 Mini",
         names=Names(
             fused={"linear_attn.in_proj": tuple(_IN_PROJ[part] for part in "qkvzba"), **_CONV},
+            separate={
+                "linear_attn.in_proj_qkv": tuple(_IN_PROJ[part] for part in "qkv"),
+                **{_IN_PROJ[part]: (_IN_PROJ[part],) for part in "zba"},
+            },
             parts={"linear_attn.norm": "linear_attn.out_norm"},
             layer_aliases={"linear_attn.norm.": "linear_attn.out_norm."},
             stacked=(

@@ -114,6 +114,7 @@ _SARVAM: Final = replace(
         embedding="model.word_embeddings",
         parts={**_SHARED_EXPERTS, **_SARVAM_ATTENTION, "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias"},
         fused={"attention.query_key_value": QKV},
+        separate={part: (part,) for part in QKV},
         aliases={"model.embed_tokens.": "model.word_embeddings."},
         layer_aliases={
             **{f"{ours}.": f"{theirs}." for ours, theirs in _SARVAM_ATTENTION.items()},

@@ -54,7 +54,8 @@ class Names:
     with {} in its name in `parts` has each of our rows in a tensor of its own, by number. Tensors in `as_rows`, by our
     name in a layer, are parameters [1, n], not buffers [n], and those in `as_parameters` parameters [n]. `joined` are
     stacks that are one tensor in memory, by its name in a layer, outputs one behind the other; `joined_rows` are other
-    tensors that are one in memory.
+    tensors that are one in memory. `separate` are modules in memory whose rows a tensor of `fused` has, each with ours
+    in it, one behind the other.
     `mixer_aliases` are `layer_aliases` of layers with one mixer. `ignores_later_layers`: files may have layers after
     the model's last, for speculative decoding. `embedding_norm` and `token_types` are of encoders. `head_dense` and
     `head_norm` precede `classifier`, the scores of a model that classifies; `token_classifier` are those of one that
@@ -91,6 +92,7 @@ class Names:
     as_parameters: tuple[str, ...] = ()
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined_rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixer_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     layer_aliases: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedTensor, ...] = ()

@@ -9,6 +9,7 @@ import re
 from typing import Any, Final
 
 from spmd_worker.base.config.extras import raise_missing_package
+from spmd_worker.base.picklable_error import PicklableError
 from spmd_worker.replica.grammar.exact_schema import SchemaProblem, exact_schema
 from spmd_worker.replica.sequence.structured_outputs import StructuredOutputsParams
 
@@ -36,7 +37,7 @@ _UNREADABLE: Final = (ValueError, LookupError, AttributeError, TypeError, Recurs
 """Errors of a user's grammar that is not the engine's JSON."""
 
 
-class GrammarError(ValueError):
+class GrammarError(PicklableError, ValueError):
     """An invalid constraint: `code` is an error row's, the message is the engine's."""
 
     def __init__(self, code: str, message: str) -> None:

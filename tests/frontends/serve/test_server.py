@@ -147,37 +147,70 @@ def test_comparison_detects_samples_by_request_order(client: Client, monkeypatch
 
 
 REFUSED = [
-    ({"prompt": "a", "max_tokns": 1}, 400, "unknown_key", "did you mean 'max_tokens'?"),
-    ({"prompt": ""}, 400, "empty_prompt", "prompt is empty"),
-    ({"prompt": "a " * 300}, 400, "prompt_too_long", "model.max_model_len is 256"),
-    ({"prompt": "a", "stream": 1}, 400, "invalid_value", "stream=1 must be true or false"),
-    ({"prompt": "a", "stream_options": []}, 400, "invalid_value", "stream_options=[] must be an object"),
-    ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "unsupported_value", "cannot be streamed"),
-    ({"prompt": "a", "temperature": -1}, 400, "invalid_value", "temperature=-1.0 must be 0"),
-    ({"prompt": "a", "suffix": "b"}, 400, "unsupported_value", "suffix='b' is not supported"),
-    (b"{", 400, "invalid_json", "the body is not JSON"),
-    (b'{"prompt": "a", "prompt": "b"}', 400, "invalid_json", "the key 'prompt' appears twice"),
-    (b'{"prompt": NaN}', 400, "invalid_json", "which is not a JSON number"),
-    (b"[]", 400, "not_an_object", "the body must be a JSON object, not a list"),
-    (b'{"prompt": "\xff"}', 400, "invalid_utf8", "the body is not UTF-8"),
-    (b'{"prompt": ' + b"[" * 64 + b"]" * 64 + b"}", 400, "nested_too_deeply", "nested more than 63 levels"),
-    (b"", 400, "invalid_json", "the body is not JSON"),
+    ({"prompt": "a", "max_tokns": 1}, 400, "unknown_key", "did you mean 'max_tokens'?", "max_tokns"),
+    ({"prompt": ["a", ""], "max_tokens": 1}, 400, "empty_prompt", "prompt[1]: prompt is empty", "prompt"),
+    (
+        {"prompt": ["a", "b"], "max_tokens": "1"},
+        400,
+        "invalid_value",
+        "prompt[0]: max_tokens='1' must be",
+        "max_tokens",
+    ),
+    ({"prompt": ""}, 400, "empty_prompt", "prompt is empty", "prompt"),
+    ({"prompt": "a " * 300}, 400, "prompt_too_long", "model.max_model_len is 256", "prompt"),
+    ({"prompt": "a", "stream": 1}, 400, "invalid_value", "stream=1 must be true or false", "stream"),
+    (
+        {"prompt": "a", "stream_options": []},
+        400,
+        "invalid_value",
+        "stream_options=[] must be an object",
+        "stream_options",
+    ),
+    (
+        {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+        400,
+        "unsupported_value",
+        "cannot be streamed",
+        "prompt_logprobs",
+    ),
+    ({"prompt": "a", "temperature": -1}, 400, "invalid_value", "temperature=-1.0 must be 0", "temperature"),
+    ({"prompt": "a", "suffix": "b"}, 400, "unsupported_value", "suffix='b' is not supported", "suffix"),
+    (b"{", 400, "invalid_json", "the body is not JSON", None),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "invalid_json", "the key 'prompt' appears twice", None),
+    (b'{"prompt": NaN}', 400, "invalid_json", "which is not a JSON number", None),
+    (b"[]", 400, "not_an_object", "the body must be a JSON object, not a list", None),
+    (b'{"prompt": "\xff"}', 400, "invalid_utf8", "the body is not UTF-8", None),
+    (b'{"prompt": ' + b"[" * 64 + b"]" * 64 + b"}", 400, "nested_too_deeply", "nested more than 63 levels", None),
+    (b"", 400, "invalid_json", "the body is not JSON", None),
 ]
 
 
-def check_error(found: tuple[int, JSON, Any], status: int, code: str, words: str) -> None:
+def check_error(found: tuple[int, JSON, Any], status: int, code: str, words: str, param: str | None = None) -> None:
     assert found[0] == status, found
     assert set(found[1]) == {"error"}
     error = found[1]["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == code
+    assert (error["code"], error["param"]) == (code, param)
     assert words in error["message"]
     assert len(found[2]["x-request-id"]) == 24
 
 
-@pytest.mark.parametrize(("body", "status", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])
-def test_invalid_request_is_error_in_openai_shape(client: Client, body: Any, status: int, code: str, words: str):
-    check_error(client.ask(TEXT, body), status, code, words)
+@pytest.mark.parametrize(("body", "status", "code", "words", "param"), REFUSED, ids=lambda value: str(value)[:40])
+def test_invalid_request_is_error_in_openai_shape(
+    client: Client, body: Any, status: int, code: str, words: str, param: str | None
+):
+    check_error(client.ask(TEXT, body), status, code, words, param)
+
+
+def test_error_names_the_place_in_a_body(client: Client):
+    bodies: dict[str, tuple[str, JSON]] = {
+        "messages[0].content": (CHAT, {"messages": [{"role": "user", "content": 5}]}),
+        "messages[1]": (CHAT, {"messages": [{"role": "user", "content": "a"}, 5]}),
+        "tokens[1]": ("/detokenize", {"tokens": [1, "a"]}),
+    }
+    for param, (path, body) in bodies.items():
+        status, answer, _ = client.ask(path, body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no token", "grammar_failed"), RuntimeError("a bug")], ids=str)

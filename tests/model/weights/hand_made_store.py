@@ -46,6 +46,9 @@ class _Names:
         del shape
         return {given_name: None}
 
+    def separate_rows(self, tensors: Mapping[str, ModelTensor]) -> dict[str, tuple[str, tuple[int, int]]]:
+        return {}
+
 
 def plain_store(
     model: nn.Module,
