@@ -115,7 +115,7 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     """The files of `job.input`, without the job's own (`is_own`). Raises ConfigError if there is none."""
     if is_remote(name):
         return _find_remote(name)
-    if Path(name).is_file():
+    if os.path.isfile(name):
         paths = [Path(name)]
     elif glob.has_magic(name):
         _check_folders(name)
