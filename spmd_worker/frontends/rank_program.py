@@ -44,6 +44,10 @@ CONF: Final = Path(__file__).resolve().parents[2] / "conf"
 
 _HELP_COLUMNS: Final = 100
 _MEANING_COLUMN: Final = 36
+_LESS_MEMORY: Final = (
+    "lower cache.num_blocks, cache.gpu_memory_utilization or scheduler.max_num_batched_tokens, or raise the "
+    "limits of this process (ulimit)"
+)
 
 _PATIENCE_S: Final = 5.0
 """Time that a rank that failed like rank 0 waits for it to print the error."""
@@ -229,11 +233,11 @@ def run_rank(
         return code
     except OSError as error:
         return _end(error, environment, watchdog)
-    except Exception as error:  # a bug: its traceback is needed, and the other ranks must not wait
-        if environment.world_size == 1:
+    except Exception as error:  # a bug, but for memory: its traceback is needed, and the other ranks must not wait
+        if environment.world_size == 1 and not _is_out_of_memory(error):
             watchdog.fail(error)
             raise
-        if not is_secondary(error):
+        if not _is_out_of_memory(error) and not is_secondary(error):
             traceback.print_exception(error)
         return _end(error, environment, watchdog)
     finally:
@@ -266,8 +270,19 @@ def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> 
     """End this rank because of an error that other ranks do not know; the failure diagnosis reports it to them."""
     watchdog.fail(error)
     if environment.world_size == 1:
-        return fail(describe_os_error(error), environment)
+        text = f"out of memory ({error}): {_LESS_MEMORY}" if _is_out_of_memory(error) else describe_os_error(error)
+        return fail(text, environment)
     return watchdog.leave(1)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether numpy, Python or torch could not allocate, stacks of threads too. Some errors have no class of their
+    own.
+    """
+    import torch
+
+    is_one = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_one or any(words in str(error) for words in ("DefaultCPUAllocator", "can't start new thread"))
 
 
 def _share_the_node(environment: RankEnvironment, is_on_gpu: bool, run_dir: Path | None) -> None:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from our_logger import logger_as_it_was
 
 from spmd_worker.base.config.schema import ModelOptions, RunConfig
@@ -29,7 +30,17 @@ def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("error", [None, ConfigError("seed=x"), OSError("no disk"), ZeroDivisionError("boom")])
+OUT_OF_MEMORY = (
+    MemoryError("Unable to allocate 192. MiB"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("can't start new thread"),
+)
+
+
+@pytest.mark.parametrize(
+    "error", [None, ConfigError("seed=x"), OSError("no disk"), ZeroDivisionError("boom"), *OUT_OF_MEMORY]
+)
 def test_single_rank_leaves_signal_handlers_as_they_were(error: Exception | None, capsys: pytest.CaptureFixture[str]):
     """After an error they stayed: a signal, later, ended the program of whoever had called, for a job that was over."""
     seen = []
@@ -49,6 +60,9 @@ def test_single_rank_leaves_signal_handlers_as_they_were(error: Exception | None
             run()
     else:
         assert run() == (0 if error is None else 1)
+        # Regression: 70 lines of a traceback.
+        words = f"error: out of memory ({error}): lower cache.num_blocks, " if error in OUT_OF_MEMORY else ""
+        assert words in capsys.readouterr().err
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert all(ours is not former for ours, former in zip(seen[0], before, strict=True))
     assert signal.set_wakeup_fd(-1) == -1

@@ -19,6 +19,10 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dangling": (lambda path: path.symlink_to("nothing"), " is a link to a file that does not exist: copy the file"),
     "loop": (lambda path: path.symlink_to(path.name), ": Too many levels of symbolic links: replace it"),
     "folder": (Path.mkdir, " is not a regular file: replace it"),
+    "pointer": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        " is a pointer of Git LFS, not the file itself: run `git lfs pull`",
+    ),
     "fifo": (os.mkfifo, " is not a regular file: replace it"),
 }
 

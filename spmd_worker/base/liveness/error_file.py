@@ -92,7 +92,7 @@ class ErrorRecord:
 
 def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
     """Write a record to the run directory, if this node has it."""
-    if run_dir is None or not run_dir.is_dir():
+    if run_dir is None or not os.path.isdir(run_dir):
         return
     path = run_dir / RECORD_NAME.format(record.rank)
     try:
@@ -123,7 +123,7 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
     """Write the stacks of all threads of this process to the run directory, else to stderr. Returns the path, or
     `stderr`.
     """
-    if run_dir is not None and run_dir.is_dir():
+    if run_dir is not None and os.path.isdir(run_dir):
         path = run_dir / STACKS_NAME.format(rank)
         try:
             with create_job_file(path) as stream:

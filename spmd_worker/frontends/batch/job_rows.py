@@ -141,7 +141,7 @@ class JobOutput:
         self._num_rows, self._prometheus = num_rows, prometheus
         for record in journal.records():
             self.counts.add_record(record)
-        self._shown = (self.counts.rows, 0)
+        self._shown = self._sums(0)
 
     def expect(self, num_rows: int | None) -> None:
         self._num_rows = num_rows
@@ -159,11 +159,15 @@ class JobOutput:
     def show(self, num_output_tokens: int) -> None:
         """Update the display; call it once a step, also if no row has ended: it counts generated tokens."""
         self._journal.tick()
-        now = (self.counts.rows, num_output_tokens)
-        self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
+        now = self._sums(num_output_tokens)
+        self._progress.update(*(new - old for new, old in zip(now, self._shown, strict=True)))
         self._shown = now
         if self._prometheus is not None:
             self._prometheus.update(self._values())
+
+    def _sums(self, num_output_tokens: int) -> tuple[int, int, int, int]:
+        """Arguments of `Progress.update`, from the start on."""
+        return self.counts.rows, num_output_tokens, self.counts.prompt_tokens, self.counts.error_rows
 
     def __enter__(self) -> "JobOutput":
         return self

@@ -19,8 +19,9 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
 
 
 class Progress:
-    """Rows, output tokens per second and time left: a bar on a terminal, elsewhere the first and last state and a line
-    every `interval_s` seconds. `total_rows` is None when unknown; `rows_before` of them do not count for the rate.
+    """Rows, tokens per second and time left: a bar on a terminal, elsewhere the first and last state and a line every
+    `interval_s` seconds. `total_rows` is None when unknown; `rows_before` of them do not count for the rate, nor do
+    rejected ones. Tokens are those of the output, or of the prompts if there are none: vectors and scores.
     """
 
     def __init__(
@@ -39,14 +40,18 @@ class Progress:
         self._last_shown_s: float | None = None
         self._num_rows_shown: int | None = None
         self._num_rows = self._num_rows_before = rows_before
-        self._num_output_tokens = 0
+        self._num_output_tokens = self._num_prompt_tokens = 0
         self._bar: _Bar | None = None
         self._is_closed = False
 
-    def update(self, rows: int, output_tokens: int) -> None:
-        """Count `rows` more finished rows and `output_tokens` more tokens; display if due."""
+    def update(self, rows: int, output_tokens: int, prompt_tokens: int = 0, rejected: int = 0) -> None:
+        """Count `rows` more finished rows, `rejected` of them without a computation, and more tokens; display if
+        due.
+        """
         self._num_rows += rows
+        self._num_rows_before += rejected
         self._num_output_tokens += output_tokens
+        self._num_prompt_tokens += prompt_tokens
         now_s = self._clock()
         is_first = self._last_shown_s is None and (self._num_rows > self._num_rows_before or self._num_output_tokens)
         last_s = self._start_s if self._last_shown_s is None else self._last_shown_s
@@ -76,7 +81,7 @@ class Progress:
         if self._bar is None:
             # miniters: the tokens per second change while no row ends.
             look = {"unit": " rows", "desc": "rows", "miniters": 0, **_terminal_size(self._stream)}
-            self._bar = _Bar(total=self._total_rows, initial=self._num_rows_before, file=self._stream, **look)
+            self._bar = _Bar(total=self._total_rows, initial=self._num_rows - rows, file=self._stream, **look)
         self._bar.set_postfix_str(f"{self._tokens_per_s(now_s):,.0f} tokens/s", refresh=False)
         self._bar.update(rows)
 
@@ -87,12 +92,19 @@ class Progress:
         if self._total_rows is not None and num_done > 0 and self._num_rows < self._total_rows:
             left_s = (now_s - self._start_s) / num_done * (self._total_rows - self._num_rows)
             left = f", {format_seconds(left_s)} left"
-        text = f"{self._num_rows:,}{total} rows, {self._num_output_tokens:,} output tokens"
+        kind = "prompt" if self._has_only_prompts() else "output"
+        text = f"{self._num_rows:,}{total} rows, {self._num_tokens():,} {kind} tokens"
         print(f"{text}, {self._tokens_per_s(now_s):,.1f} tokens/s{left}", file=self._stream, flush=True)
+
+    def _has_only_prompts(self) -> bool:
+        return self._num_prompt_tokens > 0 and not self._num_output_tokens
+
+    def _num_tokens(self) -> int:
+        return self._num_prompt_tokens if self._has_only_prompts() else self._num_output_tokens
 
     def _tokens_per_s(self, now_s: float) -> float:
         elapsed_s = now_s - self._start_s
-        return self._num_output_tokens / elapsed_s if elapsed_s > 0 else 0.0
+        return self._num_tokens() / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
@@ -125,8 +137,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("answered before", _count(metrics, "resumed_rows") if metrics.get("resumed_rows") else None),
         ("error rows", _error_rows(metrics)),
         ("prompt tokens", _prompt_tokens(metrics)),
-        ("output tokens", _count(metrics, "output_tokens")),
-        ("output tokens per second", _rate(metrics)),
+        *_tokens_made(metrics),
         ("time to load", _duration(metrics, "load_s")),
         ("time to generate", _duration(metrics, "generate_s")),
         ("total time", _duration(metrics, "wall_s")),
@@ -256,11 +267,14 @@ def _prompt_tokens(metrics: Mapping[str, Any]) -> str | None:
     return f"{total} ({computed} computed, {cached} from the cache)"
 
 
-def _rate(metrics: Mapping[str, Any]) -> str | None:
+def _tokens_made(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Output tokens, or the rate of prompts where rows have vectors or scores."""
     tokens, seconds = metrics.get("output_tokens"), metrics.get("generate_s")
-    if tokens is None or not seconds:
-        return None
-    return f"{(tokens - (metrics.get('resumed_output_tokens') or 0)) / seconds:,.1f}"
+    if tokens == 0 and metrics.get("computed_tokens"):
+        return [("prompt tokens per second", f"{metrics['computed_tokens'] / seconds:,.1f}" if seconds else None)]
+    made = None if tokens is None else tokens - (metrics.get("resumed_output_tokens") or 0)
+    rate = None if made is None or not seconds else f"{made / seconds:,.1f}"
+    return [("output tokens", _count(metrics, "output_tokens")), ("output tokens per second", rate)]
 
 
 def _memory(metrics: Mapping[str, Any]) -> str | None:

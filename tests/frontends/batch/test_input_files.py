@@ -144,8 +144,12 @@ def test_other_formats_are_rejected_by_suffix(tmp_path, name):
         (lzma.compress(CONTENT), "xz by its .*: decompress it"),
         (bz2.compress(CONTENT), "bzip2 by its .*: decompress it"),
         (CONTENT.decode().encode("utf-16"), "UTF-16 by its .*: convert it to UTF-8"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "a pointer of Git LFS by its .*: run `git lfs pull` in its folder",
+        ),
     ],
-    ids=["gzip", "zstd", "Parquet", "xz", "bzip2", "UTF-16"],
+    ids=["gzip", "zstd", "Parquet", "xz", "bzip2", "UTF-16", "Git LFS"],
 )
 def test_other_formats_are_rejected_by_first_bytes(tmp_path, monkeypatch, content, words):
     """Pieces of a `.jsonl` that was gzip were error rows, "not UTF-8", of a job that ended well."""

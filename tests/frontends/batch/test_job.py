@@ -378,7 +378,7 @@ def test_exception_leaves_older_output_and_no_partial_one(tmp_path: Path, monkey
 
 def test_progress_is_shown_before_any_row_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown: list[tuple[int, int]] = []
-    monkeypatch.setattr(Progress, "update", lambda self, rows, tokens: shown.append((rows, tokens)))
+    monkeypatch.setattr(Progress, "update", lambda self, rows, tokens, *_: shown.append((rows, tokens)))
     # All rows begin in one step, however long it takes to read them.
     monkeypatch.setattr(answer_rows, "TimeBudget", lambda timeout_s: SimpleNamespace(is_over=False))
     write_rows(tmp_path, ["bad", *({"prompt": "add 1 2 =", "max_tokens": 5, "ignore_eos": True} for _ in range(4))])

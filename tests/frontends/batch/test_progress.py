@@ -148,6 +148,27 @@ def test_rows_done_before_do_not_count_as_speed():
     assert stream.getvalue().splitlines() == ["910 of 1,000 rows, 100 output tokens, 10.0 tokens/s, 1 min 30 s left"]
 
 
+def test_rejected_rows_do_not_count_as_speed():
+    """Regression: a job whose first 60 rows were 56 error rows had 1.6 s left, and took two minutes."""
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(300, stream, is_terminal=False, interval_s=5, clock=clock)
+    progress.update(56, 0, rejected=56)
+    clock.now_s += 10
+    progress.update(4, 100)
+    assert stream.getvalue().splitlines() == ["60 of 300 rows, 100 output tokens, 10.0 tokens/s, 10 min 00 s left"]
+
+
+def test_pooled_rows_have_tokens_of_prompts():
+    """Regression: `0 output tokens, 0.0 tokens/s`."""
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(4, stream, is_terminal=False, clock=clock)
+    clock.now_s += 2
+    progress.update(4, 0, 50)
+    assert stream.getvalue() == "4 of 4 rows, 50 prompt tokens, 25.0 tokens/s\n"
+    metrics = {"output_tokens": 0, "computed_tokens": 50, "generate_s": 2.0}
+    assert format_summary(metrics).splitlines()[0] == "prompt tokens per second  25.0"
+
+
 def test_bar_begins_where_the_last_start_ended():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(4, stream, is_terminal=True, clock=clock, rows_before=3)

@@ -207,6 +207,12 @@ def test_stacks_go_elsewhere_when_name_is_a_link(tmp_path: Path):
     assert (tmp_path / "secret").read_bytes() == SECRET
 
 
+def test_records_go_nowhere_for_impossible_folder(tmp_path: Path):
+    """Regression: a name that is too long raised, behind the error that the record was for."""
+    write_record(tmp_path / ("x" * 256), RECORD)
+    assert write_stacks(tmp_path / ("x" * 256), 0) == "stderr"
+
+
 @pytest.mark.finding(number="C2")
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO"])
 def test_profile_overwrites_no_link(tmp_path: Path, kind: str):

@@ -28,6 +28,7 @@ from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.remote_files import list_remote, open_remote
 from spmd_worker.base.remote_names import FilePath, RemotePath, is_remote, scheme_of, shown_name
 from spmd_worker.frontends.openai.row_parser import ROW_KEYS
+from spmd_worker.model_config.unreadable_files import LFS_POINTER
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ _CONTENTS: Final = (
     (b"BZh", "bzip2", "decompress it"),
     (b"\xff\xfe", "UTF-16", "convert it to UTF-8"),
     (b"\xfe\xff", "UTF-16", "convert it to UTF-8"),
+    (LFS_POINTER, "a pointer of Git LFS", "run `git lfs pull` in its folder"),
 )
 """First bytes of other formats, which no line of JSON begins with: format, way out."""
 _CONTENT_BYTES: Final = max(len(mark) for mark, _, _ in _CONTENTS)
@@ -115,7 +117,7 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     """The files of `job.input`, without the job's own (`is_own`). Raises ConfigError if there is none."""
     if is_remote(name):
         return _find_remote(name)
-    if Path(name).is_file():
+    if os.path.isfile(name):
         paths = [Path(name)]
     elif glob.has_magic(name):
         _check_folders(name)

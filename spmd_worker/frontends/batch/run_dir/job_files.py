@@ -1,6 +1,7 @@
 """Paths of a job's input and output, checked before anything is started."""
 
 import contextlib
+import errno
 import glob
 import logging
 import os
@@ -150,6 +151,7 @@ def check_files(resolved: ResolvedRun) -> None:
     # In a pool the run directory is in its folder by default.
     key = "job.run_dir" if job.pool is None or job.run_dir else "job.pool"
     run = Name(f"{key}={job.pool if key == 'job.pool' else run_dir}", run_dir, f"give another {key}")
+    _look_up(run.key, run_dir, run.way_out)
     if os.path.lexists(run_dir) and not run_dir.is_dir():
         raise ConfigError(f"{run.key} exists and is not a folder: give another")
     folder = resolved.model_folder
@@ -235,9 +237,19 @@ def _reject_found(job: JobConfig, key: str, path: FilePath | None) -> None:
         )
 
 
+def _look_up(named: str, path: Path, way_out: str) -> None:
+    """Raise ConfigError for a path that the system cannot look up, such as one that is too long."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise ConfigError(f"{named} cannot be written ({error.strerror}): {way_out}") from None
+
+
 def _claim(key: str, value: str, path: Path) -> Claim:
     """A file and its partial file. Raises ConfigError for a name that cannot be written."""
     way_out = "give another file"
+    _look_up(f"{key}={value}", path, way_out)
     if path.exists() and not path.is_file():
         raise ConfigError(f"{key}={value} exists and is not a regular file: {way_out} to write")
     if value.endswith(os.sep):
