@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from reference_models import Oracle, greedy_without_cache, random_prompt, relati
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
@@ -359,12 +361,38 @@ def test_defaults_of_omitted_keys_equal_transformers():
     assert (ours.eos_token_ids, layer.norm.eps) == ((theirs.eos_token_id,), theirs.rms_norm_eps)
 
 
+_PLAIN, _HALF = {"rope_type": "default", "rope_theta": 500.0}, {"partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"qk_rope_head_dim": 32},
+        {"rope_parameters": {"main": _PLAIN, "compress": _PLAIN}},
+        {"rope_parameters": {"main": _PLAIN, "compress": {**_PLAIN, **_HALF}}},
+        {"rope_parameters": {"main": {**_PLAIN, **_HALF}, "compress": _PLAIN}, "partial_rotary_factor": 0.25},
+        {"rope_parameters": {**_PLAIN, **_HALF}},
+    ],
+)
+def test_rotated_numbers_of_both_ropes_equal_transformers(keys: dict[str, Any]):
+    """A rope of its own object rotates the complete head where no factor is given."""
+    keys = {**keys, "index_head_dim": 512}
+    rotary = DeepseekV4RotaryEmbedding(AutoConfig.for_model("deepseek_v4", **deepcopy(keys)))
+    ours = model_config_of({**MINIMAL, **keys}, Path("config.json"))
+    theirs = [2 * len(getattr(rotary, f"{kind}_inv_freq")) for kind in ("main", "compress")]
+    assert [rope.size for rope in ours.ropes] == theirs
+    assert ours.layers[3].compressed is not None
+    assert ours.layers[3].compressed.rope_size == theirs[1]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"o_groups": 3}, "o_groups=3 must divide num_attention_heads=64"),
     ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported, only 'sqrtsoftplus'"),
     ({"layer_types": ["full_attention"] * 43}, "layer_types=['full_attention'"),
     ({"layer_types": [SPARSE]}, "must list 43 layers, num_hidden_layers, and lists 1"),
     ({"compress_ratios": [8] * 43}, "must list 0, 4 or 128"),
+    ({"compress_ratios": [False] * 43}, "must list 0, 4 or 128"),
     ({"compress_rates": {SPARSE: 0}}, f"compress_rates.{SPARSE}=0 must be a whole number from 1"),
     ({"compress_rates": 4}, "compress_rates=4 must be an object"),
     ({"compress_rate_hca": 1.5}, "compress_rate_hca=1.5 must be a whole number from 1"),
@@ -372,6 +400,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mlp_layer_types": ["dense"] * 43}, "mlp_layer_types=['dense'"),
     ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 rotates 7 of head_dim=512 numbers"),
     ({"partial_rotary_factor": 2}, "partial_rotary_factor=2 rotates 1024 of head_dim=512"),
+    (
+        {"rope_parameters": {"main": _PLAIN, "compress": {**_PLAIN, "partial_rotary_factor": 0.01}}},
+        "rope partial_rotary_factor=0.01 rotates 5 of head_dim=512",
+    ),
+    ({"rope_parameters": {"main": _PLAIN, "compress": _PLAIN}}, "index_head_dim=128 must be at least the 512"),
     ({"hc_mult": 0}, "hc_mult=0 must be a whole number from 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported: entries"),
     ({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "int4"}, "expert_dtype='int4' is not supported"),

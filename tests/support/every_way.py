@@ -82,7 +82,8 @@ def settings_for(kind: str, dtype: str) -> dict[str, Any]:
 
 def few_blocks(kind: str) -> dict[str, int]:
     """Settings with which some of four samples of each row are preempted."""
-    return {"num_blocks": 17 if is_long(kind) else 10, "max_num_seqs": 6}
+    num_blocks = 17 if is_long(kind) else 10
+    return {"num_blocks": 9 if kind.endswith("_groups") else num_blocks, "max_num_seqs": 6}
 
 
 def is_long(kind: str) -> bool:

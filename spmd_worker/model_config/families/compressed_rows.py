@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.base.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer
+from spmd_worker.model_config.config_reader import MAX_INT, ConfigReader, checked_integer, checked_number
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.families.family import Attention, Family, FeedForward, Names, Norms, Rope
 from spmd_worker.model_config.layer_config import CompressedConfig, IndexerConfig, LayerConfig
@@ -46,39 +46,45 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-def _rope_size(reader: ConfigReader) -> int:
-    """Rotated numbers at the end of a head."""
-    head_size, least = reader.count("head_dim"), 64
-    if reader.get(_PARTIAL) is not None:
-        least = int(head_size * reader.number(_PARTIAL))
-        key = _PARTIAL
+def _rope_size(reader: ConfigReader, rope: Mapping[str, Any], *, is_nested: bool) -> int:
+    """Rotated numbers at the end of a head. A rope of its own object that no factor is of rotates all."""
+    head_size, key, own = reader.count("head_dim"), _PARTIAL, rope.get(_PARTIAL)
+    if own is not None or reader.get(_PARTIAL) is not None:
+        factor = reader.number(_PARTIAL) if own is None else checked_number(own, f"{reader.path}: rope {_PARTIAL}")
+        size = int(head_size * factor)
+    elif is_nested:
+        key, size = "head_dim", head_size
     else:
         key = "qk_rope_head_dim" if reader.get("qk_rope_head_dim") is not None else "head_dim"
-        least = reader.count("qk_rope_head_dim", max(head_size * 64 // 512, 1))
-    if least % 2 or not 2 <= least <= head_size:
-        raise reader.error(
-            key, f"rotates {least} of head_dim={head_size} numbers: an even number from 2 to all must be"
+        size = reader.count("qk_rope_head_dim", max(head_size * 64 // 512, 1))
+    if size % 2 or not 2 <= size <= head_size:
+        where = reader.error(key, "") if own is None else f"{reader.path}: rope {_PARTIAL}={own} "
+        raise ModelConfigError(
+            f"{where}rotates {size} of head_dim={head_size} numbers: an even number from 2 to all must be"
         )
-    return least
+    return size
 
 
 def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
     """The rope of layers with a window alone, and that of layers with entries."""
     del head_size
-    size, given = _rope_size(reader), given_rope(reader)
+    given = given_rope(reader)
     nested = [given.get(kind) for kind in ("main", "compress")]
-    if all(isinstance(each, Mapping) for each in nested):
+    is_nested = all(isinstance(each, Mapping) for each in nested)
+    if is_nested:
         main, compress = [dict(each) for each in nested if isinstance(each, Mapping)]
     else:
-        scaling = {key: value for key, value in given.items() if key not in ("main", "compress", "rope_theta")}
+        scaling = {
+            key: value for key, value in given.items() if key not in ("main", "compress", "rope_theta", _PARTIAL)
+        }
         main, compress = {}, {**scaling, "rope_theta": reader.get("compress_rope_theta")}
         if compress.get("rope_type", compress.get("type")) == "yarn":
             compress.setdefault("attention_factor", 1.0)
     plain = replace(reader, file_keys={**reader.file_keys, _PARTIAL: ""})
-    found = [
-        rope_of({key: value for key, value in each.items() if key != _PARTIAL}, plain, max_positions, size)
-        for each in (main, compress)
-    ]
+    found = []
+    for each in (main, compress):
+        size = _rope_size(reader, each, is_nested=is_nested)
+        found.append(rope_of({key: each[key] for key in each if key != _PARTIAL}, plain, max_positions, size))
     for rope in found:
         if rope.rope_type not in ("default", "linear", "llama3", "yarn"):
             key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
@@ -140,23 +146,23 @@ def _of_kind(reader: ConfigReader, attention: CompressedConfig, kind: str, rope:
     where = rates.where(kind) if reader.get(older) is None else reader.where(older)
     rate = checked_integer(given, where, 1, _MAX_RATE)
     if kind == _HEAVY:
-        return replace(attention, rate=rate, rope=rope)
+        return replace(attention, rate=rate, rope=rope, rope_size=rope.size)
     indexer = IndexerConfig(
         num_heads=reader.count("index_n_heads"),
         head_size=reader.count("index_head_dim"),
         num_chosen=reader.count("index_topk"),
         is_interleaved=True,
     )
-    if indexer.head_size < attention.rope_size:
-        raise reader.error("index_head_dim", f"must be at least the {attention.rope_size} numbers that are rotated")
-    return replace(attention, rate=rate, rope=rope, overlaps=True, indexer=indexer)
+    if indexer.head_size < rope.size:
+        raise reader.error("index_head_dim", f"must be at least the {rope.size} numbers that are rotated")
+    return replace(attention, rate=rate, rope=rope, rope_size=rope.size, overlaps=True, indexer=indexer)
 
 
 def _listed(reader: ConfigReader, num_layers: int) -> list[str]:
     """Kind of each layer; files may have more, of heads for drafts."""
     given, ratios = reader.get("layer_types"), reader.get("compress_ratios")
     if given is None and ratios is not None:
-        if not isinstance(ratios, list) or any(not isinstance(each, int) or each not in _OF_RATIO for each in ratios):
+        if not isinstance(ratios, list) or any(type(each) is not int or each not in _OF_RATIO for each in ratios):
             raise reader.error("compress_ratios", f"must list 0, 4 or 128 for each of {num_layers} layers")
         return _first(reader, "compress_ratios", [_OF_RATIO[each] for each in ratios], num_layers)
     if given is None:
