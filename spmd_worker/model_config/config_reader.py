@@ -90,6 +90,13 @@ class ConfigReader:
             raise self.error(key, f"must list {num_layers} of {', '.join(known)}")
         return listed
 
+    def bits(self, key: str, num_layers: int, default: Any = None) -> list[int]:
+        """A list of 0 or 1 for each layer."""
+        listed = self.get(key, default)
+        if not isinstance(listed, list) or len(listed) != num_layers or not all(map(is_bit, listed)):
+            raise self.error(key, f"must list {num_layers} of 0 and 1")
+        return listed
+
     def error(self, key: str, rule: str) -> ModelConfigError:
         """An error about the key's value."""
         return ModelConfigError(f"{self.where(key)}={shown(self.get(key))} {rule}")
@@ -101,6 +108,11 @@ class ConfigReader:
     def key(self, key: str) -> str:
         """The file's name of one of our keys."""
         return self.file_keys.get(key) or key
+
+
+def is_bit(value: Any) -> bool:
+    """Whether it is the integer 0 or 1, to which False and 1.0 are equal in Python."""
+    return type(value) is int and value in (0, 1)
 
 
 def checked_integer(value: Any, where: str, least: int, most: int) -> int:

@@ -219,13 +219,10 @@ def rotated_layers(reader: ConfigReader, rule: str, windows: Sequence[int]) -> S
         return [True] * len(windows)
     if rule != "listed":
         return [window > 0 for window in windows]
-    flags = reader.get("no_rope_layers")
-    if flags is None:
+    if reader.get("no_rope_layers") is None:
         interval = reader.count("no_rope_layer_interval")
         return [(layer + 1) % interval != 0 for layer in range(len(windows))]
-    if not isinstance(flags, list) or len(flags) != len(windows) or any(flag not in (0, 1) for flag in flags):
-        raise ModelConfigError(f"{reader.where('no_rope_layers')} must list {len(windows)} of 0 and 1")
-    return [bool(flag) for flag in flags]
+    return [bool(flag) for flag in reader.bits("no_rope_layers", len(windows))]
 
 
 def read_local_rope(

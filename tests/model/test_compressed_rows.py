@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from reference_models import Oracle, greedy_without_cache, random_prompt, relati
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
@@ -370,11 +372,29 @@ def nested_ropes(main: Any, compress: Any) -> dict[str, Any]:
     }
 
 
-def test_nested_rotary_factor_counts_before_the_outer():
-    for outer in ({}, {"partial_rotary_factor": 0.5}, {"qk_rope_head_dim": 64}):
-        ours = model_config_of({**MINIMAL, **outer, **nested_ropes(0.25, 0.25)}, Path("config.json"))
-        assert [rope.size for rope in ours.ropes] == [128, 128]
-        assert {layer.compressed.rope_size for layer in ours.layers if layer.compressed} == {128}
+_PLAIN, _HALF = {"rope_type": "default", "rope_theta": 500.0}, {"partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"qk_rope_head_dim": 32},
+        {"rope_parameters": {"main": _PLAIN, "compress": _PLAIN}},
+        {"rope_parameters": {"main": _PLAIN, "compress": {**_PLAIN, **_HALF}}},
+        {"rope_parameters": {"main": {**_PLAIN, **_HALF}, "compress": _PLAIN}, "partial_rotary_factor": 0.25},
+        {"rope_parameters": {**_PLAIN, **_HALF}},
+    ],
+)
+def test_rotated_numbers_of_both_ropes_equal_transformers(keys: dict[str, Any]):
+    """A rope of its own object rotates the complete head where no factor is given."""
+    keys = {**keys, "index_head_dim": 512}
+    rotary = DeepseekV4RotaryEmbedding(AutoConfig.for_model("deepseek_v4", **deepcopy(keys)))
+    ours = model_config_of({**MINIMAL, **keys}, Path("config.json"))
+    theirs = [2 * len(getattr(rotary, f"{kind}_inv_freq")) for kind in ("main", "compress")]
+    assert [rope.size for rope in ours.ropes] == theirs
+    assert ours.layers[3].compressed is not None
+    assert ours.layers[3].compressed.rope_size == theirs[1]
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -393,7 +413,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 2}, "partial_rotary_factor=2 rotates 1024 of head_dim=512"),
     (nested_ropes(0.3, 0.3), "rope_parameters.main.partial_rotary_factor=0.3 rotates 153 of head_dim=512"),
     (nested_ropes(0.25, True), "rope_parameters.compress.partial_rotary_factor=True must be a number"),
-    (nested_ropes(0.25, 0.5), "compress.partial_rotary_factor=0.5 rotates 256 numbers of a head, and rope_parameters."),
+    ({"rope_parameters": {"main": _PLAIN, "compress": _PLAIN}}, "index_head_dim=128 must be at least the 512"),
     ({"hc_mult": 0}, "hc_mult=0 must be a whole number from 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported: entries"),
     ({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "int4"}, "expert_dtype='int4' is not supported"),

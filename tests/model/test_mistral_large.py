@@ -173,7 +173,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_source_layers": [0, 1, 2, 0]}, "must give layer 3 itself, or the last layer before it"),
     # transformers has the latents of layer 1 there.
     ({"kv_source_layers": [0, 1, 1, 0], "no_rope_layers": [1] * 4}, "must give layer 3 itself"),
-    ({"no_rope_layers": [1, 1, 1, 2]}, "no_rope_layers must list 4 of 0 and 1"),
+    ({"no_rope_layers": [1, 1, 1, 2]}, "no_rope_layers=[1, 1, 1, 2] must list 4 of 0 and 1"),
     ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a whole number from 1"),
     ({"index_head_dim": 32}, "index_head_dim=32 must be at least qk_rope_head_dim, 64"),
     ({"indexer_types": ["shared"] * 4}, "must let the first layer choose the keys"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from bailing_checkpoints import bailing_folder
+from compressed_checkpoints import compressed_folder
 from delta_checkpoints import delta_folder
 from expert_checkpoints import expert_folder
 from family_checkpoints import family_folder
@@ -40,6 +41,7 @@ _FOLDERS: dict[str, tuple[tuple[str, ...], Callable[[str], Path]]] = {
     "kimi": (("kimi_linear",), kimi_folder),
     "streams": (("qwen4", "qwen4_sigmoid"), qwen4_folder),
     "bailing": (("bailing_hybrid",), bailing_folder),
+    "compressed": (("deepseek_v4", "deepseek_v4_groups"), compressed_folder),
     "experts": ((*_EXPERTS, "step3p7", "minimax_m3", "minimax_m3_text"), expert_folder),
     "dense": (("granite_swa", "nanochat"), family_folder),
 }
@@ -73,12 +75,15 @@ def rows_for(kind: str, num_samples: int = 1) -> tuple[list[dict[str, list[int]]
 
 
 def settings_for(kind: str, dtype: str) -> dict[str, Any]:
-    return {**SETTINGS, "dtype": dtype, "max_model_len": 256 if is_long(kind) else 128}
+    settings = {**SETTINGS, "dtype": dtype, "max_model_len": 256 if is_long(kind) else 128}
+    # Steps as long as a row would leave no blocks to give back, so layers would have one group.
+    return {**settings, "max_num_batched_tokens": 65} if kind.endswith("_groups") else settings
 
 
 def few_blocks(kind: str) -> dict[str, int]:
     """Settings with which some of four samples of each row are preempted."""
-    return {"num_blocks": 17 if is_long(kind) else 10, "max_num_seqs": 6}
+    num_blocks = 17 if is_long(kind) else 10
+    return {"num_blocks": 9 if kind.endswith("_groups") else num_blocks, "max_num_seqs": 6}
 
 
 def is_long(kind: str) -> bool:

@@ -59,9 +59,11 @@ def by_expert(source: AdapterSource, names: CheckpointNames, shapes: Mapping[str
         turned |= {name: _experts(name, stacks[name].turned(), names) for name in square}
     modules = {name: module for name, module in source.modules.items() if name not in stacks}
     problems: list[str] = []
+    owners = {name: name for name in modules}
     for given, experts in (found | turned).items():
-        problems += [f"{given}: has matrices of {name}, as another module has" for name in experts if name in modules]
+        problems += [f"{given}: has matrices of {name}, as {owners[name]} has" for name in experts if name in owners]
         modules |= experts
+        owners |= dict.fromkeys(experts, given)
     raise_problems(source.subject, problems)
     return replace(source, modules=modules)
 

@@ -46,11 +46,15 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-def _rope_size(reader: ConfigReader, rope: ConfigReader) -> int:
-    """Rotated numbers at the end of a head, by the object `rope` of the file first."""
+def _rope_size(reader: ConfigReader, rope: ConfigReader, *, is_nested: bool) -> int:
+    """Rotated numbers at the end of a head, by the object `rope` of the file first. A rope of its own object that no
+    factor is of rotates all.
+    """
     head_size, given = reader.count("head_dim"), rope if rope.get(_PARTIAL) is not None else reader
     if given.get(_PARTIAL) is not None:
         key, size = _PARTIAL, int(head_size * given.number(_PARTIAL))
+    elif is_nested:
+        key, size = "head_dim", head_size
     else:
         key = "qk_rope_head_dim" if reader.get("qk_rope_head_dim") is not None else "head_dim"
         size = reader.count("qk_rope_head_dim", max(head_size * 64 // 512, 1))
@@ -63,24 +67,22 @@ def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[Ro
     """The rope of layers with a window alone, and that of layers with entries."""
     del head_size
     given, key = given_rope(reader), "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
-    size = _rope_size(reader, reader)
-    if all(isinstance(given.get(kind), Mapping) for kind in ("main", "compress")):
-        nested = [reader.object(key).object(kind) for kind in ("main", "compress")]
-        main, compress = [dict(each.config) for each in nested]
-        size, other = [_rope_size(reader, each) for each in nested]
-        if size != other:
-            rule = f"rotates {other} numbers of a head, and {nested[0].section}{_PARTIAL} {size}: both must be equal"
-            raise nested[1].error(_PARTIAL, rule)
+    if is_nested := all(isinstance(given.get(kind), Mapping) for kind in ("main", "compress")):
+        objects = [reader.object(key).object(kind) for kind in ("main", "compress")]
+        main, compress = [dict(each.config) for each in objects]
     else:
-        scaling = {key: value for key, value in given.items() if key not in ("main", "compress", "rope_theta")}
+        objects = [reader, reader]
+        scaling = {
+            key: value for key, value in given.items() if key not in ("main", "compress", "rope_theta", _PARTIAL)
+        }
         main, compress = {}, {**scaling, "rope_theta": reader.get("compress_rope_theta")}
         if compress.get("rope_type", compress.get("type")) == "yarn":
             compress.setdefault("attention_factor", 1.0)
     plain = replace(reader, file_keys={**reader.file_keys, _PARTIAL: ""})
-    found = [
-        rope_of({key: value for key, value in each.items() if key != _PARTIAL}, plain, max_positions, size)
-        for each in (main, compress)
-    ]
+    found = []
+    for rope, each in zip(objects, (main, compress), strict=True):
+        size = _rope_size(reader, rope, is_nested=is_nested)
+        found.append(rope_of({key: each[key] for key in each if key != _PARTIAL}, plain, max_positions, size))
     for rope in found:
         if rope.rope_type not in ("default", "linear", "llama3", "yarn"):
             raise ModelConfigError(
@@ -141,16 +143,16 @@ def _of_kind(reader: ConfigReader, attention: CompressedConfig, kind: str, rope:
     where = rates.where(kind) if reader.get(older) is None else reader.where(older)
     rate = checked_integer(given, where, 1, _MAX_RATE)
     if kind == _HEAVY:
-        return replace(attention, rate=rate, rope=rope)
+        return replace(attention, rate=rate, rope=rope, rope_size=rope.size)
     indexer = IndexerConfig(
         num_heads=reader.count("index_n_heads"),
         head_size=reader.count("index_head_dim"),
         num_chosen=reader.count("index_topk"),
         is_interleaved=True,
     )
-    if indexer.head_size < attention.rope_size:
-        raise reader.error("index_head_dim", f"must be at least the {attention.rope_size} numbers that are rotated")
-    return replace(attention, rate=rate, rope=rope, overlaps=True, indexer=indexer)
+    if indexer.head_size < rope.size:
+        raise reader.error("index_head_dim", f"must be at least the {rope.size} numbers that are rotated")
+    return replace(attention, rate=rate, rope=rope, rope_size=rope.size, overlaps=True, indexer=indexer)
 
 
 def _listed(reader: ConfigReader, num_layers: int) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.model_config.config_reader import ConfigReader
+from spmd_worker.model_config.config_reader import ConfigReader, is_bit
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
     GATE_UP,
@@ -59,7 +59,7 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         listed = source.get(key)
         if config.get(ours) is not None or listed is None:
             continue
-        if not isinstance(listed, list) or any(isinstance(each, bool) or each not in (0, 1) for each in listed):
+        if not isinstance(listed, list) or not all(map(is_bit, listed)):
             raise source.error(key, "must list 0 or 1 for each layer")
         found[ours] = [kinds[each] for each in listed]
     return found

@@ -113,9 +113,7 @@ def _newer_mimo(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse"), [0] + [1] * (num_layers - 1)),
     )
     for newer, older, kinds, by_class in listed:
-        given = reader.get(older, by_class)
-        if not isinstance(given, list) or len(given) != num_layers or not all(map(_is_bit, given)):
-            raise reader.error(older, f"must list {num_layers} of 0 and 1")
+        given = reader.bits(older, num_layers, by_class)
         if found.get(newer) is None:
             found[newer] = [kinds[each] for each in given]
     if reader.get("sliding_window_size") is not None:
@@ -123,10 +121,6 @@ def _newer_mimo(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     if found.get("rms_norm_eps") is None and found.get("layernorm_epsilon") is not None:
         found["rms_norm_eps"] = found["layernorm_epsilon"]
     return found
-
-
-def _is_bit(given: Any) -> bool:
-    return isinstance(given, int) and given in (0, 1)
 
 
 def _mimo_layers(reader: ConfigReader, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:

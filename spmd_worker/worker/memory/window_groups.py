@@ -95,9 +95,13 @@ def _choose(resolved: ResolvedRun) -> tuple[Grouping, str]:
 
 
 def _reads_parts(resolved: ResolvedRun) -> bool:
-    """Whether the device backend that the run is likely to get reads entries in another group than keys."""
-    backend = resolved.config.executor.device_backend
-    return backend in ("cpu", "torch") or (backend == "auto" and resolved.device_type == "cpu")
+    """Whether the device backend that the run is likely to get reads entries in another group than keys. A worker class
+    may bring its own.
+    """
+    executor = resolved.config.executor
+    by_name = executor.device_backend in ("cpu", "torch")
+    by_device = (executor.device_backend, resolved.device_type) == ("auto", "cpu")
+    return executor.worker_cls is None and (by_name or by_device)
 
 
 @lru_cache(maxsize=16)

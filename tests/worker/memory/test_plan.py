@@ -9,7 +9,7 @@ import pytest
 
 from spmd_worker import LLM
 from spmd_worker.base.config.parallel import ParallelConfig
-from spmd_worker.base.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.base.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.base.errors import ConfigError, TokenizerError
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.ranks.topology import RankLayout
@@ -111,6 +111,23 @@ def test_long_rows_of_compressed_attention_take_a_fifth():
     assert (*first.group_of[:num_first], *second.group_of[:num_second]) == spec.group_of[:43]
     assert (*first.group_of[num_first:], *second.group_of[num_second:]) == spec.group_of[43:]
     assert [second.layer_of(index) for index in (0, num_second, 2 * num_second - 1)] == [0, 0, num_second - 1]
+
+
+@pytest.mark.parametrize(
+    ("executor", "num_groups"),
+    [
+        ({}, 8),
+        ({"device_backend": "torch"}, 8),
+        ({"device_backend": "triton"}, 1),
+        ({"device_backend": "some.Backend"}, 1),
+        ({"worker_cls": "spmd_worker.worker.triton_worker.TritonWorker"}, 1),
+    ],
+)
+def test_entries_have_own_groups_where_kernels_may(executor: dict[str, str], num_groups: int):
+    """A worker class that brings a backend would read one group where the scheduler has filled eight."""
+    model = model_config_of({"architectures": ["DeepseekV4ForCausalLM"]}, Path("config.json"))
+    given = run(model={"max_model_len": 65_536}, executor=ExecutorConfig(**executor))
+    assert cache_spec_of(resolved(given, model), 0).groups.num_groups == num_groups
 
 
 def test_too_few_blocks_error_names_enough():
