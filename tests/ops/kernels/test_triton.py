@@ -26,7 +26,7 @@ GATE_CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "triton_expert_adapter_cases.py": (("gate",), 3),
     "triton_recurrent_cases.py": (("gate",), 8),
     "triton_latent_cases.py": (("gate",), 5),
-    "triton_listed_cases.py": ((), 6),
+    "triton_listed_cases.py": (("gate",), 6),
     "triton_tower_cases.py": (("gate",), 1),
     "triton_cross_cases.py": (("gate",), 1),
 }
@@ -41,6 +41,7 @@ ALL_CASES = {
     "triton_attention_cases.py": (("wide",), 16),
     "triton_recurrent_cases.py": ((), 10),
     "triton_latent_cases.py": ((), 5),
+    "triton_listed_cases.py": ((), 6),
     "triton_cross_cases.py": ((), 3),
     "triton_tower_cases.py": ((), 3),
 }
