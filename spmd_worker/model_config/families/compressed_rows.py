@@ -80,8 +80,8 @@ def _ropes(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[Ro
             compress.setdefault("attention_factor", 1.0)
     plain = replace(reader, file_keys={**reader.file_keys, _PARTIAL: ""})
     found = []
-    for rope, each in zip(objects, (main, compress), strict=True):
-        size = _rope_size(reader, rope, is_nested=is_nested)
+    for of_kind, each in zip(objects, (main, compress), strict=True):
+        size = _rope_size(reader, of_kind, is_nested=is_nested)
         found.append(rope_of({key: each[key] for key in each if key != _PARTIAL}, plain, max_positions, size))
     for rope in found:
         if rope.rope_type not in ("default", "linear", "llama3", "yarn"):
