@@ -207,11 +207,11 @@ class WorkerCalls:
         """
         with self._engine.calls.inside("sleep", is_alone=True):
 
-            def prepare() -> tuple[int, str | None]:
+            def prepare() -> dict[str, Any]:
                 number = checked_level(level, least=0)
                 may_wait = self._engine.config.parallel.data_parallel_size == 1
                 self._check_idle(may_have_requests=number == 0 or (mode is not None and (may_wait or mode != WAIT)))
-                agreed = number, mode if mode is None else checked_mode(mode)
+                agreed = {"level": number, "mode": mode if mode is None else checked_mode(mode)}
                 # An error behind the exchange would leave the other ranks waiting. Requests may end before the commit.
                 if number == 1 and not self._engine.requests.has_unfinished:
                     self._engine.changes.commit_weights()
@@ -219,7 +219,7 @@ class WorkerCalls:
                     self._engine.changes.weights.check_complete()
                 return agreed
 
-            self._engine.sleep(*self._agree("sleep", prepare))
+            self._engine.sleep(**self._agree("sleep", prepare))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the released memory again, in the same sizes: all of it, or that of `tags`, "weights" and
