@@ -33,6 +33,8 @@ def main(folder: Path) -> None:
 
     with LLM(DEMO, enable_lora=True, **SETTINGS) as llm:
         llm.add_lora(first)
+        hear("other level", llm.sleep, 1 + rank)
+        hear("other call", llm.sleep if rank else llm.wake_up)
         for call, arguments in zip(CALLS, [(second,), (1,), (1,), ([[3, 4]],), (), ()]):
             keywords = {"lora_request": second} if call == "enqueue" else {}
             if rank == 1:
@@ -76,6 +78,13 @@ def test_differing_head_of_one_rank_reaches_all(heard: list[dict[str, str]], cal
     """It was found once the ranks had agreed, so that the others waited for the timeout."""
     assert heard[0][call].startswith(f"RankFailedError: rank 1 failed before {call}: CheckpointError"), heard
     assert heard[1][call].startswith("CheckpointError: "), heard
+
+
+def test_other_arguments_of_one_rank_are_named(heard: list[dict[str, str]]):
+    """They were `[1].tuple[0]`."""
+    for each in heard:
+        assert "calls: level is 1 on rank 0, 2 on rank 1; make the same call" in each["other level"], heard
+        assert 'calls: call is "wake_up" on rank 0, "sleep" on rank 1; make the same call' in each["other call"], heard
 
 
 def test_other_folder_of_one_rank_reaches_all(heard: list[dict[str, str]]):

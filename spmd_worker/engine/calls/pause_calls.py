@@ -1,5 +1,7 @@
 """Calls that pause generation and end the pause."""
 
+from typing import Any
+
 from spmd_worker.base.config.plain_values import plain_bool
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
@@ -32,18 +34,18 @@ class PauseCalls:
         """
         with self._engine.calls.inside("pause_generation"):
 
-            def prepare() -> tuple[str, bool]:
+            def prepare() -> dict[str, Any]:
                 if plain_bool(clear_cache) is None:
                     raise TypeError(f"clear_cache is a {type(clear_cache).__name__}: give True or False")
                 if checked_mode(mode) == WAIT:
                     self._engine.changes.complete_weights()
-                return mode, bool(clear_cache)
+                return {"mode": mode, "clear_cache": bool(clear_cache)}
 
             self._engine.life.check_open()
             self._turns.check_outside("pause_generation")
             agreed = agree_on_call(self._engine, "pause_generation", prepare)
             if self._replicas is None or mode != WAIT:
-                self._engine.pause_generation(*agreed)
+                self._engine.pause_generation(**agreed)
                 return
             with self._replicas.taking_steps() as round_:
 
@@ -51,7 +53,7 @@ class PauseCalls:
                     round_.send_heartbeat()
                     return self._engine.run_step()
 
-                self._engine.pauses.pause(*agreed, run_step, self._engine.interruptible)
+                self._engine.pauses.pause(agreed["mode"], agreed["clear_cache"], run_step, self._engine.interruptible)
             self._replicas.end_steps(b"")
 
     def resume_generation(self) -> None:

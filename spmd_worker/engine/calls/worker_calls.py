@@ -91,11 +91,11 @@ class WorkerCalls:
         with self._engine.calls.inside("worker_event"):
             engine = self._engine
 
-            def prepare() -> tuple[str, Any, bool]:
+            def prepare() -> dict[str, Any]:
                 engine.changes.complete_weights()
-                return name, payload(), reset_prefix_cache
+                return {"name": name, "payload": payload(), "reset_prefix_cache": reset_prefix_cache}
 
-            _, agreed, _ = self._agree("worker_event", prepare)
+            agreed = self._agree("worker_event", prepare)["payload"]
             then = [ResetPrefixCache()] if reset_prefix_cache else []
             return engine.changes.worker_event(name, agreed, then, engine.run_step)
 
@@ -207,11 +207,11 @@ class WorkerCalls:
         """
         with self._engine.calls.inside("sleep", is_alone=True):
 
-            def prepare() -> tuple[int, str | None]:
+            def prepare() -> dict[str, Any]:
                 number = checked_level(level, least=0)
                 may_wait = self._engine.config.parallel.data_parallel_size == 1
                 self._check_idle(may_have_requests=number == 0 or (mode is not None and (may_wait or mode != WAIT)))
-                agreed = number, mode if mode is None else checked_mode(mode)
+                agreed = {"level": number, "mode": mode if mode is None else checked_mode(mode)}
                 # An error behind the exchange would leave the other ranks waiting. Requests may end before the commit.
                 if number == 1 and not self._engine.requests.has_unfinished:
                     self._engine.changes.commit_weights()
@@ -219,7 +219,7 @@ class WorkerCalls:
                     self._engine.changes.weights.check_complete()
                 return agreed
 
-            self._engine.sleep(*self._agree("sleep", prepare))
+            self._engine.sleep(**self._agree("sleep", prepare))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the released memory again, in the same sizes: all of it, or that of `tags`, "weights" and
@@ -236,16 +236,16 @@ class WorkerCalls:
         """
         with self._engine.calls.inside("wake_up", is_alone=True):
 
-            def prepare() -> tuple[list[str], str]:
+            def prepare() -> dict[str, Any]:
                 self._check_idle(may_have_requests=False)
                 waking = checked_tags(tags)
                 has_missing = self._engine.changes.weights.has_missing
                 if not has_missing:
                     self._engine.changes.commit_weights()
                 # Whether a pause ends, which takes a step, depends on them.
-                return waking, "weights are missing" if has_missing else "weights are complete"
+                return {"tags": waking, "has_missing_weights": has_missing}
 
-            self._engine.wake_up(self._agree("wake_up", prepare)[0])
+            self._engine.wake_up(self._agree("wake_up", prepare)["tags"])
 
     def start_profile(self, folder: str | Path | None = None) -> None:
         """Profile every rank with torch's profiler until `stop_profile` or the end of this LLM, which writes too.

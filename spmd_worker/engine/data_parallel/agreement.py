@@ -83,7 +83,9 @@ def agree_on_call(
     updates = engine.changes.weights
 
     def answer_of(own: _Prepared) -> list[Any]:
-        return [{} if is_optional else updates.uncompared, encode_value([call, own]).decode()]
+        named = own if isinstance(own, dict) else {call: own}
+        coded = {"call": call, **{name: json.loads(encode_value(value)) for name, value in named.items()}}
+        return [{} if is_optional else updates.uncompared, canonical(coded).decode()]
 
     arguments, answers = exchange(engine, call, prepare, answer_of, is_optional)
     check_equal("calls", [canonical({_NEW: weights}) for weights, _ in answers], _SAME_WEIGHTS)
