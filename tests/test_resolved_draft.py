@@ -101,10 +101,10 @@ def test_missing_files_of_a_draft_are_named(method: str, tmp_path: Path):
     words = f"speculative_config.model={folder} has no weights: copy its *.safetensors there too"
     assert refusal(TARGET(EAGLE_TARGET), method, folder) == words
     # A damaged file is there, and is named when it is loaded: before the target's, as its own fault shows.
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (folder / "model.safetensors").write_text("not the header of weights\n")
     target = shutil.copytree(TARGET(EAGLE_TARGET), tmp_path / "target")
     run = resolved(target, method, folder)
-    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (target / "model.safetensors").write_text("not the header of weights\n")
     worker = Worker(run, RankEnvironment())
     worker.init_device()
     with pytest.raises(CheckpointError, match=rf"^{re.escape(str(folder))}/model\.safetensors: header length"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.base.errors import SpmdError
+from spmd_worker.base.files import describe_os_error
 from spmd_worker.base.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 
 SILENT_AFTER_S: Final = 2.5
@@ -241,7 +242,8 @@ def is_secondary(error: BaseException) -> bool:
 
 def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
     """A sentence that names rank, exception and step; an error that already names its rank is unchanged."""
-    text = _SOURCE_LINE.sub("", str(error)[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
+    whole = describe_os_error(error) if isinstance(error, OSError) else str(error)
+    text = _SOURCE_LINE.sub("", whole[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
     if isinstance(error, SpmdError) and error.names_rank:
         return text
     where = f"at step {step}" if step else f"while {phase}"

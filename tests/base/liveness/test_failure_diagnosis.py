@@ -264,6 +264,11 @@ def test_error_from_another_rank_is_secondary(error: Exception, expected: bool):
 
 def test_failure_text_names_rank_exception_and_step():
     assert describe(ValueError("boom"), 1, 812, "execute") == "rank 1 raised ValueError at step 812: boom"
+    # Regression: on several ranks the way out was missing.
+    assert describe(OSError(28, "No space left on device", "run/journal"), 1, 8, "execute") == (
+        "rank 1 raised OSError at step 8: run/journal: No space left on device: finished rows are kept, so free space "
+        "and start the same command again"
+    )
     assert describe(KeyError("w"), 2, 0, "loading the model") == "rank 2 raised KeyError while loading the model: 'w'"
     assert describe(RankFailedError("rank 3 is gone"), 2, 5, "lockstep") == "rank 3 is gone"
 

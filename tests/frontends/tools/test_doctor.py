@@ -79,7 +79,7 @@ def test_exception_is_reported_with_status_advice_and_traceback(doctor, run_dir:
 
 SIGNALLED = Failure(FailureKind.SIGNALLED, "rank 0 received SIGTERM")
 STALLED = Failure(FailureKind.STALLED, "rank 1 is stuck")
-FULL = Failure(FailureKind.PRIMARY, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
+FULL = Failure(FailureKind.PRIMARY, "rank 0 raised OSError at step 3: No space left on device")
 ENDS = {
     "dead": ([status(0), status(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
     "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "unreachable"),
