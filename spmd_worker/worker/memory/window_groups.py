@@ -99,9 +99,8 @@ def _reads_parts(resolved: ResolvedRun) -> bool:
     may bring its own.
     """
     executor = resolved.config.executor
-    by_name = executor.device_backend in ("cpu", "torch")
-    by_device = (executor.device_backend, resolved.device_type) == ("auto", "cpu")
-    return executor.worker_cls is None and (by_name or by_device)
+    known = ("cpu", "torch", "auto") if resolved.device_type == "cpu" else ("cpu", "torch")
+    return executor.worker_cls is None and executor.device_backend in known
 
 
 @lru_cache(maxsize=16)

@@ -407,7 +407,7 @@ def test_second_matrices_of_an_expert_are_named():
         with pytest.raises(AdapterError, match=r"experts\.3\.w1"):
             LoadedAdapters(model, LIMITS).prepare(replace(source, modules=modules))
     again = {name.replace("mlp.", "block_sparse_moe."): module for name, module in source.modules.items()}
-    words = r"block_sparse_moe\.experts\.down_proj: has matrices of .*\.0\.w2, as .*\.mlp\.experts\.down_proj has"
+    words = r"block_sparse_moe\.experts\.down_proj: has matrices of .*0\.w2, as .*\.mlp\.experts\.down_proj has"
     with pytest.raises(AdapterError, match=words):
         LoadedAdapters(model, LIMITS).prepare(replace(source, modules=source.modules | again))
 
