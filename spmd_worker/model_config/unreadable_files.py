@@ -16,8 +16,8 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of a pointer of Git LFS."""
 _MAX_POINTER_BYTES = 1023
-_LARGE_JSON = ("tokenizer.json", "model.safetensors.index.json")
-"""Files that hubs store by Git LFS, of all that are JSON."""
+_LARGE_JSON = "tokenizer.json"
+"""The one of JSON files that hubs store by Git LFS."""
 
 
 def unreadable_file(folder: Path, patterns: Sequence[str], ignored: Sequence[str] = ()) -> str | None:
@@ -43,7 +43,7 @@ def _fault_of_file(path: Path) -> str | None:
     try:
         status = path.stat()
         # Others are not opened: who reads a file reads it once.
-        is_large = path.suffix != ".json" or path.name in _LARGE_JSON
+        is_large = path.suffix != ".json" or path.name == _LARGE_JSON
         is_small = stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_POINTER_BYTES
         is_pointer = is_large and is_small and path.read_bytes().startswith(LFS_POINTER)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,6 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dangling": (lambda path: path.symlink_to("nothing"), " is a link to a file that does not exist: copy the file"),
     "loop": (lambda path: path.symlink_to(path.name), ": Too many levels of symbolic links: replace it"),
     "folder": (Path.mkdir, " is not a regular file: replace it"),
-    "pointer": (
-        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
-        " is a pointer of Git LFS, not the file itself: run `git lfs pull`",
-    ),
     "fifo": (os.mkfifo, " is not a regular file: replace it"),
 }
 
@@ -72,6 +69,16 @@ def test_unreadable_adapter_file_is_named_with_key(tmp_path: Path, name: str, ch
         with pytest.raises(ConfigError) as error_result:
             resolve_run(RunConfig(model=ModelOptions(path=str(DEMO), **given)), "cpu")
         assert str(error_result.value).startswith(f"model.{key}={folder} cannot be read: {fault}")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_pointer_of_git_lfs_is_named(tmp_path: Path, name: str):
+    """Of the files that hubs store so: others are read once, by whom they are for."""
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    words = f"model.path={folder} cannot be read: {folder / name} is a pointer of Git LFS, not the file itself: run"
+    with pytest.raises(ModelConfigError, match=re.escape(words)):
+        resolve_run(RunConfig(model=ModelOptions(path=str(folder))), "cpu")
 
 
 def test_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
