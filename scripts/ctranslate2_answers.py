@@ -24,7 +24,10 @@ Answers = Callable[[list[Any], int], list[list[int]]]
 
 
 def main() -> None:
-    model, folder, *others = sys.argv[1:] if len(sys.argv) > 2 else ["--help", ""]
+    if len(sys.argv) < 3 or "--help" in sys.argv:
+        print(__doc__)
+        return
+    model, folder, *others = sys.argv[1:]
     options = parse_arguments([model, *others])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     inputs, best = drawn(options, vocabulary(options.model)), dict[str, Any]()

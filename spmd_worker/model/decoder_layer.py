@@ -92,8 +92,8 @@ class DecoderLayer(nn.Module):
         assert self.mlp is not None, "a layer without a feed-forward has nothing to do here"
         more: dict[str, Any] = {}
         if self.config.experts is not None:
-            of_tokens = {"routes": step.routes, "token_ids": step.token_ids, "router_input": router_input}
-            more = {"slots": step.metadata.slots, **of_tokens}
+            more = {"slots": step.metadata.slots, "routes": step.routes}
+            more |= {"token_ids": step.token_ids, "router_input": router_input}
         part: Tensor = self.mlp(x, step.adapters, is_fused=step.is_fused, **more)
         return part
 

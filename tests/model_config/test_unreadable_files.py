@@ -73,7 +73,7 @@ def test_unreadable_adapter_file_is_named_with_key(tmp_path: Path, name: str, ch
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 def test_pointer_of_git_lfs_is_named(tmp_path: Path, name: str):
-    """Of the files that hubs store so: others are read once, by whom they are for."""
+    """Large files alone, which hubs store so: others are read once, by whom they are for."""
     folder = shutil.copytree(DEMO, tmp_path / "model")
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     words = f"model.path={folder} cannot be read: {folder / name} is a pointer of Git LFS, not the file itself: run"

@@ -33,7 +33,7 @@ class LayerStep:
     entries: tuple[Tensor | None, AttentionMetadata] | None = None
     """Cache of compressed entries, and the metadata of its blocks, if it is not the end of `cache`."""
     distance_bias: Tensor | None = None
-    """As in `AttentionBackend.attend`, if all layers share one."""
+    """Bias of all layers, if they share one: `AttentionBackend.attend`."""
     distances: StepDistances | None = None
     """Embedded distances, if attention multiplies by them."""
     seen: AttentionMetadata | None = None
