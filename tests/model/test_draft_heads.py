@@ -73,12 +73,10 @@ def _ours(draft: LoadedDraft, hidden: Tensor, aux: tuple[Tensor, ...], chunk: in
         count = min(chunk, num_tokens - first)
         laid_out = lay_out([RowTokens([2, 0, 3], first, count, 0)], BLOCK_SIZE, torch.device("cpu"))
         own = slice(first, first + count)
-        of_tokens = (laid_out.positions, laid_out.regimes, given[own], cache, laid_out.attention)
-        parts.append(head(ids[own], *of_tokens))
+        parts.append(head(ids[own], laid_out, given[own], cache))
     states = torch.cat(parts)
     laid_out = lay_out([RowTokens([2, 0, 3], num_tokens, 1, 0)], BLOCK_SIZE, torch.device("cpu"))
-    of_tokens = (laid_out.positions, laid_out.regimes, states[-1:], cache, laid_out.attention)
-    return states, head(torch.tensor([77]), *of_tokens)
+    return states, head(torch.tensor([77]), laid_out, states[-1:], cache)
 
 
 def check_head(

@@ -3,13 +3,13 @@
 At position i it takes the target's states of token i and the id of token i + 1, and its own states score token i + 2;
 further drafts take its own states in place of the target's.
 
-T: tokens; R: rows that draft.
+T: tokens; S: rows; R: rows that draft.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,26 @@ from spmd_worker.model.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.model.layers.experts import SparseFeedForward
+from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.rotary import RotaryEmbedding
 from spmd_worker.model.layers.weight_slice import WeightSlice
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ranks.topology import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """Positions and regimes, int64 [T], and their attention; `last` int64 [S] are the last tokens of the rows.
+    `rope_positions` int64 [3, T] turn queries and keys in place of `positions`.
+    """
+
+    positions: Tensor
+    regimes: Tensor
+    attention: AttentionMetadata
+    last: Tensor
+    rope_positions: Tensor | None = None
 
 
 class HeadStack(nn.Module):
@@ -67,25 +81,17 @@ class DraftHead(nn.Module):
         del aux
         return hidden
 
-    def angles(self, positions: Tensor, regimes: Tensor, rope_positions: Tensor | None = None) -> tuple[Any, ...]:
-        return tuple(rotary.angles(positions, regimes, self.dtype, rope_positions) for rotary in self._rotaries)
+    def step(self, tokens: DraftTokens, cache: LayerCaches) -> LayerStep:
+        """The tokens as the head's layer sees them."""
+        given = (tokens.positions, tokens.regimes, self.dtype, tokens.rope_positions)
+        return LayerStep(tuple(rotary.angles(*given) for rotary in self._rotaries), cache[0], tokens.attention)
 
     @abstractmethod
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rope_regimes: Tensor,
-        states: Tensor,
-        cache: LayerCaches,
-        metadata: AttentionMetadata,
-        *,
-        rope_positions: Tensor | None = None,
-        media: StepMedia | None = None,
+        self, token_ids: Tensor, tokens: DraftTokens, states: Tensor, cache: LayerCaches, media: StepMedia | None = None
     ) -> Tensor:
-        """Ids of the next tokens and positions, int64 [T]; states [T, hidden], the target's projected or the head's own
-        -> its own [T, hidden]. Writes the layer's keys and values. `rope_positions` int64 [3, T] turn queries and keys
-        in place of `positions`; `media` are rows of next tokens that are an image's.
+        """Ids of the next tokens, int64 [T]; states [T, hidden], the target's projected or the head's own -> its own
+        [T, hidden]. Writes the layer's keys and values. `media` are rows of next tokens that are an image's.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache.cache_engine import LayerCaches
-from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
+from spmd_worker.model.drafts.draft_head import DraftHead, DraftTokens, HeadStack
 from spmd_worker.model.drafts.draft_names import EagleNames, EmbeddingNames
 from spmd_worker.model.layers.attention import Attention
 from spmd_worker.model.layers.context import LayerContext
@@ -24,7 +24,6 @@ from spmd_worker.model.layers.linear import replicated_linear
 from spmd_worker.model.layers.norm import add_without_norm, new_norm
 from spmd_worker.model.weights.store import WeightStore
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.resolved_draft import DraftRun
 
 
@@ -109,20 +108,11 @@ class EagleHead(DraftHead):
         return states
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rope_regimes: Tensor,
-        states: Tensor,
-        cache: LayerCaches,
-        metadata: AttentionMetadata,
-        *,
-        rope_positions: Tensor | None = None,
-        media: StepMedia | None = None,
+        self, token_ids: Tensor, tokens: DraftTokens, states: Tensor, cache: LayerCaches, media: StepMedia | None = None
     ) -> Tensor:
-        assert (rope_positions, media) == (None, None), "the head takes no images"
-        (stack, embedding), ropes = self._parts, self.angles(positions, rope_regimes)
-        stream: Tensor = stack.layers[0](embedding(token_ids), states, LayerStep(ropes, cache[0], metadata))
+        assert (tokens.rope_positions, media) == (None, None), "the head takes no images"
+        stack, embedding = self._parts
+        stream: Tensor = stack.layers[0](embedding(token_ids), states, self.step(tokens, cache))
         return stream
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:

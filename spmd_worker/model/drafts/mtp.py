@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from kv_cache.cache_engine import LayerCaches
 from spmd_worker.model.decoder_layer import DecoderLayer
-from spmd_worker.model.drafts.draft_head import DraftHead, HeadStack
+from spmd_worker.model.drafts.draft_head import DraftHead, DraftTokens, HeadStack
 from spmd_worker.model.drafts.draft_names import DraftNames
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.layers.embedding import StepMedia, VocabularyParallelEmbedding, VocabularyParallelHead
-from spmd_worker.model.layers.layer_step import LayerStep
 from spmd_worker.model.layers.norm import add_without_norm
 from spmd_worker.model_config.model_config import ModelConfig
-from spmd_worker.ops.attention.metadata import AttentionMetadata
 
 
 class MtpStack(HeadStack):
@@ -83,16 +81,7 @@ class MtpHead(DraftHead):
         )
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rope_regimes: Tensor,
-        states: Tensor,
-        cache: LayerCaches,
-        metadata: AttentionMetadata,
-        *,
-        rope_positions: Tensor | None = None,
-        media: StepMedia | None = None,
+        self, token_ids: Tensor, tokens: DraftTokens, states: Tensor, cache: LayerCaches, media: StepMedia | None = None
     ) -> Tensor:
         (stack,), (embedding,) = self._stack, self._embedding
         (layer,) = stack.layers
@@ -101,8 +90,7 @@ class MtpHead(DraftHead):
         if media is not None:
             embedded = embedded.index_copy(0, media.places, media.rows)
         stream = stack.joined(embedded, states)
-        ropes = self.angles(positions, rope_regimes, rope_positions)
-        part, stream = layer(None, stream, LayerStep(ropes, cache[0], metadata))
+        part, stream = layer(None, stream, self.step(tokens, cache))
         return stack.continued(stream if part is None else add_without_norm(self._group, part, stream))
 
     def argmax(self, states: Tensor) -> tuple[Tensor, Tensor]:

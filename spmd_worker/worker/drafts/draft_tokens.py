@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_worker.model.drafts.draft_head import DraftTokens
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.host_copies import to_device
@@ -27,19 +28,6 @@ class RowTokens:
     count: int
     regime: int
     media: Media = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTokens:
-    """Positions and regimes, int64 [T], and their attention; `last` int64 [S] are the last tokens of the rows.
-    `rope_positions` as in `Batch`.
-    """
-
-    positions: Tensor
-    regimes: Tensor
-    attention: AttentionMetadata
-    last: Tensor
-    rope_positions: Tensor | None = None
 
 
 def lay_out(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
-from spmd_worker.model.drafts.draft_head import DraftHead
+from spmd_worker.model.drafts.draft_head import DraftHead, DraftTokens
 from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.model_config.vision_config import VisionConfig
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
@@ -25,7 +25,7 @@ from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.drafts.draft_tokens import DraftTokens, RowTokens, lay_out, to_ids
+from spmd_worker.worker.drafts.draft_tokens import RowTokens, lay_out, to_ids
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits, StepRow, step_rows
 from spmd_worker.worker.runner.batch import Batch
 
@@ -152,8 +152,7 @@ class HeadDrafter:
         laid_out = lay_out(tokens, self._limits.block_size, self._device, self._vision)
         # Tokens of images may have ids beyond the vocabulary.
         ids = ids.clamp(max=self._limits.model_config.vocab_size - 1)
-        of_tokens = (laid_out.positions, laid_out.regimes, states, self._engine.draft_caches, laid_out.attention)
-        return self._head(ids, *of_tokens, rope_positions=laid_out.rope_positions, media=media), laid_out
+        return self._head(ids, laid_out, states, self._engine.draft_caches, media), laid_out
 
     def _chosen(self, states: Tensor) -> Tensor:
         """The likeliest id of each row, int64 [R]."""

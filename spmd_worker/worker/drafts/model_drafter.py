@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.model.decoder import DecoderForCausalLM
+from spmd_worker.model.drafts.draft_head import DraftTokens
 from spmd_worker.model.layers.embedding import StepMedia
 from spmd_worker.ops.sampling.shard_argmax import best_of_shards
 from spmd_worker.ranks.communicator import GroupHandle
@@ -22,7 +23,7 @@ from spmd_worker.replica.mirror.mirror import ScheduledSequence
 from spmd_worker.replica.sequence.request import RequestId
 from spmd_worker.replica.sequence.sampled import SampledIds
 from spmd_worker.replica.sequence.sequence import SequenceKey
-from spmd_worker.worker.drafts.draft_tokens import DraftTokens, RowTokens, lay_out, to_ids
+from spmd_worker.worker.drafts.draft_tokens import RowTokens, lay_out, to_ids
 from spmd_worker.worker.drafts.drafting_rows import DraftLimits, StepRow, step_rows
 from spmd_worker.worker.runner.batch import Batch
 

@@ -190,7 +190,7 @@ def _first_drafts(worker: Worker, row: tuple[int, ...]) -> list[int]:
     of_tokens = (laid_out.positions, laid_out.regimes)
     hidden = loaded.model(ids[:-1], *of_tokens, engine.layer_caches, laid_out.attention, streams=streams)
     states = head.project(hidden, tuple(streams[layer] for layer in head.aux_layers))
-    own = head(ids[1:], *of_tokens, states, engine.draft_caches, laid_out.attention)
+    own = head(ids[1:], laid_out, states, engine.draft_caches)
     engine.release()
     found: list[int] = head.token_ids(head.argmax(own)[1]).tolist()
     return found
