@@ -52,6 +52,7 @@ from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.kernels import reference_recurrent
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ranks.topology import RankLayout, check_divides
 from spmd_worker.worker.memory.estimate import rank_layers, state_layer
@@ -273,8 +274,8 @@ def _of_unit_root_mean_square(x: Tensor, scale: float = 1.0) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * scale
 
 
-def _norm_with_offset(kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
-    return RIGHT.gated_norm(kernels, x, gate, weight + 1, eps, **options)
+def _norm_with_offset(kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+    return RIGHT.gated_norm(kernels, x, gate, weight + 1, rule)
 
 
 def _conv_without_silu(kernels: Any, *given: Any, has_silu: bool) -> Tensor:

@@ -52,6 +52,7 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
 from spmd_worker.native.library import native_library
 from spmd_worker.ops.kernels.cpu.native import CpuKernels
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ranks.topology import RankLayout, check_divides
 
@@ -106,10 +107,9 @@ def test_gated_norm_rounds_where_transformers_does(name: str):
     x, gate = (torch.randn(40, mamba.num_columns, generator=generator).bfloat16() for _ in range(2))
     weight = theirs.weight.detach().bfloat16()
     expected = type(theirs).forward(_Normed(theirs, weight), x[None], gate[None])[0]
-    options: dict[str, Any] = {"num_groups": mamba.num_groups, "activation": "silu"}
-    options["gates_first"] = mamba.norm == "grouped"
+    rule = NormRule(mamba.norm_eps, mamba.num_groups, "silu", mamba.norm == "grouped")
     shares = [
-        (kernels.gated_norm(x, gate, weight, mamba.norm_eps, rounds_once=once, **options) != expected).float().mean()
+        (kernels.gated_norm(x, gate, weight, replace(rule, rounds_once=once)) != expected).float().mean()
         for kernels in (ReferenceRecurrentKernels(), CpuKernels(native_library()).recurrent_kernels())
         for once in (mamba.norm_rounds_once, not mamba.norm_rounds_once)
     ]

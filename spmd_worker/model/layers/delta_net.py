@@ -20,6 +20,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -82,10 +83,8 @@ class GatedNorm(CheckpointLayer):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Both [T, Hv dv] -> [T, Hv dv]."""
-        num_heads = x.shape[1] // len(self.weight)
-        return self._kernels.gated_norm(
-            x, gate, self.weight, self._eps, num_groups=num_heads, activation=self._activation, gates_first=False
-        )
+        rule = NormRule(self._eps, x.shape[1] // len(self.weight), self._activation, gates_first=False)
+        return self._kernels.gated_norm(x, gate, self.weight, rule)
 
 
 class DeltaNet(RecurrentMixer):

@@ -21,6 +21,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, MambaConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ranks.topology import shard_range
 
 Range = tuple[int, int]
@@ -128,14 +129,9 @@ class MambaNorm(CheckpointLayer):
             x, gate = self._gathered(x), self._gathered(gate)
             first = self._share.inner[0] - self._share.normed[0]
         config = self._share.own
-        normed = self._kernels.gated_norm(
-            *(x, gate, self.weight, config.norm_eps),
-            num_groups=config.num_groups,
-            activation="silu",
-            gates_first=config.norm == "grouped",
-            rounds_once=config.norm_rounds_once,
-        )
-        return normed[:, first : first + num_own]
+        gates_first, rounds_once = config.norm == "grouped", config.norm_rounds_once
+        rule = NormRule(config.norm_eps, config.num_groups, "silu", gates_first=gates_first, rounds_once=rounds_once)
+        return self._kernels.gated_norm(x, gate, self.weight, rule)[:, first : first + num_own]
 
     def _gathered(self, part: Tensor) -> Tensor:
         """[T, columns of this rank] -> [T, columns of the group's ranks]."""

@@ -37,6 +37,24 @@ class StateSegments:
     kept: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NormRule:
+    """A gated norm of `num_groups` groups of a row; `activation` of the gate is "silu" or "sigmoid".
+
+    `gates_first`: rms(x * act(gate)) * weight. Otherwise rms(x), rounded, times weight, then times act(gate) in
+    float32, rounded. With `rounds_once` both are float32 until the end.
+    """
+
+    eps: float
+    num_groups: int
+    activation: str
+    gates_first: bool
+    rounds_once: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.activation in ("silu", "sigmoid"), self.activation
+
+
 class RecurrentKernels(Protocol):
     """States and tails are changed in place, those of the step's slots alone. Sizes are a rank's share."""
 
@@ -117,22 +135,7 @@ class RecurrentKernels(Protocol):
         `states` float32 [slots, C, n].
         """
 
-    def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        num_groups: int,
-        activation: str,
-        gates_first: bool,
-        rounds_once: bool = False,
-    ) -> Tensor:
-        """x and gate [T, N], each of `num_groups` groups of a row normed by itself (https://arxiv.org/abs/1910.07467),
-        weight [N / num_groups] or [N] -> [T, N].
-
-        `gates_first`: rms(x * act(gate)) * weight. Otherwise rms(x), rounded, times weight, then times act(gate) in
-        float32, rounded. With `rounds_once` both are float32 until the end. `activation` of the gate is "silu" or
-        "sigmoid".
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+        """x and gate [T, N], each group of a row normed by itself (https://arxiv.org/abs/1910.07467), weight
+        [N / num_groups] or [N] -> [T, N].
         """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
-from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
 from spmd_worker.ops.kernels.torch_version import torch_version
 
 LENGTH_EPSILON: Final = 1e-6
@@ -199,23 +199,11 @@ class ReferenceRecurrentKernels:
                     states[slot] = state
         return out.to(x.dtype)
 
-    def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        num_groups: int,
-        activation: str,
-        gates_first: bool,
-        rounds_once: bool = False,
-    ) -> Tensor:
-        assert activation in ("silu", "sigmoid"), activation
-        gates = (silu if activation == "silu" else sigmoid)(gate.float())
-        rows = x.float() * gates if gates_first else x.float()
-        groups = by_head(rows, num_groups)
-        groups = groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + eps)
-        kept = torch.float32 if rounds_once else x.dtype
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+        gates = (silu if rule.activation == "silu" else sigmoid)(gate.float())
+        rows = x.float() * gates if rule.gates_first else x.float()
+        groups = by_head(rows, rule.num_groups)
+        groups = groups * torch.rsqrt((groups * groups).mean(-1, keepdim=True) + rule.eps)
+        kept = torch.float32 if rule.rounds_once else x.dtype
         weighted = (groups.to(kept) * weight.view(-1, groups.shape[-1])).view(x.shape)
-        return (weighted if gates_first else weighted.float() * gates).to(x.dtype)
+        return (weighted if rule.gates_first else weighted.float() * gates).to(x.dtype)

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from spmd_worker.model_config.layer_config import DeltaConfig, ExpertsConfig, MambaConfig
 from spmd_worker.model_config.stored_format import MXFP4, StoredFormat
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ops.kernels.triton import (
     adapter_kernels,
     adapters,
@@ -1039,7 +1040,7 @@ def norms_of_states(element: str) -> Iterator[Variant]:
     numbers = dict.fromkeys(("SIZE", "stride_x", "stride_gate", "stride_weight"), "i32") | {"eps": "fp32"}
     types = dict.fromkeys(("x", "gate", "weight", "out"), f"*{element}") | numbers
     for size, gates_first, rounds_once in ((128, False, False), (8192, True, False), (1536, False, True)):
-        constants = scan_delta.norm_constants(size, "silu", gates_first=gates_first, rounds_once=rounds_once)
+        constants = scan_delta.norm_constants(size, NormRule(1e-6, 1, "silu", gates_first, rounds_once))
         yield Variant(f"gated_norm {size}", norm, types, constants, options, ("SIZE", "stride_x", "stride_gate"))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
-from spmd_worker.ops.kernels.recurrent import RecurrentKernels
+from spmd_worker.ops.kernels.recurrent import NormRule, RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 NAN = float("nan")
@@ -214,12 +213,11 @@ def test_gated_norm_agrees_with_plain_torch(
     x, gate = torch.randn(9, 2 * 60, generator=generator).to(dtype).split(60, dim=1)
     for activation, size in (("silu", 20), ("sigmoid", 60)):
         weight = torch.randn(size, generator=generator).to(dtype)
-        options: dict[str, Any] = {"num_groups": 3, "activation": activation, "gates_first": gates_first}
-        options["rounds_once"] = rounds_once
-        found, expected = (each.gated_norm(x, gate, weight, 1e-3, **options) for each in (kernels, REFERENCE))
+        rule = NormRule(1e-3, 3, activation, gates_first, rounds_once)
+        found, expected = (each.gated_norm(x, gate, weight, rule) for each in (kernels, REFERENCE))
         torch.testing.assert_close(found, expected)
         for row in range(len(x)):
-            alone = kernels.gated_norm(x[row : row + 1], gate[row : row + 1], weight, 1e-3, **options)
+            alone = kernels.gated_norm(x[row : row + 1], gate[row : row + 1], weight, rule)
             assert torch.equal(alone[0], found[row])
 
 
@@ -232,6 +230,6 @@ def test_scan_of_no_tokens_is_empty(config: DeltaConfig):
         assert found.shape == (0, config.num_value_heads, config.value_size)
         rows = found.flatten(1)
         weight = torch.ones(config.value_size)
-        options: dict[str, Any] = {"num_groups": config.num_value_heads, "activation": "silu", "gates_first": False}
-        assert kernels.gated_norm(rows, rows, weight, 1e-6, **options).shape == rows.shape
+        rule = NormRule(1e-6, config.num_value_heads, "silu", gates_first=False)
+        assert kernels.gated_norm(rows, rows, weight, rule).shape == rows.shape
     assert states.isnan().all()

@@ -13,6 +13,7 @@ from state_segments import segments_of
 from triton_cases import in_gate, report, set_device
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
+from spmd_worker.ops.kernels.recurrent import NormRule
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.triton import scan_delta_kernels, scan_mamba_kernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -113,8 +114,8 @@ def gated_norms_are_the_references() -> None:
             ("silu", True, True, 60),
         ):
             weight = torch.randn(size).to(dtype)
-            options = {"num_groups": 3, "activation": activation, "gates_first": gates_first, "rounds_once": once}
-            found, expected = (each.gated_norm(x, gate, weight, 1e-3, **options) for each in (KERNELS, REFERENCE))
+            rule = NormRule(1e-3, 3, activation, gates_first, once)
+            found, expected = (each.gated_norm(x, gate, weight, rule) for each in (KERNELS, REFERENCE))
             torch.testing.assert_close(found, expected)
 
 

@@ -17,7 +17,7 @@ from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
-from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 MAX_TAPS: Final = 16
@@ -159,29 +159,18 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         )
         return output
 
-    def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        num_groups: int,
-        activation: str,
-        gates_first: bool,
-        rounds_once: bool = False,
-    ) -> Tensor:
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+        num_groups = rule.num_groups
         size = x.shape[1] // num_groups
         check_dtype(x, gate)
         assert x.shape == gate.shape == (len(x), num_groups * size), (x.shape, gate.shape, num_groups)
-        assert activation in ("silu", "sigmoid"), activation
         check_tensor(weight, x.dtype, (x.shape[1] if len(weight) == x.shape[1] else size,))
         x, gate = contiguous_rows(x), contiguous_rows(gate)
         output = torch.empty(x.shape, dtype=x.dtype)
         self._functions["gated_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), len(x), num_groups, size),
-            *(weight.data_ptr(), size if len(weight) == x.shape[1] else 0, eps),
-            *(activation == "sigmoid", gates_first, rounds_once, output.data_ptr(), num_threads()),
+            *(weight.data_ptr(), size if len(weight) == x.shape[1] else 0, rule.eps),
+            *(rule.activation == "sigmoid", rule.gates_first, rule.rounds_once, output.data_ptr(), num_threads()),
         )
         return output
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig
-from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
 from spmd_worker.ops.kernels.triton import scan_delta_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two, segment_arguments
 
@@ -51,37 +51,24 @@ def scan_constants(config: DeltaConfig, *, has_kept: bool = False) -> dict[str, 
     }
 
 
-def gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    num_groups: int,
-    activation: str,
-    gates_first: bool,
-    rounds_once: bool = False,
-) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     """`RecurrentKernels.gated_norm`."""
-    num_rows, size = len(x), x.shape[1] // num_groups
+    num_rows, num_groups, size = len(x), rule.num_groups, x.shape[1] // rule.num_groups
     assert x.shape == gate.shape == (num_rows, num_groups * size), (x.shape, gate.shape, num_groups)
-    assert activation in ("silu", "sigmoid"), activation
     assert len(weight) in (size, num_groups * size), (weight.shape, x.shape, num_groups)
     x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
     out = x.new_empty(x.shape)
     if out.numel():
         scan_delta_kernels.gated_norm[(num_rows, num_groups)](
             *(x, gate, weight.contiguous(), out, size, x.stride(0), gate.stride(0)),
-            *(0 if len(weight) == size else size, eps),
-            **norm_constants(size, activation, gates_first=gates_first, rounds_once=rounds_once),
+            *(0 if len(weight) == size else size, rule.eps),
+            **norm_constants(size, rule),
             **scan_delta_kernels.LAUNCH,
         )
     return out
 
 
-def norm_constants(
-    size: int, activation: str, *, gates_first: bool, rounds_once: bool = False
-) -> dict[str, int | bool]:
+def norm_constants(size: int, rule: NormRule) -> dict[str, int | bool]:
     """Constexprs of `scan_delta_kernels.gated_norm`."""
-    flags = {"IS_SIGMOID": activation == "sigmoid", "GATES_FIRST": gates_first, "ROUNDS_ONCE": rounds_once}
-    return {"BN": power_of_two(size), **flags}
+    flags = {"GATES_FIRST": rule.gates_first, "ROUNDS_ONCE": rule.rounds_once}
+    return {"BN": power_of_two(size), "IS_SIGMOID": rule.activation == "sigmoid", **flags}
