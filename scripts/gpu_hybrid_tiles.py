@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.attention.triton import TritonBackend
-from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.recurrent import DeltaRates, MambaRates, StateSegments
 from spmd_worker.ops.kernels.triton import attention, scan_delta_kernels, scan_mamba_kernels
 from spmd_worker.ops.kernels.triton.scan_delta import scan_delta
 from spmd_worker.ops.kernels.triton.scan_mamba import scan_mamba
@@ -137,7 +137,8 @@ class Scans(Subject):
         states = random(device, self.count, self.heads, *self.sizes, dtype=torch.float32)
         numbers = torch.arange(self.count + 1, dtype=torch.int32, device=device)
         segments = StateSegments(numbers[:-1], numbers * self.length, torch.zeros_like(numbers[:-1]))
-        return random(device, total, config.num_channels), *steps, *gates, states, segments, config
+        rates = (MambaRates if self.is_mamba else DeltaRates)(*steps, *gates)
+        return random(device, total, config.num_channels), rates, states, segments, config
 
     def calls(self, operands: Any, candidate: ScanTile) -> Calls:
         module, size, options = (scan_delta_kernels, "BV", "SCAN")

@@ -52,7 +52,7 @@ from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.ops.kernels import reference_recurrent
-from spmd_worker.ops.kernels.recurrent import NormRule
+from spmd_worker.ops.kernels.recurrent import DeltaRates, NormRule
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ranks.topology import RankLayout, check_divides
 from spmd_worker.worker.memory.estimate import rank_layers, state_layer
@@ -283,9 +283,8 @@ def _conv_without_silu(kernels: Any, *given: Any, has_silu: bool) -> Tensor:
     return RIGHT.short_conv(kernels, *given, has_silu=False)
 
 
-def _scan_without_bias(kernels: Any, mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, *given: Any) -> Tensor:
-    dt_bias, *others = given
-    return RIGHT.scan_delta(kernels, mixed, a, b, a_log, torch.zeros_like(dt_bias), *others)
+def _scan_without_bias(kernels: Any, mixed: Tensor, rates: DeltaRates, *others: Any) -> Tensor:
+    return RIGHT.scan_delta(kernels, mixed, rates._replace(dt_bias=torch.zeros_like(rates.dt_bias)), *others)
 
 
 class RIGHT(ReferenceRecurrentKernels):

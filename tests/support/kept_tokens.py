@@ -9,7 +9,7 @@ from state_segments import segments_of
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
-from spmd_worker.ops.kernels.recurrent import RecurrentKernels, StateSegments
+from spmd_worker.ops.kernels.recurrent import DeltaRates, MambaRates, RecurrentKernels, StateSegments
 
 SLOTS, COUNTS, FIRSTS = (3, 0, -1, 4, 1), (5, 4, 2, 1, 0), (0, 9, 3, 64, 5)
 """One begins in a slot of NaN, one is padding, one has a token, and one none."""
@@ -51,7 +51,9 @@ def delta(kernels: RecurrentKernels, dtype: torch.dtype, config: DeltaConfig) ->
     num_steps = heads * (config.key_size if config.is_per_channel else 1)
 
     def call(given: list[Tensor], states: Tensor, segments: StateSegments) -> Tensor:
-        return kernels.scan_delta(*given, numbers(heads), numbers(num_steps), states, segments, config)
+        return kernels.scan_delta(
+            given[0], DeltaRates(*given[1:], numbers(heads), numbers(num_steps)), states, segments, config
+        )
 
     states = numbers(NUM_SLOTS, heads, config.key_size, config.value_size, seed=5)
     return Case(
@@ -64,7 +66,7 @@ def mamba(kernels: RecurrentKernels, dtype: torch.dtype) -> Case:
 
     def call(given: list[Tensor], states: Tensor, segments: StateSegments) -> Tensor:
         weights = (numbers(heads, seed=seed) for seed in range(3))
-        return kernels.scan_mamba(*given, *weights, states, segments, MAMBA)
+        return kernels.scan_mamba(given[0], MambaRates(given[1], *weights), states, segments, MAMBA)
 
     states = numbers(NUM_SLOTS, heads, MAMBA.head_size, MAMBA.state_size, seed=5)
     return Case("scan_mamba", call, inputs(MAMBA.num_channels, heads, dtype=dtype), states)
@@ -75,7 +77,8 @@ def mamba1(kernels: RecurrentKernels, dtype: torch.dtype) -> Case:
 
     def call(given: list[Tensor], states: Tensor, segments: StateSegments) -> Tensor:
         weights = (numbers(channels, size), numbers(channels, seed=1), numbers(channels, seed=2))
-        return kernels.scan_mamba1(*given, *weights, states, segments)
+        x, dt, shared = given
+        return kernels.scan_mamba1(x, shared, MambaRates(dt, *weights), states, segments)
 
     states = numbers(NUM_SLOTS, channels, size, seed=5)
     return Case("scan_mamba1", call, inputs(channels, channels, 2 * size, dtype=dtype), states)

@@ -20,7 +20,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import DeltaConfig, LayerConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.recurrent import NormRule
+from spmd_worker.ops.kernels.recurrent import DeltaRates, NormRule
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -132,9 +132,8 @@ class DeltaNet(RecurrentMixer):
             gate, a = self.z_proj(gate.contiguous(), adapters), self.a_proj(a.contiguous(), adapters)
         segments, (mixed, b, a) = recurrent_inputs(metadata, states, mixed, b, a)
         mixed = self._kernels.short_conv(mixed, self.conv.weight[:, 0], None, states.tail, segments, has_silu=True)
-        scanned = self._kernels.scan_delta(
-            mixed, a, b, gates.rates(), gates.dt_bias, states.state, segments, self.config
-        )
+        rates = DeltaRates(a, b, gates.rates(), gates.dt_bias)
+        scanned = self._kernels.scan_delta(mixed, rates, states.state, segments, self.config)
         scanned = own_outputs(metadata, scanned).flatten(1)
         output: Tensor = self.out_proj(self.norm(scanned, gate), adapters)
         return output

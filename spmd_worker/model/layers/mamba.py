@@ -21,7 +21,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, MambaConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.recurrent import NormRule
+from spmd_worker.ops.kernels.recurrent import MambaRates, NormRule
 from spmd_worker.ranks.topology import shard_range
 
 Range = tuple[int, int]
@@ -188,9 +188,8 @@ class Mamba(RecurrentMixer):
         segments, (mixed, dt) = recurrent_inputs(metadata, states, mixed, dt)
         taps, gates = self.conv1d.weight.view(len(self.conv1d.weight), -1), self.gates
         mixed = self._recurrent.short_conv(mixed, taps, self.conv1d.bias, states.tail, segments, has_silu=True)
-        scanned = self._recurrent.scan_mamba(
-            *(mixed, dt, gates.a_log, gates.dt_bias, gates.skip, states.state, segments, config)
-        )
+        rates = MambaRates(dt, gates.a_log, gates.dt_bias, gates.skip)
+        scanned = self._recurrent.scan_mamba(mixed, rates, states.state, segments, config)
         scanned = own_outputs(metadata, scanned)
         if self.norm is None:
             gated = self._kernels.silu_and_mul(torch.cat((gate, scanned), dim=1))

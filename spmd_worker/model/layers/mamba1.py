@@ -24,6 +24,7 @@ from spmd_worker.model.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig, Mamba1Config, NormConfig
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
+from spmd_worker.ops.kernels.recurrent import MambaRates
 from spmd_worker.ranks.topology import shard_range
 
 
@@ -80,9 +81,8 @@ class Mamba1(RecurrentMixer):
         mixed = self._recurrent.short_conv(inputs, taps, self.conv1d.bias, states.tail, segments, has_silu=True)
         # Of tokens that rows lag by too, which have no adapters: none are of `x_proj` and `dt_proj`.
         dt, shared = self._step_numbers(mixed)
-        scanned = self._recurrent.scan_mamba1(
-            *(mixed, dt, shared, gates.a_log, gates.dt_bias, gates.skip, states.state, segments)
-        )
+        rates = MambaRates(dt, gates.a_log, gates.dt_bias, gates.skip)
+        scanned = self._recurrent.scan_mamba1(mixed, shared, rates, states.state, segments)
         gated = self._kernels.silu_and_mul(torch.cat((gate, own_outputs(metadata, scanned)), dim=1))
         output: Tensor = self.out_proj(gated, adapters)
         return output

@@ -9,7 +9,7 @@ H, P, G, n: heads of Mamba2, their size, groups, and size of a state; C, n: chan
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,24 @@ class StateSegments:
     starts: Tensor
     firsts: Tensor
     kept: Tensor | None = None
+
+
+class DeltaRates(NamedTuple):
+    """Projected gates of a gated delta rule, and weights in float32, shaped as in `RecurrentKernels.scan_delta`."""
+
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+class MambaRates(NamedTuple):
+    """Projected steps of a Mamba layer, and weights in float32, of which `skip` is D: `RecurrentKernels.scan_mamba`."""
+
+    dt: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +97,7 @@ class RecurrentKernels(Protocol):
         """
 
     def scan_delta(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: DeltaConfig,
+        self, mixed: Tensor, rates: DeltaRates, states: Tensor, segments: StateSegments, config: DeltaConfig
     ) -> Tensor:
         """Gated delta rule (https://arxiv.org/abs/2412.06464): mixed [T, 2 Hk dk + Hv dv] has queries, keys and values,
         a and b [T, Hv] are projected gates, float32 a_log and dt_bias [Hv] -> [T, Hv, dv].
@@ -100,15 +110,7 @@ class RecurrentKernels(Protocol):
         """
 
     def scan_mamba(
-        self,
-        mixed: Tensor,
-        dt: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: MambaConfig,
+        self, mixed: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments, config: MambaConfig
     ) -> Tensor:
         """Mamba2 (https://arxiv.org/abs/2405.21060): mixed [T, H P + 2 G n] has x, B and C, dt [T, H]; float32 a_log,
         dt_bias and skip (D) [H] -> [T, H P].
@@ -118,15 +120,7 @@ class RecurrentKernels(Protocol):
         """
 
     def scan_mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        shared: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
+        self, x: Tensor, shared: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments
     ) -> Tensor:
         """Mamba (https://arxiv.org/abs/2312.00752): x and dt [T, C] of each channel, shared [T, 2 n] has B and C, which
         all channels share; float32 a_log [C, n], dt_bias and skip (D) [C] -> [T, C].

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
-from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
+from spmd_worker.ops.kernels.recurrent import DeltaRates, MambaRates, NormRule, StateSegments
 from spmd_worker.ops.kernels.torch_version import torch_version
 
 LENGTH_EPSILON: Final = 1e-6
@@ -113,16 +113,9 @@ class ReferenceRecurrentKernels:
         return out
 
     def scan_delta(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: DeltaConfig,
+        self, mixed: Tensor, rates: DeltaRates, states: Tensor, segments: StateSegments, config: DeltaConfig
     ) -> Tensor:
+        a, b, a_log, dt_bias = rates
         num_tokens, widths = len(mixed), (config.key_size, config.value_size)
         heads = (config.num_key_heads, config.num_key_heads, config.num_value_heads)
         sizes = [count * size for count, size in zip(heads, (widths[0], *widths), strict=True)]
@@ -148,16 +141,9 @@ class ReferenceRecurrentKernels:
         return out
 
     def scan_mamba(
-        self,
-        mixed: Tensor,
-        dt: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: MambaConfig,
+        self, mixed: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments, config: MambaConfig
     ) -> Tensor:
+        dt, a_log, dt_bias, skip = rates
         num_heads, size, num_groups = config.num_heads, config.head_size, config.num_groups
         inner, shared = num_heads * size, num_groups * config.state_size
         x, b, c = mixed.float().split_with_sizes((inner, shared, shared), dim=-1)
@@ -176,24 +162,17 @@ class ReferenceRecurrentKernels:
         return out.view(len(mixed), inner).to(mixed.dtype)
 
     def scan_mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        shared: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
+        self, x: Tensor, shared: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments
     ) -> Tensor:
-        wide, (b, c), rates = x.float(), shared.float().chunk(2, dim=-1), -torch.exp(a_log)
+        dt, a_log, dt_bias, skip = rates
+        wide, (b, c), factors = x.float(), shared.float().chunk(2, dim=-1), -torch.exp(a_log)
         steps = softplus(dt.float() + dt_bias)
         out, direct = torch.zeros_like(wide), wide * skip
         for slot, start, kept, stop, begins in segment_rows(segments):
             state = torch.zeros_like(states[slot]) if begins else states[slot]
             for row in range(start, stop):
                 added = (steps[row] * wide[row])[:, None] * b[row]
-                state = state * torch.exp(steps[row][:, None] * rates) + added
+                state = state * torch.exp(steps[row][:, None] * factors) + added
                 out[row] = (state * c[row]).sum(-1) + direct[row]
                 if row + 1 == kept:
                     states[slot] = state

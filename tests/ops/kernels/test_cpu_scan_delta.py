@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
-from spmd_worker.ops.kernels.recurrent import NormRule, RecurrentKernels
+from spmd_worker.ops.kernels.recurrent import DeltaRates, NormRule, RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 NAN = float("nan")
@@ -58,7 +58,7 @@ def scan_in_steps(
         parts = [[each[first : first + count] for each in rows[row]] for row, first, count in step]
         segments = segments_of(*((row + 1, count, first) for row, first, count in step))
         joined = [torch.cat(each) for each in zip(*parts, strict=True)]
-        outputs = kernels.scan_delta(*joined, *gates_of(config), states, segments, config)
+        outputs = kernels.scan_delta(joined[0], DeltaRates(*joined[1:], *gates_of(config)), states, segments, config)
         for (row, _, _), part in zip(step, outputs.split([count for _, _, count in step]), strict=True):
             found[row].append(part)
     return [torch.cat(each) for each in found], states[1:]
@@ -73,8 +73,12 @@ def test_scan_agrees_with_plain_torch(instruction_set: str, dtype: torch.dtype, 
     inputs, states = inputs_of(config, 32, dtype), empty_states(config, 5)
     states[[0, 2, 3]] = torch.randn(3, *states.shape[1:], generator=torch.Generator().manual_seed(3))
     expected_states = states.clone()
-    expected = REFERENCE.scan_delta(*inputs, *gates_of(config), expected_states, segments, config)
-    found = kernels_for(instruction_set).scan_delta(*inputs, *gates_of(config), states, segments, config)
+    expected = REFERENCE.scan_delta(
+        inputs[0], DeltaRates(*inputs[1:], *gates_of(config)), expected_states, segments, config
+    )
+    found = kernels_for(instruction_set).scan_delta(
+        inputs[0], DeltaRates(*inputs[1:], *gates_of(config)), states, segments, config
+    )
     near = 2e-6 if dtype == torch.float32 else 8e-3
     assert (found - expected).abs().max() <= near * expected.abs().max()
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -170,13 +174,17 @@ def test_scan_of_extreme_gates_is_finite():
         for given in (mixed, torch.zeros_like(mixed)):
             states, other = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16, 16)
             found = kernels_for("native").scan_delta(
-                given, a, b, *gates_of(config), states, segments_of((0, 4, 0)), config
+                given, DeltaRates(a, b, *gates_of(config)), states, segments_of((0, 4, 0)), config
             )
-            expected = REFERENCE.scan_delta(given, a, b, *gates_of(config), other, segments_of((0, 4, 0)), config)
+            expected = REFERENCE.scan_delta(
+                given, DeltaRates(a, b, *gates_of(config)), other, segments_of((0, 4, 0)), config
+            )
             torch.testing.assert_close(found, expected)
             assert found.isfinite().all()
     a[2] = NAN
-    found = kernels_for("native").scan_delta(mixed, a, b, *gates_of(config), states, segments_of((0, 4, 0)), config)
+    found = kernels_for("native").scan_delta(
+        mixed, DeltaRates(a, b, *gates_of(config)), states, segments_of((0, 4, 0)), config
+    )
     assert found.isnan().any(dim=(1, 2)).tolist() == [False, False, True, True]
 
 
@@ -200,7 +208,9 @@ def test_scan_rejects_wrong_sizes_and_slots():
         (replace(SHARED, is_per_channel=True), segments_of((0, 2, 0))),
     ):
         with pytest.raises(AssertionError):
-            kernels_for("native").scan_delta(*inputs, *gates_of(SHARED), states, segments, config)
+            kernels_for("native").scan_delta(
+                inputs[0], DeltaRates(*inputs[1:], *gates_of(SHARED)), states, segments, config
+            )
 
 
 @each_vector_library
@@ -226,7 +236,9 @@ def test_scan_of_no_tokens_is_empty(config: DeltaConfig):
     states = torch.full((2, config.num_value_heads, config.key_size, config.value_size), NAN)
     for kernels in (REFERENCE, kernels_for("native")):
         inputs = inputs_of(config, 0, torch.float32)
-        found = kernels.scan_delta(*inputs, *gates_of(config), states, segments_of((1, 0, 5)), config)
+        found = kernels.scan_delta(
+            inputs[0], DeltaRates(*inputs[1:], *gates_of(config)), states, segments_of((1, 0, 5)), config
+        )
         assert found.shape == (0, config.num_value_heads, config.value_size)
         rows = found.flatten(1)
         weight = torch.ones(config.value_size)

@@ -1,5 +1,6 @@
 """The compiled recurrence of Mamba: near the reference, with the same bits in whatever steps a row is computed."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from state_segments import check_nan_of_others, check_scan_steps, segments_of, s
 from torch import Tensor
 
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
+from spmd_worker.ops.kernels.recurrent import MambaRates, RecurrentKernels
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 NAN = float("nan")
@@ -30,6 +32,10 @@ def gates(channels: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return numbers(channels, size, seed=1), numbers(channels, seed=2), numbers(channels, seed=3)
 
 
+def scan(kernels: RecurrentKernels, x: Tensor, dt: Tensor, shared: Tensor, *gates: Tensor) -> Callable[..., Tensor]:
+    return partial(kernels.scan_mamba1, x, shared, MambaRates(dt, *gates))
+
+
 def tokens(channels: int, size: int, count: int, dtype: torch.dtype, seed: int = 4) -> tuple[Tensor, ...]:
     """Columns of wider tensors, as projections give them."""
     given = numbers(count, 2 * channels + 2 * size + 3, seed=seed).to(dtype)
@@ -43,7 +49,7 @@ def scanned(kernels: NativeRecurrentKernels, inputs: list[tuple[Tensor, ...]], c
     for step in steps_of([len(each[0]) for each in inputs], chunk):
         parts = [[each[first : first + count] for each in inputs[row]] for row, first, count in step]
         segments = segments_of(*((row + 1, count, first) for row, first, count in step))
-        y = kernels.scan_mamba1(*map(torch.cat, zip(*parts)), *gates(*SIZES), states, segments)
+        y = scan(kernels, *map(torch.cat, zip(*parts)), *gates(*SIZES))(states, segments)
         for (row, _, _), outputs in zip(step, y.split([count for _, _, count in step])):
             found[row].append(outputs)
     return [*map(torch.cat, found), states[1:]]
@@ -58,8 +64,8 @@ def test_scans_agree_with_plain_torch(instruction_set: str, dtype: torch.dtype, 
     states[3] = NAN
     expected_states = states.clone()
     inputs = (*tokens(*sizes, 35, dtype), *gates(*sizes))
-    found = kernels_for(instruction_set).scan_mamba1(*inputs, states, segments)
-    expected = ReferenceRecurrentKernels().scan_mamba1(*inputs, expected_states, segments)
+    found = scan(kernels_for(instruction_set), *inputs)(states, segments)
+    expected = scan(ReferenceRecurrentKernels(), *inputs)(expected_states, segments)
     expected[31:33] = 0.0
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -89,7 +95,7 @@ def test_threads_and_shares_do_not_change_scans():
     half = slice(20, None)
     own = (x[:, half], dt[:, half], shared, a_log[half].contiguous(), bias[half].contiguous(), skip[half].contiguous())
     states = torch.zeros(1, SIZES[0] - 20, SIZES[1])
-    assert torch.equal(kernels_for().scan_mamba1(*own, states, segments), found[0][0][:, half])
+    assert torch.equal(scan(kernels_for(), *own)(states, segments), found[0][0][:, half])
 
 
 def test_kept_tokens_are_those_of_two_segments():
@@ -97,11 +103,11 @@ def test_kept_tokens_are_those_of_two_segments():
     (inputs, given) = tokens(*SIZES, 9, torch.float32), gates(*SIZES)
     for kernels in (ReferenceRecurrentKernels(), kernels_for()):
         whole, kept, first = (torch.zeros(1, *SIZES) for _ in range(3))
-        expected = kernels.scan_mamba1(*inputs, *given, whole, segments_of((0, 9, 0)))
+        expected = scan(kernels, *inputs, *given)(whole, segments_of((0, 9, 0)))
         plain = segments_of((0, 9, 0))
         segments = type(plain)(plain.slots, plain.starts, plain.firsts, torch.tensor([4], dtype=torch.int32))
-        assert torch.equal(kernels.scan_mamba1(*inputs, *given, kept, segments), expected)
-        kernels.scan_mamba1(*(each[:4] for each in inputs), *given, first, segments_of((0, 4, 0)))
+        assert torch.equal(scan(kernels, *inputs, *given)(kept, segments), expected)
+        scan(kernels, *(each[:4] for each in inputs), *given)(first, segments_of((0, 4, 0)))
         assert torch.equal(kept, first)
         assert not torch.equal(kept, whole)
 
@@ -110,6 +116,6 @@ def test_scan_of_no_tokens_is_empty():
     states = torch.full((2, *SIZES), NAN)
     for kernels in (ReferenceRecurrentKernels(), kernels_for()):
         inputs = tokens(*SIZES, 0, torch.float32)
-        found = kernels.scan_mamba1(*inputs, *gates(*SIZES), states, segments_of((1, 0, 5)))
+        found = scan(kernels, *inputs, *gates(*SIZES))(states, segments_of((1, 0, 5)))
         assert found.shape == (0, SIZES[0])
     assert states.isnan().all()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_worker.model_config.layer_config import MambaConfig
 from spmd_worker.ops.kernels.cpu.recurrent import NativeRecurrentKernels
+from spmd_worker.ops.kernels.recurrent import MambaRates
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 NAN = float("nan")
@@ -43,7 +44,8 @@ def scanned(kernels: NativeRecurrentKernels, inputs: list[tuple[Tensor, Tensor]]
     for step in steps_of([len(mixed) for mixed, _ in inputs], chunk):
         parts = [[each[first : first + count] for each in inputs[row]] for row, first, count in step]
         segments = segments_of(*((row + 1, count, first) for row, first, count in step))
-        y = kernels.scan_mamba(*map(torch.cat, zip(*parts)), *heads(SMALL), states, segments, SMALL)
+        mixed, dt = map(torch.cat, zip(*parts))
+        y = kernels.scan_mamba(mixed, MambaRates(dt, *heads(SMALL)), states, segments, SMALL)
         for (row, _, _), outputs in zip(step, y.split([count for _, _, count in step])):
             found[row].append(outputs)
     return [*map(torch.cat, found), states[1:]]
@@ -66,8 +68,10 @@ def test_scans_agree_with_plain_torch(instruction_set: str, dtype: torch.dtype, 
     states[3] = NAN
     expected_states = states.clone()
     inputs = (*tokens(config, 35, dtype), *heads(config))
-    found = kernels_for(instruction_set).scan_mamba(*inputs, states, segments, config)
-    expected = ReferenceRecurrentKernels().scan_mamba(*inputs, expected_states, segments, config)
+    found = kernels_for(instruction_set).scan_mamba(inputs[0], MambaRates(*inputs[1:]), states, segments, config)
+    expected = ReferenceRecurrentKernels().scan_mamba(
+        inputs[0], MambaRates(*inputs[1:]), expected_states, segments, config
+    )
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -98,13 +102,15 @@ def test_scan_rejects_slots_that_do_not_exist():
     inputs = (*tokens(SMALL, 2, torch.float32), *heads(SMALL))
     for segments in (segments_of((2, 2, 0)), segments_of((0, 3, 0))):
         with pytest.raises(AssertionError):
-            kernels_for().scan_mamba(*inputs, states, segments, SMALL)
+            kernels_for().scan_mamba(inputs[0], MambaRates(*inputs[1:]), states, segments, SMALL)
 
 
 def test_scan_of_no_tokens_is_empty():
     states = torch.full((2, SMALL.num_heads, SMALL.head_size, SMALL.state_size), NAN)
     for kernels in (ReferenceRecurrentKernels(), kernels_for()):
         inputs = tokens(SMALL, 0, torch.float32)
-        found = kernels.scan_mamba(*inputs, *heads(SMALL), states, segments_of((1, 0, 5)), SMALL)
+        found = kernels.scan_mamba(
+            inputs[0], MambaRates(inputs[1], *heads(SMALL)), states, segments_of((1, 0, 5)), SMALL
+        )
         assert found.shape == (0, SMALL.num_heads * SMALL.head_size)
     assert states.isnan().all()

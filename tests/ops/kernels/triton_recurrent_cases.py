@@ -13,7 +13,7 @@ from state_segments import segments_of
 from triton_cases import in_gate, report, set_device
 
 from spmd_worker.model_config.layer_config import DeltaConfig, MambaConfig
-from spmd_worker.ops.kernels.recurrent import NormRule
+from spmd_worker.ops.kernels.recurrent import DeltaRates, MambaRates, NormRule
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 from spmd_worker.ops.kernels.triton import scan_delta_kernels, scan_mamba_kernels
 from spmd_worker.ops.kernels.triton.launching import is_interpreted
@@ -84,8 +84,8 @@ def scans_are_the_references() -> None:
         found = torch.randn(5, config.num_value_heads, config.key_size, config.value_size)
         found[1] = found[4] = NAN
         expected = found.clone()
-        y = KERNELS.scan_delta(*inputs, found, segments, config)
-        z = REFERENCE.scan_delta(*inputs, expected, segments, config)
+        y = KERNELS.scan_delta(inputs[0], DeltaRates(*inputs[1:]), found, segments, config)
+        z = REFERENCE.scan_delta(inputs[0], DeltaRates(*inputs[1:]), expected, segments, config)
         torch.testing.assert_close(y[kept], z[kept], atol=2e-6 if dtype == torch.float32 else 1e-3, rtol=1e-3)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
 
@@ -94,10 +94,12 @@ def a_scan_cut_anywhere_has_the_same_bits() -> None:
     config = DeltaConfig(1, 2, 8, 8, 1e-6)
     mixed, a, b, *gates = scan_inputs(config, 20, torch.float32)
     whole, state = (torch.full((1, 2, 8, 8), NAN) for _ in range(2))
-    expected = KERNELS.scan_delta(mixed, a, b, *gates, whole, segments_of((0, 20, 0)), config)
+    expected = KERNELS.scan_delta(mixed, DeltaRates(a, b, *gates), whole, segments_of((0, 20, 0)), config)
     for chunk in (1, 7):
         parts = [
-            KERNELS.scan_delta(*part, *gates, state, segments_of((0, len(part[0]), first * chunk)), config)
+            KERNELS.scan_delta(
+                part[0], DeltaRates(*part[1:], *gates), state, segments_of((0, len(part[0]), first * chunk)), config
+            )
             for first, part in enumerate(zip(mixed.split(chunk), a.split(chunk), b.split(chunk), strict=True))
         ]
         assert torch.equal(torch.cat(parts), expected), chunk
@@ -139,8 +141,8 @@ def scans_of_mamba_are_the_references() -> None:
         found = torch.randn(5, config.num_heads, config.head_size, config.state_size)
         found[1] = found[4] = NAN
         expected = found.clone()
-        y = KERNELS.scan_mamba(*inputs, found, segments, config)
-        z = REFERENCE.scan_mamba(*inputs, expected, segments, config)
+        y = KERNELS.scan_mamba(inputs[0], MambaRates(*inputs[1:]), found, segments, config)
+        z = REFERENCE.scan_mamba(inputs[0], MambaRates(*inputs[1:]), expected, segments, config)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-3
         torch.testing.assert_close(y[kept], z[kept], atol=tolerance, rtol=1e-3)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -150,10 +152,12 @@ def a_scan_of_mamba_cut_anywhere_has_the_same_bits() -> None:
     config = MambaConfig(2, 8, 1, 8, 1e-6)
     mixed, dt, *numbers = mamba_inputs(config, 20, torch.float32)
     whole, state = (torch.full((1, 2, 8, 8), NAN) for _ in range(2))
-    expected = KERNELS.scan_mamba(mixed, dt, *numbers, whole, segments_of((0, 20, 0)), config)
+    expected = KERNELS.scan_mamba(mixed, MambaRates(dt, *numbers), whole, segments_of((0, 20, 0)), config)
     for chunk in (1, 7):
         parts = [
-            KERNELS.scan_mamba(*part, *numbers, state, segments_of((0, len(part[0]), first * chunk)), config)
+            KERNELS.scan_mamba(
+                part[0], MambaRates(part[1], *numbers), state, segments_of((0, len(part[0]), first * chunk)), config
+            )
             for first, part in enumerate(zip(mixed.split(chunk), dt.split(chunk), strict=True))
         ]
         assert torch.equal(torch.cat(parts), expected), chunk
@@ -167,26 +171,27 @@ def scans_of_mamba1_are_the_references() -> None:
     kept[15:17] = False
     for channels, size, dtype in ((40, 12, torch.float32), (32, 16, torch.float16))[: 1 if in_gate() else 2]:
         given = torch.randn(18, 2 * channels + 2 * size).to(dtype)
-        inputs = (*given.split_with_sizes([channels, channels, 2 * size], dim=1), torch.randn(channels, size))
-        inputs = (*inputs, torch.randn(channels), torch.randn(channels))
+        x, dt, shared = given.split_with_sizes([channels, channels, 2 * size], dim=1)
+        rates = MambaRates(dt, torch.randn(channels, size), torch.randn(channels), torch.randn(channels))
         found = torch.randn(5, channels, size)
         found[1] = found[4] = NAN
         expected = found.clone()
-        y, z = KERNELS.scan_mamba1(*inputs, found, segments), REFERENCE.scan_mamba1(*inputs, expected, segments)
+        y = KERNELS.scan_mamba1(x, shared, rates, found, segments)
+        z = REFERENCE.scan_mamba1(x, shared, rates, expected, segments)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-3
         torch.testing.assert_close(y[kept], z[kept], atol=tolerance, rtol=1e-3)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def a_scan_of_mamba1_cut_anywhere_has_the_same_bits() -> None:
-    given, numbers = (torch.randn(20, 8), torch.randn(20, 8), torch.randn(20, 16)), torch.randn(3, 8)
-    a_log, (_, bias, skip) = torch.randn(8, 8), numbers
+    (x, dt, shared), numbers = (torch.randn(20, 8), torch.randn(20, 8), torch.randn(20, 16)), torch.randn(3, 8)
+    gates = (torch.randn(8, 8), *numbers[1:])
     whole, state = (torch.full((1, 8, 8), NAN) for _ in range(2))
-    expected = KERNELS.scan_mamba1(*given, a_log, bias, skip, whole, segments_of((0, 20, 0)))
+    expected = KERNELS.scan_mamba1(x, shared, MambaRates(dt, *gates), whole, segments_of((0, 20, 0)))
     for chunk in (1, 7):
         parts = [
-            KERNELS.scan_mamba1(*part, a_log, bias, skip, state, segments_of((0, len(part[0]), first * chunk)))
-            for first, part in enumerate(zip(*(each.split(chunk) for each in given), strict=True))
+            KERNELS.scan_mamba1(*part, MambaRates(steps, *gates), state, segments_of((0, len(steps), first * chunk)))
+            for first, (steps, *part) in enumerate(zip(*(each.split(chunk) for each in (dt, x, shared)), strict=True))
         ]
         assert torch.equal(torch.cat(parts), expected), chunk
         assert torch.equal(state, whole), chunk

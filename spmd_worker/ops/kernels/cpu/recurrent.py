@@ -17,7 +17,7 @@ from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.native.version import native_version
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_dtype, check_tensor, contiguous_rows, dtype_name
-from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
+from spmd_worker.ops.kernels.recurrent import DeltaRates, MambaRates, NormRule, StateSegments
 from spmd_worker.ops.kernels.reference_recurrent import ReferenceRecurrentKernels
 
 MAX_TAPS: Final = 16
@@ -69,16 +69,9 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
     def scan_delta(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: DeltaConfig,
+        self, mixed: Tensor, rates: DeltaRates, states: Tensor, segments: StateSegments, config: DeltaConfig
     ) -> Tensor:
+        a, b, a_log, dt_bias = rates
         num_tokens, num_heads, key_size = len(mixed), config.num_value_heads, config.key_size
         num_steps = num_heads * (key_size if config.is_per_channel else 1)
         check_dtype(mixed, a, b)
@@ -100,16 +93,9 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
     def scan_mamba(
-        self,
-        mixed: Tensor,
-        dt: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
-        config: MambaConfig,
+        self, mixed: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments, config: MambaConfig
     ) -> Tensor:
+        dt, a_log, dt_bias, skip = rates
         check_dtype(mixed, dt)
         sizes = config.num_heads, config.head_size, config.num_groups, config.state_size
         num_tokens, num_heads = len(mixed), config.num_heads
@@ -130,16 +116,9 @@ class NativeRecurrentKernels(ReferenceRecurrentKernels):
         return output
 
     def scan_mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        shared: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        states: Tensor,
-        segments: StateSegments,
+        self, x: Tensor, shared: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments
     ) -> Tensor:
+        dt, a_log, dt_bias, skip = rates
         check_dtype(x, dt, shared)
         (num_tokens, num_channels), size = x.shape, shared.shape[1] // 2
         assert dt.shape == x.shape, (dt.shape, x.shape)

@@ -3,22 +3,16 @@
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import DeltaConfig
-from spmd_worker.ops.kernels.recurrent import NormRule, StateSegments
+from spmd_worker.ops.kernels.recurrent import DeltaRates, NormRule, StateSegments
 from spmd_worker.ops.kernels.triton import scan_delta_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two, segment_arguments
 
 
 def scan_delta(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    segments: StateSegments,
-    config: DeltaConfig,
+    mixed: Tensor, rates: DeltaRates, states: Tensor, segments: StateSegments, config: DeltaConfig
 ) -> Tensor:
     """`RecurrentKernels.scan_delta`. Rows of padding are arbitrary."""
+    a, b, a_log, dt_bias = rates
     num_heads, key_size, value_size = config.num_value_heads, config.key_size, config.value_size
     assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
     assert states.is_contiguous(), states.stride()

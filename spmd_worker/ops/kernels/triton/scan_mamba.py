@@ -3,22 +3,16 @@
 from torch import Tensor
 
 from spmd_worker.model_config.layer_config import MambaConfig
-from spmd_worker.ops.kernels.recurrent import StateSegments
+from spmd_worker.ops.kernels.recurrent import MambaRates, StateSegments
 from spmd_worker.ops.kernels.triton import scan_mamba_kernels
 from spmd_worker.ops.kernels.triton.launching import power_of_two, segment_arguments
 
 
 def scan_mamba(
-    mixed: Tensor,
-    dt: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    skip: Tensor,
-    states: Tensor,
-    segments: StateSegments,
-    config: MambaConfig,
+    mixed: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments, config: MambaConfig
 ) -> Tensor:
     """`RecurrentKernels.scan_mamba`. Rows of padding are arbitrary."""
+    dt, a_log, dt_bias, skip = rates
     num_heads, size, num_tokens = config.num_heads, config.head_size, len(mixed)
     assert mixed.shape[1] == config.num_channels, (mixed.shape, config)
     assert dt.shape == (num_tokens, num_heads), (dt.shape, config)
@@ -38,17 +32,9 @@ def scan_mamba(
     return out
 
 
-def scan_mamba1(
-    x: Tensor,
-    dt: Tensor,
-    shared: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    skip: Tensor,
-    states: Tensor,
-    segments: StateSegments,
-) -> Tensor:
+def scan_mamba1(x: Tensor, shared: Tensor, rates: MambaRates, states: Tensor, segments: StateSegments) -> Tensor:
     """`RecurrentKernels.scan_mamba1`. Rows of padding are arbitrary."""
+    dt, a_log, dt_bias, skip = rates
     (num_tokens, num_channels), size = x.shape, shared.shape[1] // 2
     assert dt.shape == x.shape, (dt.shape, x.shape)
     assert states.is_contiguous(), states.stride()
