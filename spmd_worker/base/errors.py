@@ -201,6 +201,9 @@ class MissingWeightsError(SpmdError, RuntimeError):
         """`were_dropped`: a sleep of level 2 dropped the weights, so none can stay as it is."""
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
+        subject = f"{len(self.names)} of {num_weights} weights were"
+        if len(self.names) == num_weights:
+            subject = f"all {num_weights} weights were"
         since = "sleep(level=2) dropped them" if were_dropped else "the last commit"
         way_out = (
             "load them too"
@@ -209,7 +212,7 @@ class MissingWeightsError(SpmdError, RuntimeError):
             "llm.finish_weight_update()"
         )
         super().__init__(
-            f"{len(self.names)} of {num_weights} weights were not loaded since {since}:\n"
+            f"{subject} not loaded since {since}:\n"
             + "\n".join(f"  {name}" for name in self.names[:_MAX_REASONS])
             + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
             + f"\n{way_out}"

@@ -134,6 +134,10 @@ class _Conversation(NamedTuple):
     @staticmethod
     def of(messages: Messages) -> "_Conversation":
         try:
+            if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+                raise ValueError(f"messages is a {type(messages).__name__}: give a list of messages")
+            if not messages:
+                raise ValueError("messages is empty: a conversation needs at least one message")
             return _Conversation(*prepared_messages(messages))
         except ValueError as error:
             return _Conversation([], [], error)
