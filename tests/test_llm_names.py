@@ -372,7 +372,7 @@ def test_non_text_message_is_an_error(text_llm: LLM, message: Any, words: str):
     [
         ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
         ({"chat_template_content_format": "list"}, r"chat_template_content_format='list' must .*auto"),
-        ({"lora_request": [None, None]}, "2 lora requests for 1 prompts"),
+        ({"lora_request": [None, None]}, "2 lora requests for 1 prompt:"),
         ({"messages": [TALK, []]}, "prompt 1: messages is empty: a conversation needs at least one message"),
         ({"messages": [TALK, 5]}, "prompt 1: messages is a int: give a list of messages"),
     ],

@@ -97,6 +97,12 @@ def test_every_error_with_a_constructor_is_built():
     assert found - {type(each).__name__ for each in BUILT} == {"SpmdError"}
 
 
+def test_missing_weights_read_alike_for_some_and_all():
+    assert str(MissingWeightsError(["a"], 2)).startswith("1 of 2 weights were not loaded since the last commit:")
+    words = "none of the 1 weights was loaded since sleep(level=2) dropped them, or a load failed"
+    assert str(MissingWeightsError(["a"], 1, were_dropped=True)).startswith(words)
+
+
 def test_errors_are_all_listed():
     assert list(ERRORS) == list(EXPECTED)
 
