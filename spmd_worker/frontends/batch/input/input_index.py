@@ -227,8 +227,8 @@ class RangeReader:
         paths = reader.paths or ()
         if len(paths) != len(index.files):
             raise ConfigError(
-                f"job.input has {counted(len(paths), 'file')}, and its index {len(index.files)}: give the input that the index "
-                f"was made of, or make the index again with spmd-worker-index"
+                f"job.input has {counted(len(paths), 'file')}, and its index {len(index.files)}: give the input that "
+                f"the index was made of, or make the index again with spmd-worker-index"
             )
         self._reader, self._files = reader, list(zip(paths, index.files))
         self._first_rows = [0, *accumulate(each.num_rows for each in index.files)]
