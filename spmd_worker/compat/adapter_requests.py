@@ -36,7 +36,8 @@ def one_each(given: Any, num_prompts: int, kind: AdapterKind) -> list[Any]:
     if len(listed) != num_prompts:
         name = kind.call.replace("_", " ")
         raise ValueError(
-            f"{len(listed)} {name} requests for {counted(num_prompts, 'prompt')}: give one, or one, or None, for each prompt"
+            f"{len(listed)} {name} requests for {counted(num_prompts, 'prompt')}: give one, or one, or None, for "
+            f"each prompt"
         )
     return listed
 
