@@ -133,9 +133,13 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay fast.
+    from spmd_worker.model.weights.weight_files import check_local_files
     from spmd_worker.worker.memory.plan_text import describe_plan, fold_plan, make_plan
 
-    plan = make_plan(resolve_run(config, "cpu" if config.device == "auto" else config.device))
+    resolved = resolve_run(config, "cpu" if config.device == "auto" else config.device)
+    if resolved.location.commit is None and config.model.load_format != "dummy":
+        check_local_files(resolved.model_folder)
+    plan = make_plan(resolved)
     write_report(lambda: without_credentials(fold_plan(describe_plan(plan))), environment)
     return 1 if plan.error_result else 0
 

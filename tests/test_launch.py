@@ -20,6 +20,7 @@ import launch
 from spmd_worker.base.config.options import command_text, keys_of
 from spmd_worker.base.config.schema import RunConfig
 from spmd_worker.frontends import rank_program
+from spmd_worker.model.weights.weight_files import check_local_files
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -102,6 +103,17 @@ def test_help_config_and_plan_print_once_without_torch(tmp_path: Path):
         assert done.output.count(text) == 1, (text, done.output)
     assert done.stdout.count("torch imported False") == 2
     assert folder_listing(tmp_path) == ["config.json"]
+
+
+def test_plan_rejects_a_part_of_the_weight_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A folder without any is planned for: a plan needs config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    shards = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    check_local_files(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    assert launch.main(["plan=true", f"model.path={tmp_path}"]) == 1
+    assert "names b.safetensors, which is not there: download it again" in capfd.readouterr().err
 
 
 UNDER_RANKS = [

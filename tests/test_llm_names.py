@@ -372,13 +372,16 @@ def test_non_text_message_is_an_error(text_llm: LLM, message: Any, words: str):
     [
         ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
         ({"chat_template_content_format": "list"}, r"chat_template_content_format='list' must .*auto"),
-        ({"lora_request": [None, None]}, "2 lora requests for 1 prompts"),
+        ({"lora_request": [None, None]}, "2 lora requests for 1 prompt:"),
+        ({"messages": [TALK, []]}, "prompt 1: messages is empty: a conversation needs at least one message"),
+        ({"messages": [TALK, 5]}, "prompt 1: messages is a int: give a list of messages"),
     ],
 )
 def test_invalid_chat_options_are_rejected(text_llm: LLM, options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        text_llm.chat(TALK, GREEDY, use_tqdm=False, **options)
-    for wrong in ({"tools": {}}, {"chat_template": 3}, {"chat_template_kwargs": []}):
+        text_llm.chat(**{"messages": TALK, "sampling_params": GREEDY, "use_tqdm": False, **options})
+    flags = ({"add_generation_prompt": 5}, {"continue_final_message": "no"})
+    for wrong in (*flags, {"tools": {}}, {"chat_template": 3}, {"chat_template_kwargs": []}):
         with pytest.raises(TypeError, match=f"{next(iter(wrong))} is a "):
             text_llm.chat(TALK, GREEDY, use_tqdm=False, **wrong)
 

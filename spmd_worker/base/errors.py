@@ -198,10 +198,13 @@ class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: a mix of old and new weights is never used."""
 
     def __init__(self, names: Sequence[str], num_weights: int, *, were_dropped: bool = False) -> None:
-        """`were_dropped`: a sleep of level 2 dropped the weights, so none can stay as it is."""
+        """`were_dropped`: a sleep of level 2 or a load that failed left no weights that can stay as they are."""
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
-        since = "sleep(level=2) dropped them" if were_dropped else "the last commit"
+        subject = f"{len(self.names)} of {num_weights} weights were not"
+        if len(self.names) == num_weights:
+            subject = f"none of the {num_weights} weights was"
+        since = "sleep(level=2) dropped them, or a load failed before its end" if were_dropped else "the last commit"
         way_out = (
             "load them too"
             if were_dropped
@@ -209,7 +212,7 @@ class MissingWeightsError(SpmdError, RuntimeError):
             "llm.finish_weight_update()"
         )
         super().__init__(
-            f"{len(self.names)} of {num_weights} weights were not loaded since {since}:\n"
+            f"{subject} loaded since {since}:\n"
             + "\n".join(f"  {name}" for name in self.names[:_MAX_REASONS])
             + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
             + f"\n{way_out}"

@@ -29,7 +29,7 @@ _ROOM: Final = {
 """Ways out for a file that cannot grow."""
 
 
-class JobFileError(OSError):
+class JobFileError(PicklableError, OSError):
     """A path for a job's own file holds something else; a link would redirect the write or the read."""
 
     def __init__(self, path: Path, fault: str) -> None:

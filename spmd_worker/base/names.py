@@ -23,6 +23,11 @@ def hint(name: str, known: Iterable[str], words: Mapping[str, str] = _NO_WORDS) 
     return f": did you mean {nearest[0]}?" if nearest else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 row" and "2,000 rows"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def with_keyword_hints(words: Mapping[str, Mapping[str, str]] = {}) -> Callable[[_Class], _Class]:
     """Class decorator: a call of a public method, or of the class, with an unknown keyword is a TypeError that names
     the nearest. `words`, by method and keyword, replace that hint.

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from spmd_worker.base.config.extras import raise_missing_package
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.picklable_error import PicklableError
 from spmd_worker.base.remote_names import EXTRAS, PACKAGES, scheme_of, shown_name, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _NO_BUCKET: Final = "NoSuchBucket"
 _QUIET_LOGGERS: Final = ("botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "azure", "fsspec", "urllib3")
 
 
-class RemoteError(OSError):
+class RemoteError(PicklableError, OSError):
     """A remote file that cannot be read or written; the message has no credentials. `is_transient`: after all tries."""
 
     def __init__(self, name: str, fault: str, number: int = errno.EIO, *, is_transient: bool = False) -> None:

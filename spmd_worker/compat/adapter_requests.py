@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd_worker.base.config.plain_values import shown
+from spmd_worker.base.names import counted
 from spmd_worker.compat.prompts import Encoded
 from spmd_worker.replica.sequence.adapter_kind import LORA, PROMPT, AdapterKind
 from spmd_worker.replica.sequence.lora_request import LoRARequest
@@ -35,7 +36,8 @@ def one_each(given: Any, num_prompts: int, kind: AdapterKind) -> list[Any]:
     if len(listed) != num_prompts:
         name = kind.call.replace("_", " ")
         raise ValueError(
-            f"{len(listed)} {name} requests for {num_prompts} prompts: give one, or one, or None, for each prompt"
+            f"{len(listed)} {name} requests for {counted(num_prompts, 'prompt')}: give one, or one, or None, for "
+            f"each prompt"
         )
     return listed
 

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.names import hint
+from spmd_worker.base.picklable_error import PicklableError
 from spmd_worker.tokenizer.video_parts import VIDEO_OPTIONS, VideoPart, video_part
 
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
@@ -33,12 +34,14 @@ MediumName = Literal["image", "audio"]
 """Media that are prepared alike: videos go with images."""
 _MEDIA: Final[Mapping[str, MediumName]] = {"image": "image", "video": "image", "audio": "audio"}
 """Type of a part -> its medium."""
+_DETAILS: Final = ("auto", "low", "high", "original")
+"""OpenAI's levels of detail of an image."""
 _AUDIO_FORMATS: Final = ("wav", "mp3", "flac", "ogg")
 _IN_JSON: Final = (bool, int, float, list, Mapping)
 """Types of values in JSON that are neither URLs nor paths."""
 
 
-class InvalidRequestError(ValueError):
+class InvalidRequestError(PicklableError, ValueError):
     """A request that cannot run. `code` is that of its error row or response, `param` the key of a body at fault."""
 
     def __init__(self, message: str, code: str = "invalid_value", param: str | None = None) -> None:
@@ -155,6 +158,9 @@ def _medium(name: str, part: Mapping[str, Any], keys: tuple[str, ...], medium: s
         return _audio_url(where, found)
     if given[0].endswith("_url") and isinstance(found, Mapping):
         # `detail` is for OpenAI's models: the size of an image is that of the model's own rule.
+        detail = found.get("detail")
+        if detail is not None and detail not in _DETAILS:
+            raise InvalidRequestError(f"{where}.detail={shown(detail)} must be one of {', '.join(_DETAILS)}")
         found = found.get("url")
     if found is None or isinstance(found, _IN_JSON) or (isinstance(found, tuple) and medium == "image"):
         raise InvalidRequestError(f"{where}={shown(found)} must be a data URL or a path")

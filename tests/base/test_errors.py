@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,9 @@ from spmd_worker.base.errors import (
     WorkerError,
     WorkerEventError,
 )
-from spmd_worker.base.files import JsonError
+from spmd_worker.base.files import JobFileError, JsonError
 from spmd_worker.base.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
+from spmd_worker.base.remote_store import RemoteChangedError, RemoteDeniedError, RemoteError
 from spmd_worker.engine.request_error import RequestError
 from spmd_worker.media.errors import MediaError
 from spmd_worker.replica.grammar.llguidance_input import GrammarError
@@ -72,7 +75,12 @@ BUILT = [
     MediaError("image_missing", "no image"),
     JsonError("invalid_json", "is not JSON"),
     GrammarError("grammar_refused", "no"),
+    JobFileError(Path("a"), "is a link"),
+    RemoteError("s3://a/b", "timed out", is_transient=True),
+    RemoteChangedError("s3://a/b"),
+    RemoteDeniedError(1, "denied", "s3://a/b"),
 ]
+CLASS = re.compile(r"^class (\w+)\([^)]*(?:Error|Exception)\b[^)]*\):(?:\n(?!\S).*)*", re.MULTILINE)
 
 
 @pytest.mark.parametrize("error", BUILT, ids=lambda error: type(error).__name__)
@@ -81,6 +89,18 @@ def test_error_survives_pickle_and_copy(error: Exception):
     for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(found) is type(error)
         assert (str(found), vars(found)) == (str(error), vars(error))
+
+
+def test_every_error_with_a_constructor_is_built():
+    sources = [path.read_text() for path in Path(errors.__file__).parents[1].rglob("*.py")]
+    found = {each[1] for source in sources for each in CLASS.finditer(source) if "def __init__" in each[0]}
+    assert found - {type(each).__name__ for each in BUILT} == {"SpmdError"}
+
+
+def test_missing_weights_read_alike_for_some_and_all():
+    assert str(MissingWeightsError(["a"], 2)).startswith("1 of 2 weights were not loaded since the last commit:")
+    words = "none of the 1 weights was loaded since sleep(level=2) dropped them, or a load failed"
+    assert str(MissingWeightsError(["a"], 1, were_dropped=True)).startswith(words)
 
 
 def test_errors_are_all_listed():

@@ -166,7 +166,13 @@ def test_image_parts_of_every_notation_are_one(tokenizer: Tokenizer, part: dict[
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "image_url"}, {"type": "image", "image": 3}, {"type": "image", "image": "a", "url": "b"}]
+    "part",
+    [
+        {"type": "image_url"},
+        {"type": "image", "image": 3},
+        {"type": "image", "image": "a", "url": "b"},
+        {"type": "image_url", "image_url": {"url": "one", "detail": "hgih"}},
+    ],
 )
 def test_part_without_one_image_is_an_error(part: dict[str, Any]):
     with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\]"):

@@ -45,7 +45,7 @@ ASLEEP = (
     r"^this LLM is asleep \((weights|kv_cache|weights and kv_cache)\): call wake_up\(\) before anything is computed$"
 )
 NO_WEIGHTS = r"^the weights are asleep: call wake_up\(tags=\['weights'\]\) before new ones are loaded$"
-MISSING = r"^\d+ of \d+ weights were not loaded"
+MISSING = r"^(\d+ of \d+ weights were not|none of the \d+ weights was) loaded"
 
 
 @cache

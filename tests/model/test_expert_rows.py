@@ -271,7 +271,12 @@ BAD = [
     (
         "MiniMaxM3VL",
         {"sparse_attention_config": {"sparse_attention_freq": [2] * 4}},
-        "sparse_attention_config.sparse_attention_freq=[2, 2, 2, 2] must list 0 or 1 for each layer",
+        "sparse_attention_config.sparse_attention_freq=[2, 2, 2, 2] must list 0 or 1 for each of num_hidden",
+    ),
+    (
+        "MiniMaxM3VL",
+        {"sparse_attention_config": {"sparse_attention_freq": [1] * 3}},
+        "sparse_attention_config.sparse_attention_freq=[1, 1, 1] must list 0 or 1 for each of num_hidden_layers=4",
     ),
     ("MiniMaxM3VL", {"moe_layer_freq": [0, 1, 1, 1.0]}, "moe_layer_freq=[0, 1, 1, 1.0] must list 0 or 1 for each"),
     ("MiniMaxM3VL", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block=1 is not supported"),

@@ -40,6 +40,7 @@ def file_of(pairs: tuple[bytes, ...] = (), tensors: tuple[bytes, ...] = (), data
 
 HOSTILE = {
     "magic": (b"PK\x03\x04" + bytes(40), "begins with b'PK"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS, .*: run `git lfs pull`"),
     "empty": (b"", "truncated: the magic takes 4 bytes, and 0 are left"),
     "version 1": (file_of(version=1), "is GGUF of version 1, only 3 is read"),
     "version 2": (file_of(version=2), "is GGUF of version 2"),

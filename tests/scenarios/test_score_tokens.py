@@ -87,7 +87,7 @@ def test_scored_row_may_fill_max_model_len(model: Path):
             llm.score_tokens([PROMPTS[0]], [[*tokens, 1]])
         # It has no `on_error`.
         assert str(refused.value).endswith("\nleave them out")
-        with pytest.raises(ValueError, match=r"^2 completions for 1 prompts"):
+        with pytest.raises(ValueError, match=r"^2 completions for 1 prompt:"):
             llm.score_tokens([PROMPTS[0]], [[1], [2]])
         with pytest.raises(ValueError, match=r"^completions\[1\] has no tokens"):
             llm.score_tokens([PROMPTS[0]] * 2, [[1], []])

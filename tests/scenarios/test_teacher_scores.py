@@ -124,11 +124,11 @@ def test_float32_head_scores_are_the_reported_bits(model: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidate_ids": [[1], [2]]}, r"^2 candidate_ids for 1 prompts"),
+        ({"candidate_ids": [[1], [2]]}, r"^2 candidate_ids for 1 prompt:"),
         ({"candidate_ids": [[[1], [2], [3]]]}, r"candidate_ids has 3 lists for 2 rows"),
         ({"candidate_ids": [[10**6]]}, r" candidate_ids: token id 1000000 is outside the vocabulary"),
         ({"start": 3}, r" start=3 of a prompt of 4 tokens.*at most 2: give a smaller one"),
-        ({"start": [0, 1]}, r"2 numbers of start for 1 prompts"),
+        ({"start": [0, 1]}, r"2 numbers of start for 1 prompt:"),
         ({"top_k": 2000}, r"^top_k=2000 must be from 0 to 1024 in scores of a prompt \(candidate_ids, start\)"),
         ({"top_k": 1000}, r" top_k=1000 is more than the vocabulary"),
         ({"candidate_ids": [[]]}, r"candidate_ids"),

@@ -46,7 +46,7 @@ class BeamCalls:
             engine.life.check_open()
             first: list[Encoded] = []
 
-            def prepare() -> tuple[list[tuple[int, ...]], list[str], dict[str, Any]]:
+            def prepare() -> dict[str, Any]:
                 check_options(None, False, use_tqdm)
                 engine.requests.check_idle()
                 if not isinstance(params, BeamSearchParams):
@@ -65,15 +65,16 @@ class BeamCalls:
                         raise ValueError("images and audio are not supported by beam_search: its beams are token ids")
                     engine.requests.check(each, params.step_params)
                 inputs = ["" if each.encoder is None else each.encoder.media_id.hex() for each in encoded]
-                return [each.token_ids for each in encoded], inputs, asdict(params)
+                ids = [each.token_ids for each in encoded]
+                return {"prompts": ids, "multi_modal_data": inputs, "params": asdict(params)}
 
             # In `turns()` each rank has its own beams.
-            token_ids, *_ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
+            given = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
             eos_token_ids, plain = engine.resolved.model_config.eos_token_ids, params.step_params.frozen()
             own = params.token_rules
             searches = [
                 BeamSearch(ids, params, eos_token_ids, each.lora_request, each.rules if own is None else own)
-                for ids, each in zip(token_ids, first, strict=True)
+                for ids, each in zip(given["prompts"], first, strict=True)
             ]
             with contextlib.closing(CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
                 for _ in range(params.max_tokens):
@@ -84,13 +85,13 @@ class BeamCalls:
                     flat = [prompt for each in wanted for prompt in each]
                     if not flat:
                         break
-                    given = [each for each, beams in zip(first, wanted) for _ in beams]
+                    prompts_of_beams = [each for each, beams in zip(first, wanted) for _ in beams]
                     steps = [
                         each
                         for search, beams in zip(searches, wanted)
                         for each in [search.next_params(plain)] * len(beams)
                     ]
-                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, given), steps))
+                    outputs = iter(self._runner.run("generate", partial(self._encode, flat, prompts_of_beams), steps))
                     for search, beams in zip(searches, wanted):
                         if beams:
                             search.advance([without_error(next(outputs)) for _ in beams])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from spmd_worker.base.names import counted
 from spmd_worker.compat.adapter_requests import LoRARequests, check_no_prompt_adapter, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, apply_pooling
@@ -255,7 +256,9 @@ def _listed(given: GivenParams, count: int) -> list[PoolingParams]:
     if not isinstance(given, Sequence):
         return listed * count
     if len(listed) != count:
-        raise ValueError(f"{len(listed)} pooling params for {count} prompts: give one, or one for each prompt")
+        raise ValueError(
+            f"{len(listed)} pooling params for {counted(count, 'prompt')}: give one, or one for each prompt"
+        )
     return listed
 
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.errors import PromptsRefusedError
+from spmd_worker.base.names import counted
 from spmd_worker.compat.adapter_requests import LoRARequests, PromptAdapterRequests, set_adapters
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, answer_messages
@@ -223,13 +224,15 @@ class PromptCalls:
                 kind = type(completions).__name__
                 raise TypeError(f"completions is a {kind}: give a list of token ids for each prompt")
             if len(listed) != len(completions):
-                raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
+                raise ValueError(
+                    f"{len(completions)} completions for {counted(len(listed), 'prompt')}: give one for each prompt"
+                )
             given: Sequence[SamplingParams | None] = [None] * len(listed)
             if sampling_params is not None:
                 given = self._encoder.params(sampling_params, len(listed))
             if has_arrays and candidate_ids is not None and len(candidate_ids) != len(listed):
                 raise ValueError(
-                    f"{len(candidate_ids)} candidate_ids for {len(listed)} prompts: give one for each prompt"
+                    f"{len(candidate_ids)} candidate_ids for {counted(len(listed), 'prompt')}: give one for each prompt"
                 )
             starts = _starts(start, len(listed))
             joined: list[Encoded] = []
@@ -284,7 +287,7 @@ def _starts(start: int | Sequence[int] | None, count: int) -> list[Any]:
     if not isinstance(start, list | tuple):
         return [start] * count
     if len(start) != count:
-        raise ValueError(f"{len(start)} numbers of start for {count} prompts: give one for each prompt")
+        raise ValueError(f"{len(start)} numbers of start for {counted(count, 'prompt')}: give one for each prompt")
     return list(start)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from spmd_worker.base.config.plain_values import plain_int
 from spmd_worker.base.errors import ChatTemplateError, ConfigError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
+from spmd_worker.base.names import counted
 from spmd_worker.compat.call_arguments import priorities_of
 from spmd_worker.compat.call_images import images_of_call
 from spmd_worker.compat.chat import ChatOptions, answer_form, prepared_messages, render, warn_unread_tools
@@ -116,7 +117,7 @@ class PromptEncoder:
             raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
         if len(given) != num_prompts:
             raise ValueError(
-                f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
+                f"{len(given)} sampling params for {counted(num_prompts, 'prompt')}: give one, or one for each prompt"
             )
         for index, each in enumerate(given):
             if not isinstance(each, SamplingParams):
@@ -134,6 +135,10 @@ class _Conversation(NamedTuple):
     @staticmethod
     def of(messages: Messages) -> "_Conversation":
         try:
+            if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+                raise ValueError(f"messages is a {type(messages).__name__}: give a list of messages")
+            if not messages:
+                raise ValueError("messages is empty: a conversation needs at least one message")
             return _Conversation(*prepared_messages(messages))
         except ValueError as error:
             return _Conversation([], [], error)

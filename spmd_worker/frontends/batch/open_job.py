@@ -13,6 +13,7 @@ from spmd_worker.base.files import sync_folder
 from spmd_worker.base.liveness.error_file import clear_records
 from spmd_worker.base.liveness.watchdog import Watchdog
 from spmd_worker.base.metrics.prometheus import PrometheusFile, require_prometheus
+from spmd_worker.base.names import counted
 from spmd_worker.engine.engine import Engine
 from spmd_worker.engine.startup import package_versions
 from spmd_worker.frontends.batch.file_lock import ENDING
@@ -207,7 +208,7 @@ def open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) 
         raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
     held.callback(journal.close)
     if journal.num_rows:
-        logger.info("the job is resumed: %d rows were answered before this start", journal.num_rows)
+        logger.info("the job is resumed: %s answered before this start", counted(journal.num_rows, "row"))
     run = OpenRun(config.job, lock, journal, manifest, check)
     held.callback(run.close)
     return run

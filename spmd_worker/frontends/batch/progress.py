@@ -8,6 +8,8 @@ from typing import Any, Final, TextIO
 
 from tqdm import tqdm
 
+from spmd_worker.base.names import counted
+
 _DEFAULT_INTERVAL_S: Final = 10.0
 _MUCH_WAITING: Final = 0.2
 _UNKNOWN_COLUMNS, _UNKNOWN_LINES = 80, 24
@@ -93,7 +95,10 @@ class Progress:
             left_s = (now_s - self._start_s) / num_done * (self._total_rows - self._num_rows)
             left = f", {format_seconds(left_s)} left"
         kind = "prompt" if self._has_only_prompts() else "output"
-        text = f"{self._num_rows:,}{total} rows, {self._num_tokens():,} {kind} tokens"
+        # A run that is resumed by force with fewer rows has answered more than there are now.
+        num_rows = self._num_rows if self._total_rows is None else min(self._num_rows, self._total_rows)
+        rows = counted(num_rows, "row") if self._total_rows is None else f"{num_rows:,}{total} rows"
+        text = f"{rows}, {self._num_tokens():,} {kind} tokens"
         print(f"{text}, {self._tokens_per_s(now_s):,.1f} tokens/s{left}", file=self._stream, flush=True)
 
     def _has_only_prompts(self) -> bool:

@@ -69,8 +69,10 @@ def invalid_request(prefix: str = "", errors: type[ValueError] = ValueError) -> 
         raise InvalidRequestError(f"{prefix}{error}"[:500]) from None
 
 
-def check_keys(given: Iterable[str], known: Sequence[str], where: str = "") -> None:
-    """Raise InvalidRequestError for the first unknown key, with the nearest known key and all of them."""
+def check_keys(given: Iterable[str], known: Sequence[str], where: str = "", param: str | None = None) -> None:
+    """Raise InvalidRequestError for the first unknown key, with the nearest known key and all of them. `param` is the
+    key of the body that holds them.
+    """
     for key in given:
         if key in known:
             continue
@@ -79,7 +81,7 @@ def check_keys(given: Iterable[str], known: Sequence[str], where: str = "") -> N
         if key in _GUIDED and _STRUCTURED_KEY in known:
             hint = f': give "{_STRUCTURED_KEY}": {{"{_GUIDED[key]}": ...}}.'
         raise InvalidRequestError(
-            f"unknown key {key[:100]!r}{where}{hint} Known keys: {', '.join(known)}", "unknown_key"
+            f"unknown key {key[:100]!r}{where}{hint} Known keys: {', '.join(known)}", "unknown_key", param
         )
 
 

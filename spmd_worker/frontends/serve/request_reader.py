@@ -200,7 +200,7 @@ def _stream_of(body: Mapping[str, Any]) -> StreamOptions:
         return StreamOptions(is_streamed)
     if not isinstance(options, dict):
         raise InvalidRequestError(f"stream_options={shown(options)} must be an object")
-    check_keys(options, _STREAM_OPTIONS, " in stream_options")
+    check_keys(options, _STREAM_OPTIONS, " in stream_options", "stream_options")
     flags = {key: optional_flag(options, key, prefix="stream_options.") for key in _STREAM_OPTIONS}
     # vLLM's option adds to `include_usage`, and alone it does nothing.
     counts_in_chunks = flags["include_usage"] and flags["continuous_usage_stats"]

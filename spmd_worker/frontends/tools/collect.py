@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError, JournalError
+from spmd_worker.base.names import counted
 from spmd_worker.base.remote_names import FilePath, file_path
 from spmd_worker.base.standard_streams import has_reader, is_full
 from spmd_worker.frontends.batch.merge.merge_shards import merge_shards
@@ -59,7 +60,7 @@ def merge(folders: list[Path], output: FilePath) -> int:
         return EXIT_CANNOT_TELL
     rows, duplicates = found["output"]["lines"], found["duplicate_custom_ids"]
     text = f", {duplicates} of them with the custom_id of an earlier row" if duplicates else ""
-    print(f"{rows} rows of {len(folders)} shards{text}", file=sys.stderr)
+    print(f"{counted(rows, 'row')} of {counted(len(folders), 'shard')}{text}", file=sys.stderr)
     for key in sorted({key for entry in found["overridden"] for key in entry}):
         print_error("collect", f"warning: a shard was resumed with another {key} (job.resume=force)")
     return EXIT_DONE
@@ -89,7 +90,7 @@ def print_rows(run_dir: Path) -> int:
         print_error("collect", error)
         return EXIT_CANNOT_TELL
     last = f", the last of them is row {last_row}" if num_rows else ""
-    print(f"{num_rows} rows are finished{last}", file=sys.stderr)
+    print(f"{counted(num_rows, 'row')} {'is' if num_rows == 1 else 'are'} finished{last}", file=sys.stderr)
     return EXIT_DONE
 
 

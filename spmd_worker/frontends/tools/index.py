@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import write_file
+from spmd_worker.base.names import counted
 from spmd_worker.base.remote_names import is_remote
 from spmd_worker.frontends.batch.input.input_files import is_stream
 from spmd_worker.frontends.batch.input.input_index import index_input
@@ -35,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         index = index_input(reader_of(options.input, output))
         write_file(output, index.to_bytes())
     except (ConfigError, OSError) as error:
-        print_error("index", error)
+        # The key of a job, which shares the checks; nobody typed it here.
+        print_error("index", str(error).replace("job.input=", "") if isinstance(error, ConfigError) else error)
         return EXIT_CANNOT_TELL
-    num_files = len(index.files)
-    print(f"{index.num_rows} rows in {num_files} file{'s' * (num_files != 1)}", file=sys.stderr)
+    print(f"{counted(index.num_rows, 'row')} in {counted(len(index.files), 'file')}", file=sys.stderr)
     return EXIT_DONE
 
 

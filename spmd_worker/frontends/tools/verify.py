@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.base.errors import ConfigError
+from spmd_worker.base.names import counted
 from spmd_worker.base.remote_names import FilePath, file_path, is_remote, shown_name
 from spmd_worker.frontends.batch.input.input_files import open_bytes
 from spmd_worker.frontends.batch.output_file import read_lines
@@ -68,8 +69,8 @@ class Totals:
     texts: int = 0
 
     def __str__(self) -> str:
-        texts = f", and {self.texts} answers by their text alone" if self.texts else ""
-        return f"{self.rows} rows, {self.tokens} tokens{texts}"
+        texts = f", and {counted(self.texts, 'answer')} by text alone" if self.texts else ""
+        return f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}{texts}"
 
 
 def compare_files(first: FilePath, other: FilePath, *, tokens_only: bool, totals: Totals) -> str | None:

@@ -27,6 +27,7 @@ def weight_updates(
     stacks: dict[str, dict[int, LowRankUpdate]] = {}
     separate = names.separate_rows(shapes)
     inside: dict[str, dict[str, LowRankUpdate]] = {}
+    taken: dict[str, str] = {}
     problems: list[str] = []
     if adapter.config.is_transposed and not names.are_transposed:
         problems.append(f"{adapter.config.subject}: fan_in_fan_out=true: the model's matrices are not transposed")
@@ -59,9 +60,9 @@ def weight_updates(
             if update.shape != (expected := (stop - start, shapes[joined][1])):
                 problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(expected)}")
             elif name in inside.setdefault(joined, {}):
-                problems.append(f"{module}: a second adapter of its module")
+                problems.append(f"{module}: a second adapter of its module, as {taken[name]} is")
             else:
-                inside[joined][name] = update
+                inside[joined][name], taken[name] = update, module
             continue
         if names.is_transposed(name):
             update = update.transposed()
@@ -72,9 +73,9 @@ def weight_updates(
         elif shape != update.shape or (base is not None and shape != tuple(base.shape)):
             problems.append(f"{module}: is {list(update.shape)} [outputs, inputs], but {name} has {list(shape)}")
         elif name in updates:
-            problems.append(f"{module}: a second adapter of its module")
+            problems.append(f"{module}: a second adapter of its module, as {taken[name]} is")
         else:
-            updates[name] = update
+            updates[name], taken[name] = update, module
     raise_problems(adapter.subject, problems)
     for joined, parts in inside.items():
         updates[joined] = _joined(shapes[joined][0], {separate[name][1]: update for name, update in parts.items()})

@@ -48,6 +48,16 @@ def weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[Pat
     return paths
 
 
+def check_local_files(folder: Path) -> None:
+    """Raise CheckpointError for a folder with some of the files that its index names, and not all. One without any is
+    planned for: `plan=true` needs config.json alone.
+    """
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        weight_map = _read_index(folder / INDEX_FILE)
+        if any((folder / each).is_file() for each in set(weight_map.values())):
+            weight_files(folder, weight_map)
+
+
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         text = read_regular_file(path, MAX_HEADER_BYTES)

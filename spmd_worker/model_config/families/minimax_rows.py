@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.base.config.plain_values import shown
 from spmd_worker.model_config.config_reader import ConfigReader, is_bit
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
 from spmd_worker.model_config.families.family import (
@@ -59,8 +60,10 @@ def _newer(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         listed = source.get(key)
         if config.get(ours) is not None or listed is None:
             continue
-        if not isinstance(listed, list) or not all(map(is_bit, listed)):
-            raise source.error(key, "must list 0 or 1 for each layer")
+        count = config.get("num_hidden_layers")
+        is_short = isinstance(count, int) and isinstance(listed, list) and len(listed) != count
+        if not isinstance(listed, list) or is_short or not all(map(is_bit, listed)):
+            raise source.error(key, f"must list 0 or 1 for each of num_hidden_layers={shown(count)} layers")
         found[ours] = [kinds[each] for each in listed]
     return found
 

@@ -20,6 +20,7 @@ from spmd_worker.base.config.plain_values import shown
 from spmd_worker.base.errors import ModelConfigError
 from spmd_worker.base.files import describe_os_error, open_regular_file
 from spmd_worker.model_config.gguf.tensor_types import TENSOR_TYPES, TensorType
+from spmd_worker.model_config.unreadable_files import LFS_POINTER
 
 SUFFIX: Final = ".gguf"
 """Suffix of links and messages; `is_gguf` tells files."""
@@ -183,6 +184,8 @@ def _read(path: Path, file: BinaryIO) -> GgufHeader:
 
 def _check_beginning(cursor: _Cursor) -> None:
     if (magic := cursor.take(4, "the magic")) != _MAGIC:
+        if LFS_POINTER.startswith(magic):
+            raise _FaultError("is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder")
         raise _FaultError(f"begins with {magic!r}, and a GGUF file with {_MAGIC!r}: give another file")
     version = cursor.integer("I", "the version")
     if version == 0:

@@ -163,6 +163,14 @@ def test_other_formats_are_rejected_by_first_bytes(tmp_path, monkeypatch, conten
             list(RowReader.of("-"))
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".parquet"])
+def test_pointers_of_git_lfs_are_named_in_every_format(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=rf"^job\.input={path} is a pointer of Git LFS, not the file itself"):
+        RowReader.of(str(path))
+
+
 def test_unreadable_input_is_rejected_by_its_key(tmp_path, monkeypatch):
     """It was found when the model was loaded, as an error that did not name the key. `access` allows root all."""
     (tmp_path / "rows.jsonl").write_text("{}\n")

@@ -606,7 +606,8 @@ def test_index_rejects_stream_and_its_own_input(tmp_path: Path, capsys: pytest.C
         (rows, rows, "is also read"),
         (f"{tmp_path}/*.jsonl", f"{tmp_path}/i.jsonl", "would be read as rows"),
         ("-", "i", "is a stream"),
-        ("absent", "i", "is not a file"),
+        ("absent", "i", ": absent is not a file"),
+        (str(tmp_path), "i", f": {tmp_path} is not a file but a folder"),
     ):
         assert index([name, "--output", output]) == 2
         assert why in capsys.readouterr().err

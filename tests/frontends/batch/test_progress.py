@@ -37,6 +37,14 @@ def test_unknown_total_has_no_time_left():
     assert stream.getvalue() == "1,000 rows, 5,000 output tokens, 2,500.0 tokens/s\n"
 
 
+def test_progress_counts_no_more_rows_than_there_are():
+    """Regression: a run resumed by force with fewer rows had answered 8 of 5."""
+    stream = io.StringIO()
+    progress = Progress(5, stream, is_terminal=False, clock=Clock(), rows_before=8)
+    progress.close()
+    assert stream.getvalue() == "5 of 5 rows, 0 output tokens, 0.0 tokens/s\n"
+
+
 def test_job_without_rows_has_a_last_line():
     stream = io.StringIO()
     Progress(0, stream, is_terminal=False, clock=Clock()).close()
@@ -124,7 +132,7 @@ def test_late_total_is_shown_once_known():
         clock.now_s += 2
         progress.update(1, 50)
     assert stream.getvalue().splitlines() == [
-        "1 rows, 50 output tokens, 25.0 tokens/s",
+        "1 row, 50 output tokens, 25.0 tokens/s",
         "2 of 4 rows, 100 output tokens, 25.0 tokens/s, 4.0 s left",
     ]
 

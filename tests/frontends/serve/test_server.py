@@ -167,6 +167,13 @@ REFUSED = [
         "stream_options",
     ),
     (
+        {"prompt": "a", "stream_options": {"include_usge": True}},
+        400,
+        "unknown_key",
+        "unknown key 'include_usge' in stream_options: did you mean 'include_usage'?",
+        "stream_options",
+    ),
+    (
         {"prompt": "a", "stream": True, "prompt_logprobs": 1},
         400,
         "unsupported_value",

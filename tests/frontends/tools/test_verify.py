@@ -200,7 +200,7 @@ def test_answers_without_ids_are_counted_apart(tmp_path: Path, capsys: pytest.Ca
     texts = [openai_row(number, {"text": "Hello"}) for number in (1, 2)]
     path = str(write(tmp_path / "a.jsonl", [plain_row(0, n=1), *texts]))
     assert import_module("spmd_worker.frontends.tools.verify").main([path, path]) == 0
-    assert capsys.readouterr().out == "3 rows, 4 tokens, and 2 answers by their text alone\nsame\n"
+    assert capsys.readouterr().out == "3 rows, 4 tokens, and 2 answers by text alone\nsame\n"
 
 
 def test_tokens_only_leaves_log_probabilities_out(verify):

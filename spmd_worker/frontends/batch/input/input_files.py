@@ -126,8 +126,9 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
             bracket = " ([ that is part of a name is [[] in a pattern)" if "[" in name else ""
             raise ConfigError(f"job.input={name} matches no file: give a pattern that does{bracket}")
     else:
+        kind = "is not a file but a folder" if os.path.isdir(name) else "is not a file"
         raise ConfigError(
-            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, or a pattern such as 'rows/*.jsonl'"
+            f"job.input={name} {kind}: give a JSONL or Parquet file of rows, or a pattern such as 'rows/*.jsonl'"
         )
     for path in paths:
         if not os.access(path, os.R_OK):
@@ -135,9 +136,8 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     others = tuple(path for path in paths if not is_own(path))
     for path in others:
         check_format("job.input", path, name)
-        if path.suffix not in (*_COMPRESSED, PARQUET_SUFFIX):
-            with open(path, "rb") as file:
-                _check_content(path, file.read(_CONTENT_BYTES))
+        with open(path, "rb") as file:
+            _check_content(path, file.read(_CONTENT_BYTES), is_plain=path.suffix not in (*_COMPRESSED, PARQUET_SUFFIX))
     if not others:
         raise ConfigError(
             f"job.input={name} matches only files that the job itself writes (job.output with .partial after its name, "
@@ -204,10 +204,16 @@ def check_format(key: str, path: FilePath, pattern: str = "") -> None:
         raise ConfigError(f"{key}={path}: {suffix} is not known: write {suffix.lower()}")
 
 
-def _check_content(name: str | Path, start: bytes) -> None:
-    """Raise ConfigError for a file or stream of plain lines that begins with `start` and is of another format."""
+def _check_content(name: str | Path, start: bytes, *, is_plain: bool = True) -> None:
+    """Raise ConfigError for a file or stream of plain lines that begins with `start` and is of another format, and for
+    a pointer of Git LFS in place of any file.
+    """
     for mark, form, way_out in _CONTENTS:
-        if start.startswith(mark):
+        if not start.startswith(mark):
+            continue
+        if not is_plain and mark == LFS_POINTER:
+            raise ConfigError(f"job.input={name} is {form}, not the file itself: {way_out}")
+        if is_plain:
             raise ConfigError(f"job.input={name} is {form} by its first bytes, and is read as lines of JSON: {way_out}")
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from spmd_worker.base.errors import ConfigError
 from spmd_worker.base.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.base.names import counted
 from spmd_worker.base.remote_names import FilePath
 from spmd_worker.frontends.batch.input.file_pieces import (
     HASH_BYTES,
@@ -226,8 +227,8 @@ class RangeReader:
         paths = reader.paths or ()
         if len(paths) != len(index.files):
             raise ConfigError(
-                f"job.input has {len(paths)} files, and its index {len(index.files)}: give the input that the index "
-                f"was made of, or make the index again with spmd-worker-index"
+                f"job.input has {counted(len(paths), 'file')}, and its index {len(index.files)}: give the input that "
+                f"the index was made of, or make the index again with spmd-worker-index"
             )
         self._reader, self._files = reader, list(zip(paths, index.files))
         self._first_rows = [0, *accumulate(each.num_rows for each in index.files)]

@@ -245,6 +245,11 @@ def _difference(run_dir: Path, key: str, earlier: Any, later: Any, *, is_new: bo
             )
         file = key.removeprefix(_WEIGHTS_PREFIX)
         return f"{file} of model.path has other weights than in {run}: answers would differ. Restore that model"
+    if key == _MODEL_KEY:
+        return (
+            f"config.json, generation_config.json or another file of settings in model.path is not as in {run}: "
+            f"answers would differ. Restore these files"
+        )
     if key != _ROW_SUMS_KEY:
         return (
             f"{key} is {_short(later)}, and {_short(earlier)} in {run}: answers would differ. Resume with what that "
