@@ -268,7 +268,8 @@ class DecoderStack(nn.Module):
         part = None
         if joined is not None and num_joined:
             angles = [(rope.cos, rope.sin) for rope in ropes]
-            part = joined.run(residual, angles, cache[:num_joined], metadata, adapters)
+            feed = partial(self._fed_experts, residual, step)
+            part = joined.run(residual, angles, cache[:num_joined], metadata, adapters, feed)
         for index in range(num_joined, num_layers):
             self._copy_stream(streams, index, part, residual)
             step.cache = cache[self._cache_of[index]]
@@ -300,6 +301,12 @@ class DecoderStack(nn.Module):
             return hidden
         projected: Tensor = self.project_out(hidden, adapters if wanted is None else wanted.adapters)
         return projected
+
+    def _fed_experts(self, residual: Tensor, step: LayerStep, index: int, x: Tensor) -> Tensor | None:
+        """Implements `FeedExperts` for layers of the stage."""
+        layer: Any = self.layers[index]
+        output: Tensor | None = layer.fed_forward(x, residual, step)
+        return output
 
     def _split(self, embedded: Tensor) -> Tensor:
         """Embeddings [T, hidden] -> all streams of each token, in one row."""
@@ -412,7 +419,9 @@ class DecoderStack(nn.Module):
         is_plain = bool(self._rotaries) and all(rotary.is_plain(self.dtype) for rotary in self._rotaries)
         is_plain = is_plain and not self._sums_in_layers
         is_plain = is_plain and all(
-            type(layer) is DecoderLayer and is_as_built(layer, _JOINABLE) for layer in self.layers
+            type(layer) is DecoderLayer
+            and is_as_built(layer, _JOINABLE, None if layer.config.experts is None else layer.mlp)
+            for layer in self.layers
         )
         self.joined_layers = self._attention.join_layers([*self.layers], self._group) if is_plain else None
 

@@ -81,9 +81,9 @@ class DecoderLayer(nn.Module):
         if self.mlp is None:
             return part, residual
         x = normed(self.post_attention_layernorm, part, residual) if parallel_input is None else parallel_input
-        return self._fed_forward(x, residual, step), residual
+        return self.fed_forward(x, residual, step), residual
 
-    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
+    def fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
         """The feed-forward of `x`: a part that is still to be added to the stream, or None."""
         return self._added(self._fed(x, step), self.mlp_output_norm, residual)
 
@@ -148,9 +148,15 @@ class DecoderLayer(nn.Module):
         assert isinstance(attention, Attention), "layers with other mixers are not joined"
         return attention
 
+    @property
+    def _dense(self) -> FeedForward | None:
+        """The feed-forward of a layer without experts."""
+        assert self.config.experts is not None or isinstance(self.mlp, FeedForward), "layers without any are not joined"
+        return self.mlp if isinstance(self.mlp, FeedForward) else None
+
     def weights(self) -> LayerWeights:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
+        attention, dense = self._attention, self._dense
+        gates, down = (None, None) if dense is None else (dense.gate_up_proj, dense.down_proj)
         return LayerWeights(
             input_norm=norm_weight(self.input_layernorm),
             qkv=attention.qkv_proj.weight,
@@ -161,38 +167,36 @@ class DecoderLayer(nn.Module):
             output_bias=attention.o_proj.rank_bias,
             attention_output_norm=norm_weight(self.attention_output_norm),
             feed_forward_norm=norm_weight(self.post_attention_layernorm),
-            gates=feed_forward.gate_up_proj.weight,
-            gates_bias=feed_forward.gate_up_proj.bias,
-            down=feed_forward.down_proj.weight,
-            down_bias=feed_forward.down_proj.rank_bias,
+            gates=None if gates is None else gates.weight,
+            gates_bias=None if gates is None else gates.bias,
+            down=None if down is None else down.weight,
+            down_bias=None if down is None else down.rank_bias,
             feed_forward_output_norm=norm_weight(self.mlp_output_norm),
             window=attention.window,
             rope=-1 if self.config.rope is None else self.config.rope,
         )
 
     def adapter_stacks(self) -> tuple[AdapterStack | None, ...]:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
-        layers = (attention.qkv_proj, attention.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj)
-        return tuple(layer.adapters for layer in layers)
+        attention, dense = self._attention, self._dense
+        of_dense = (None, None) if dense is None else (dense.gate_up_proj.adapters, dense.down_proj.adapters)
+        return (attention.qkv_proj.adapters, attention.o_proj.adapters, *of_dense)
 
     def sizes(self) -> LayerSizes:
-        attention, feed_forward = self._attention, self.mlp
-        assert isinstance(feed_forward, FeedForward), "sparse layers are not joined"
+        attention, dense = self._attention, self._dense
         return LayerSizes(
             hidden_size=self.hidden_size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
-            intermediate_size=feed_forward.intermediate_size,
+            intermediate_size=0 if dense is None else dense.intermediate_size,
             norm=self.config.norm,
             scale=attention.scale,
             score_cap=self.config.score_cap,
-            activation=self.config.activation,
+            activation="silu" if dense is None else self.config.activation,
             multiplier=self._multiplier,
             defers=self._defers,
             output_leaf_ends=attention.o_proj.leaf_ends,
-            down_leaf_ends=feed_forward.down_proj.leaf_ends,
+            down_leaf_ends=() if dense is None else dense.down_proj.leaf_ends,
         )
 
 

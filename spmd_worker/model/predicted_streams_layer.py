@@ -37,7 +37,7 @@ class Layer(LayerWithInputs):
         beside = self.laurel(x, step.adapters)
         self._added(self._mixed(x, step), self.attention_output_norm, active)
         active = (active + beside) / math.sqrt(2)
-        self._fed_forward(self.post_attention_layernorm(active), active, step)
+        self.fed_forward(self.post_attention_layernorm(active), active, step)
         corrected = self.altup.corrected(predicted, active)
         of_inputs = self._of_inputs(self.altup.output(corrected), step.inputs, step.adapters)
         corrected[:, 1:].add_(of_inputs.unsqueeze(1))

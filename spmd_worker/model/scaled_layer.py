@@ -50,9 +50,9 @@ class Layer(LayerWithInputs):
             residual.add_(self._of_inputs(residual, step.inputs, step.adapters))
         return None, residual.mul_(self.layer_scalar.value)
 
-    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
+    def fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
         if self.dense is None:
-            return super()._fed_forward(x, residual, step)
+            return super().fed_forward(x, residual, step)
         # Normed at once: parts have one buffer in symmetric memory.
         dense = self._normed(self.dense_output_norm, self.dense(x, step.adapters, is_fused=step.is_fused))
         routed = self._fed(self.experts_input_norm(residual), step, router_input=residual)

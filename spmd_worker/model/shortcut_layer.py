@@ -21,10 +21,10 @@ class Layer(DecoderLayer):
         super().__init__(context, layer, hidden_size, defers=defers)
         self.dense = None if layer.experts is None else FeedForward(context, layer, hidden_size)
 
-    def _fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
+    def fed_forward(self, x: Tensor, residual: Tensor, step: LayerStep) -> Tensor | None:
         assert step.carried is not None, "the decoder passes on what a layer computes for the next one"
         if self.dense is None:
-            super()._fed_forward(x, residual, step)
+            super().fed_forward(x, residual, step)
             residual.add_(step.carried.pop())
             return None
         routed = self._complete(self._fed(x, step))

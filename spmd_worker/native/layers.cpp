@@ -40,7 +40,8 @@ SPMD_CALLS(bfloat16, uint16_t)
 
 // Weights are in panels of elements or, if the stack `has_bytes`, of bytes (int8.h); with bfloat16 elements those of which
 // `stored` has the bits 1 << `Linear` as files store them (stored.h). Biases and norms may be null; heads are normed, both
-// kinds or neither, and rotated by the angles of number `rope` or, below 0, not.
+// kinds or neither, and rotated by the angles of number `rope` or, below 0, not. Without `gates` the layer has experts: it
+// ends with the norm before them, and the caller leaves their output where the next layer finds a part.
 template <class Element>
 struct Layer {
   const Element* input_norm;
@@ -319,6 +320,7 @@ struct Run {
     add_adapters(adapters_of(number, kOutput), step.attended, heads_size, step.x, hidden);
     end_output(layer.attention_output_norm);
     if (const int64_t result = add_and_norm(layer.feed_forward_norm, normal); result != 0) return result;
+    if (layer.gates == nullptr) return 0;
     open(number, normal);
     multiply_leaves(
         layer, kDown, step.opened, stack.intermediate_size, layer.down_bias, stack.down_leaf_ends, stack.num_down_leaves);

@@ -65,7 +65,7 @@ def test_joined_layers_have_equal_bits(
 
 @pytest.mark.gate("*-7", "bfloat16-*-biased-None")
 @pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("name", ["biased", "wide heads", "four norms, two ropes"])
+@pytest.mark.parametrize("name", ["biased", "wide heads", "four norms, two ropes", "scaled experts"])
 @each_library
 @each_dtype
 def test_joined_int8_layers_have_equal_bits(dtype: torch.dtype, instruction_set: str, name: str, chunk: int | None):
@@ -268,6 +268,25 @@ def test_steps_follow_changes_of_held_modules():
     layer.mlp, forward = feed_forward, feed_forward.forward
     feed_forward.forward = lambda *inputs, **options: forward(*inputs, **options) * 2
     assert are_equal(prompt_logits(model, PROMPTS), doubled)
+
+
+@needs_products
+def test_hooks_of_joined_experts_are_called():
+    """Experts are called between joined layers; hooks of what is joined take the layers apart."""
+    model, calls = new_model(ALL_SHAPES["experts behind a dense layer"], torch.float32), list[str]()
+    model.hold()
+    before = prompt_logits(model, PROMPTS)
+    layer = model.model.layers[1]
+    layer.mlp.gate.register_forward_hook(lambda *_: calls.append("router"))
+    layer.mlp.register_forward_hook(lambda _module, _given, output: output * 2)
+    changed = prompt_logits(model, PROMPTS)
+    assert calls
+    assert model.model.joined_layers is not None
+    assert not are_equal(changed, before)
+    layer.self_attn.register_forward_hook(lambda *_: calls.append("attention"))
+    assert are_equal(prompt_logits(model, PROMPTS), changed)
+    assert "attention" in calls
+    assert model.model.joined_layers is None
 
 
 @pytest.mark.parametrize("has_bytes", [False, True])

@@ -84,7 +84,7 @@ def test_comparison_detects_identity_experts_left_out(monkeypatch: pytest.Monkey
 
 def test_comparison_detects_experts_added_too_early(monkeypatch: pytest.MonkeyPatch):
     """Negative control: before the second attention, which then sees them."""
-    fed_forward = Layer._fed_forward
+    fed_forward = Layer.fed_forward
 
     def early(layer: Layer, x: Tensor, residual: Tensor, step: LayerStep) -> None:
         assert step.carried is not None
@@ -94,7 +94,7 @@ def test_comparison_detects_experts_added_too_early(monkeypatch: pytest.MonkeyPa
         if step.carried:
             residual.add_(step.carried.pop())
 
-    monkeypatch.setattr(Layer, "_fed_forward", early)
+    monkeypatch.setattr(Layer, "fed_forward", early)
     assert oracle.worst_error(NAME, prompt_logits(load_model(latent_folder(NAME)), PROMPTS)) > 10 * TOLERANCE
 
 

@@ -13,7 +13,7 @@ from our_model import BLOCK_SIZE, prompt_logits
 from spmd_worker.model.decoder import DecoderForCausalLM
 from spmd_worker.model.layers.context import LayerContext
 from spmd_worker.model.registry import build_model
-from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cpu import CpuBackend
@@ -39,6 +39,9 @@ GEMMA_LAYER = replace(
     qk_norm="head",
     activation="gelu_tanh",
     score_cap=30.0,
+)
+SPARSE_LAYER = replace(
+    LAYER, qk_norm="head", intermediate_size=48, experts=ExpertsConfig(8, 3, 48, shared_size=32, has_shared_gate=True)
 )
 PLAIN = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -79,11 +82,16 @@ ONE_RANK_SHAPES = {
         PLAIN, norms=(False, True, False, True), qk_norm="head", has_mlp_bias=True, activation="gelu"
     ),
     "scaled outputs": with_layers(PLAIN, residual_multiplier=0.22),
+    "experts behind a dense layer": replace(PLAIN, layers=(LAYER, SPARSE_LAYER, SPARSE_LAYER, LAYER)),
+    "scaled experts": with_layers(replace(PLAIN, layers=(SPARSE_LAYER,) * 3), residual_multiplier=0.22),
+    "norms of outputs of experts": with_layers(
+        replace(PLAIN, layers=(SPARSE_LAYER,) * 2), norms=(False, True, False, True), rope=None
+    ),
     "norms of deviations": with_layers(
         PLAIN, norm=replace(NORM, kind="layer"), activation="relu2", residual_multiplier=0.7
     ),
 }
-"""Shapes whose layers are not joined on several ranks: outputs are complete before they are added."""
+"""Shapes whose layers are not joined on several ranks: outputs are complete before they are added, or of experts."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -62,16 +62,19 @@ class CheckpointLayer(nn.Module):
         del parameter, region, values
 
 
-def is_as_built(module: nn.Module, classes: Container[type]) -> bool:
+def is_as_built(module: nn.Module, classes: Container[type], called: nn.Module | None = None) -> bool:
     """Whether a caller of `get_model` left a module and all in it as they were built, of these classes: neither
-    replaced nor given hooks or another `forward`, which calls that join modules would not call.
+    replaced nor given hooks or another `forward`, which calls that join modules would not call. Those in `called` may
+    be anything.
     """
+    others = set() if called is None else {*called.modules()}
     return all(
         type(each) in classes
         and not each._forward_hooks
         and not each._forward_pre_hooks
         and "forward" not in vars(each)
         for each in module.modules()
+        if each not in others
     )
 
 

@@ -18,7 +18,7 @@ from spmd_worker.base.numerical_policy import Region, source_version
 from spmd_worker.ops.attention.listed import ListKeys
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.api import JoinableLayer
+from spmd_worker.ops.kernels.api import FeedExperts, JoinableLayer
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
 from spmd_worker.ranks.communicator import GroupHandle
 
@@ -33,10 +33,11 @@ class JoinedLayers(Protocol):
         cache: LayerCaches,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
+        feed: FeedExperts | None = None,
     ) -> Tensor | None:
         """The residual stream [T, hidden], which is updated up to the last layer's output; cosines and sines [T, D /
         2] of each rope; caches [blocks, *block_shape] of layers -> this rank's part of the last layer's output, [T,
-        hidden], or None if layers add their outputs at once.
+        hidden], or None if layers add their outputs at once. `feed` computes layers' experts.
 
         As many layers run as the cache has.
         """

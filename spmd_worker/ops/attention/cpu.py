@@ -22,7 +22,7 @@ from spmd_worker.ops.attention.backend import AttentionBackend
 from spmd_worker.ops.attention.cache_dtype import FP8, cache_constants, from_cache
 from spmd_worker.ops.attention.metadata import AttentionMetadata
 from spmd_worker.ops.kernels.adapters import StepAdapters
-from spmd_worker.ops.kernels.api import JoinableLayer
+from spmd_worker.ops.kernels.api import FeedExperts, JoinableLayer
 from spmd_worker.ops.kernels.cpu.layers import NativeLayers, StepPointers, join_layers
 from spmd_worker.ops.kernels.cpu.panels import NATIVE_DTYPES, check_tensor, dtype_name
 from spmd_worker.ops.kernels.distance_scores import DistanceScores
@@ -298,11 +298,12 @@ class CpuLayers:
         cache: LayerCaches,
         metadata: AttentionMetadata,
         adapters: StepAdapters | None = None,
+        feed: FeedExperts | None = None,
     ) -> Tensor | None:
         first = cache[0]
         assert first is not None, "a layer without blocks has no attention"
         pointers = self._backend.addresses(metadata, first, 2 * angles[0][0].shape[1])
-        return self._layers.run(residual, angles, cache, pointers, adapters)
+        return self._layers.run(residual, angles, cache, pointers, adapters, feed)
 
 
 def _distance_arguments(

@@ -29,7 +29,8 @@ class LayerSizes:
     """Sizes and kinds that all layers of a model share, on one rank. `norm` is the kind of all norms; `scale` and
     `score_cap`, 0 for none, are of attention; `activation` is one of `Kernels.activate`; outputs of attention and
     feed-forward are scaled by `multiplier`. Layers that `defer` leave an output to be added with the next norm.
-    `output_leaf_ends` and `down_leaf_ends`: see `Kernels.linear_of_leaves`.
+    `output_leaf_ends` and `down_leaf_ends`: see `Kernels.linear_of_leaves`. A layer with experts has an
+    `intermediate_size` of 0, SiLU and no `down_leaf_ends`.
     """
 
     hidden_size: int
@@ -52,7 +53,8 @@ class LayerWeights:
     """One decoder layer of one rank: weights from `pack`, gates of SiLU from `pack_gated`, biases that this rank adds;
     norms of the stream, of outputs before they are added, and of each query and key head.
 
-    `window`: see `AttentionBackend.attend`; `rope`: index of its angles, -1 if heads are not rotated.
+    `gates` and `down` are None in a layer with experts, which are no part of the call. `window`: see
+    `AttentionBackend.attend`; `rope`: index of its angles, -1 if heads are not rotated.
     """
 
     input_norm: Tensor | None
@@ -64,13 +66,19 @@ class LayerWeights:
     output_bias: Tensor | None
     attention_output_norm: Tensor | None
     feed_forward_norm: Tensor | None
-    gates: Tensor
+    gates: Tensor | None
     gates_bias: Tensor | None
-    down: Tensor
+    down: Tensor | None
     down_bias: Tensor | None
     feed_forward_output_norm: Tensor | None
     window: int
     rope: int
+
+
+FeedExperts = Callable[[int, Tensor], Tensor | None]
+"""Number of a joined layer with experts, and its normed stream [T, hidden], which is overwritten afterwards -> their
+part that is still to be added, [T, hidden], or None if it was added.
+"""
 
 
 class JoinableLayer(Protocol):
@@ -81,7 +89,7 @@ class JoinableLayer(Protocol):
         """The kind of layer."""
 
     def weights(self) -> LayerWeights:
-        """Weights of a dense gated layer."""
+        """Weights of a layer with a gated feed-forward or experts."""
 
     def sizes(self) -> LayerSizes:
         """Sizes on this rank."""

@@ -1,4 +1,5 @@
-"""Decoder layers in one call of the compiled library, with the results of the layers' modules.
+"""Decoder layers in one call of the compiled library, with the results of the layers' modules. Layers with experts end
+calls: the caller computes these.
 
 A call from Python costs 10 to 20 microseconds with its tensors; a layer has seven, and in a step of few tokens they
 take as long as the GEMMs. The modules run if a model has layers that this call does not compute.
@@ -9,8 +10,9 @@ T: tokens; H: hidden size; Hq, Hkv: query and key-value heads of this rank; D: h
 """
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -26,7 +28,7 @@ from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 from spmd_worker.ops.kernels.adapters import AdapterStack, StepAdapters
-from spmd_worker.ops.kernels.api import JoinableLayer, LayerSizes, LayerWeights
+from spmd_worker.ops.kernels.api import FeedExperts, JoinableLayer, LayerSizes, LayerWeights
 from spmd_worker.ops.kernels.cpu.adapters import NativeStack
 from spmd_worker.ops.kernels.cpu.panels import (
     ACTIVATIONS,
@@ -119,6 +121,10 @@ class NativeLayers:
         """`adapter_stacks` has those of the layers, in the order of calls."""
         self._adapter_stacks = adapter_stacks or (lambda: ())
         self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
+        with_experts = [number + 1 for number, each in enumerate(layers) if each.gates is None]
+        # For each layer, the end of a call that begins there: after the next one with experts.
+        ends = [*with_experts, len(layers)]
+        self._ends = [ends[bisect_right(with_experts, number)] for number in range(len(layers))]
         # Keeps the memory whose addresses it has: a parameter may be given other memory.
         self._memory = [[None if each is None else each.detach() for each in _tensors(layer)] for layer in layers]
         self._has_bytes = _has_bytes(layers[0])
@@ -132,7 +138,8 @@ class NativeLayers:
             )
             for layer, tensors in zip(layers, self._memory, strict=True)
         ]
-        self._leaf_ends = [leaf_integers(ends) for ends in (sizes.output_leaf_ends, sizes.down_leaf_ends)]
+        all_ends = (sizes.output_leaf_ends, sizes.down_leaf_ends)
+        self._leaf_ends = [leaf_integers(ends) if ends else (ctypes.c_int64 * 0)() for ends in all_ends]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
             *(sizes.head_size, sizes.intermediate_size, block_size, self._cache_dtype != self._dtype, self._has_bytes),
@@ -149,11 +156,12 @@ class NativeLayers:
         cache: LayerCaches,
         step: StepPointers,
         adapters: StepAdapters | None = None,
+        feed: FeedExperts | None = None,
     ) -> Tensor | None:
         """The residual stream [T, H], which is updated up to the last layer's output; cosines and sines [T, D / 2] of
         each rope; caches [blocks, elements of a block] of the first layers or of all -> this rank's part of the last
         layer's output, [T, H], None if layers do not defer; of several ranks float32, and no row of their steps has an
-        adapter.
+        adapter. `feed` is needed for layers with experts.
         """
         sizes, num_tokens, fast = self._sizes, step.num_tokens, self._fast
         assert fast is None or adapters is None, "adapters add to complete sums"
@@ -185,18 +193,28 @@ class NativeLayers:
             *(0 if stacks is None else ctypes.addressof(stacks), 0 if columns is None else columns.data_ptr()),
         )
         ranks = None if fast is None else ctypes.byref(_Ranks(*fast.addresses()))
-        num_layers, each_call = len(cache), max(1, _MAX_CALL_TOKENS // max(1, num_tokens))
-        for first in range(0, num_layers, each_call):
-            end = min(first + each_call, num_layers)
+        end, num_layers, each_call = 0, len(cache), max(1, _MAX_CALL_TOKENS // max(1, num_tokens))
+        part = work[0]
+        while end < num_layers:
+            first, end = end, min(end + each_call, self._ends[end], num_layers)
             result = self._function(ctypes.byref(self._stack), ctypes.byref(arguments), ranks, first, end)
             if fast is not None:
                 fast.check(result)
+            last = self._layers[end - 1]
+            if last.gates is None:
+                assert feed is not None, "layers with experts"
+                fed = feed(end - 1, residual if last.feed_forward_norm is None else part)
+                assert (fed is not None) == sizes.defers, (end, sizes)
+                if fed is not None:
+                    part = fed.contiguous()
+                    check_tensor(part, self._dtype, (num_tokens, sizes.hidden_size))
+                    arguments.x = part.data_ptr()
         if fast is None:
-            return work[0] if sizes.defers else None
+            return part if sizes.defers else None
         # The last GEMM wrote its part there, and no other collective has begun since.
-        part = fast.part_buffer(shape, torch.float32) if wide is None else wide
-        assert part is not None, "parts of one size have a slot or none"
-        return part
+        own = fast.part_buffer(shape, torch.float32) if wide is None else wide
+        assert own is not None, "parts of one size have a slot or none"
+        return own
 
     def _blocks(self, cache: LayerCaches, step: StepPointers) -> "npt.NDArray[np.int64]":
         """A row of addresses and strides for each layer, the fields of `LayerBlocks` in `layers.cpp`."""
@@ -243,8 +261,11 @@ def join_layers(
         return None
     if not layers or not all(_computes(layer.config) for layer in layers):
         return None
-    weights, sizes = [layer.weights() for layer in layers], layers[0].sizes()
-    if any(layer.sizes() != sizes for layer in layers):
+    weights, all_sizes = [layer.weights() for layer in layers], {layer.sizes() for layer in layers}
+    sizes = max(all_sizes, key=lambda each: each.intermediate_size)
+    if not all_sizes <= {sizes, replace(sizes, intermediate_size=0, activation="silu", down_leaf_ends=())}:
+        return None
+    if group.size > 1 and any(layer.gates is None for layer in weights):
         return None
     # Outputs are complete where they are scaled or added at once, which takes a sum over ranks.
     if group.size > 1 and not (sizes.defers and sizes.multiplier == 1.0):
@@ -265,11 +286,11 @@ def _stacks_of(layers: Sequence[JoinableLayer]) -> Iterator[AdapterStack | None]
 
 def _computes(layer: LayerConfig) -> bool:
     """Whether the call computes layers of this kind."""
-    is_dense = layer.has_feed_forward and layer.experts is None and layer.is_gated and not layer.bound
-    is_dense = is_dense and layer.activation in ACTIVATIONS
+    is_gated = layer.is_gated and not layer.bound and layer.activation in ACTIVATIONS
+    is_fed = layer.has_feed_forward and (layer.experts is not None or is_gated)
     has_other_wires = layer.is_parallel or layer.has_cross_attention or layer.norms_sums or layer.has_scalar
     has_norms = any(layer.norms) and layer.norm.has_weight and not layer.norm.has_bias
-    return is_dense and not has_other_wires and not layer.input_size and has_norms and layer.has_plain_heads
+    return is_fed and not has_other_wires and not layer.input_size and has_norms and layer.has_plain_heads
 
 
 def _norm_kind(norm: NormConfig) -> int:
@@ -288,21 +309,22 @@ def _norms(layer: LayerWeights) -> tuple[Tensor | None, ...]:
 
 def _is_packed(layer: LayerWeights, *, is_gated: bool) -> bool:
     """Whether all weights are elements or as stored, in panels, gates and up projection in one if `is_gated`."""
-    are_gates = are_gated_panels if is_gated else are_panels
-    others = (layer.qkv, layer.output, layer.down)
-    is_right = layer.gates.shape[1] == 1 + is_gated if are_stored_panels(layer.gates) else are_gates(layer.gates)
+    are_gates, gates = are_gated_panels if is_gated else are_panels, layer.gates
+    is_right = gates is None or (gates.shape[1] == 1 + is_gated if are_stored_panels(gates) else are_gates(gates))
+    others = [each for each in (layer.qkv, layer.output, layer.down) if each is not None]
     return is_right and all(are_panels(each) or are_stored_panels(each) for each in others)
 
 
 def _stored(layer: LayerWeights) -> int:
     """Bits of the weights that are as stored, numbered as in `layers.cpp`."""
     weights = (layer.qkv, layer.output, layer.gates, layer.down)
-    return sum(are_stored_panels(each) << number for number, each in enumerate(weights))
+    return sum(each is not None and are_stored_panels(each) << number for number, each in enumerate(weights))
 
 
 def _has_bytes(layer: LayerWeights) -> bool:
     """Whether all weights are int8 in panels."""
-    return all(are_byte_panels(each) for each in (layer.qkv, layer.output, layer.gates, layer.down))
+    weights = (layer.qkv, layer.output, layer.gates, layer.down)
+    return all(each is None or are_byte_panels(each) for each in weights)
 
 
 def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
@@ -333,11 +355,14 @@ def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     }
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
     assert (layer.query_norm is None) == (layer.key_norm is None), "norms of heads come together"
+    assert (layer.gates is None) == (layer.down is None), "a feed-forward has both"
     if has_bytes:
-        num_parts = 2 if sizes.activation == "silu" else 1
-        assert (layer.gates.shape[1], layer.qkv.shape[1]) == (num_parts, 1), (layer.gates.shape, layer.qkv.shape)
+        num_parts, gates = (2 if sizes.activation == "silu" else 1), layer.gates
+        assert gates is None or gates.shape[1] == num_parts, (gates.shape, num_parts)
+        assert layer.qkv.shape[1] == 1, layer.qkv.shape
     else:
-        assert (sizes.output_leaf_ends[-1], sizes.down_leaf_ends[-1]) == (heads_size, opened), sizes
+        assert sizes.output_leaf_ends[-1] == heads_size, sizes
+        assert sizes.down_leaf_ends[-1:] == ((opened,) if opened else ()), sizes
     if sizes.defers:
         # An output is added with the next norm.
         assert [each is not None for each in _norms(layer)] == [True, False, True, False], _norms(layer)
