@@ -157,12 +157,12 @@ class RequestReader:
 
 @contextmanager
 def naming_keys(body: Mapping[str, Any]) -> Iterator[None]:
-    """Block whose InvalidRequestErrors get the key of `body` with which their message begins, as their `param`."""
+    """Block whose InvalidRequestErrors get the key of `body` with which their message begins as `param`, without one."""
     try:
         yield
     except InvalidRequestError as error:
         found = [each.match(str(error)) for each in _NAMED_KEYS]
-        error.param = next((each[1] for each in found if each is not None and each[2] in body), None)
+        error.param = error.param or next((each[1] for each in found if each is not None and each[2] in body), None)
         raise
 
 
