@@ -37,6 +37,7 @@ from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.executor.executor import Executor
 from spmd_worker.ranks.transport.channel import ControlChannel
+from spmd_worker.replica.lockstep.difference import check_requests
 from spmd_worker.replica.lockstep.lockstep import NO_IDS, AgreedStep, Lockstep, StepReport
 from spmd_worker.replica.scheduler.counters import SchedulerCounters
 from spmd_worker.replica.scheduler.scheduler import Scheduler
@@ -224,6 +225,8 @@ class Engine:
         )
         agreed = self.lockstep.agree(plan, report)
         self._sampled, self._mask_checksums, self._finished_transfers = NO_IDS, (), ()
+        if not self.is_leader:
+            check_requests(agreed.events, events, self.channel.rank)
         self.changes.weights.check_agreed(agreed.events)
         self.times.end("lockstep")
         in_flight = self._in_flight

@@ -9,6 +9,7 @@ import pytest
 import ranks
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.base.errors import RankFailedError, RanksDisagreeError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -30,6 +31,12 @@ def test_llm_goes_on_when_followers_return(tmp_path: Path, layout: dict[str, int
     first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert first["together"] == second["together"] == first["alone"]
     assert first["turns"] + second["turns"] == first["alone"]
+    assert first["same"] == second["same"] == first["alone"][:1]
+    # Rank 1 had the answer to rank 0's request.
+    difference = "max_tokens of request 23 is 6 on rank 0, 7 on rank 1; make the same calls of add_request"
+    assert f"ranks were given different requests: {difference}" in second["other"]
+    assert "rank 1 raised RanksDisagreeError" in first["other"]
+    assert difference in first["other"]
     assert first["words"].startswith("1 requests of llm_engine.add_request or enqueue are not answered yet")
 
 
@@ -63,6 +70,15 @@ def main(layout: dict[str, int], folder: str, prompts: list[list[int]], target: 
         with llm.turns():
             # One rank asks once, the other three times.
             seen["turns"] = ask(llm, prompts[:1]) if rank == 0 else [ask(llm, [each])[0] for each in prompts[1:]]
+        engine.add_request("same", prompts[0], GREEDY)
+        while engine.has_unfinished_requests():
+            seen["same"] = [each.outputs[0].token_ids for each in engine.step()]
+        engine.add_request("other", prompts[1], SamplingParams(temperature=0, max_tokens=6 + rank))
+        try:
+            while engine.has_unfinished_requests():
+                engine.step()
+        except (RanksDisagreeError, RankFailedError) as error:
+            seen["other"] = str(error)
     (target / f"{rank}.json").write_text(json.dumps(seen))
 
 

@@ -157,7 +157,7 @@ class RequestReader:
 
 @contextmanager
 def naming_keys(body: Mapping[str, Any]) -> Iterator[None]:
-    """Block whose InvalidRequestErrors get the key of `body` with which their message begins as `param`, without one."""
+    """Block whose InvalidRequestErrors without a `param` get the key of `body` with which their message begins."""
     try:
         yield
     except InvalidRequestError as error:

@@ -1,12 +1,13 @@
-"""The first difference of two ranks' records of a step, as text."""
+"""The first difference of two ranks' records of a step, or of the requests that they were given, as text."""
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Final, NamedTuple
 
+from spmd_worker.base.errors import RanksDisagreeError
 from spmd_worker.replica.lockstep.wire.message import StepMessage
-from spmd_worker.replica.sequence.events import Event
+from spmd_worker.replica.sequence.events import Admit, Event
 from spmd_worker.replica.sequence.step import StepPlan
 
 _MAX_VALUE_CHARACTERS: Final = 120
@@ -53,6 +54,29 @@ def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int
         return text
     path, my_length, their_length = difference.lengths
     return f"{text} ({path}: {my_length} entries on rank {my_rank}, {their_length} on rank {their_rank})"
+
+
+def check_requests(leaders: Iterable[Event], own: Iterable[Event], rank: int) -> None:
+    """Raise RanksDisagreeError, naming the request and the first difference, unless rank 0 admits in the same step
+    every request that this rank was given: what runs is rank 0's. Neither streams are compared, because only rank 0
+    counts what it is given alone, nor aborts: finalizers of ranks abort when they run.
+    """
+    requests = {event.request.request_id: event.request for event in leaders if isinstance(event, Admit)}
+    for event in own:
+        if not isinstance(event, Admit):
+            continue
+        number, leader = event.request.request_id, requests.get(event.request.request_id)
+        found = None if leader is None else _walk("", leader, replace(event.request, stream=leader.stream))
+        difference = f"request {number} was added on rank {rank}, not on rank 0"
+        if found is not None:
+            # Fields by the caller's names.
+            name = found.path.removeprefix("sampling.")
+            difference = f"{name} of request {number} is {found.mine} on rank 0, {found.theirs} on rank {rank}"
+        if found is not None or leader is None:
+            raise RanksDisagreeError(
+                f"ranks were given different requests: {difference}; make the same calls of add_request before the "
+                f"same step on every rank, or on rank 0 alone while the others follow"
+            )
 
 
 class _Difference(NamedTuple):

@@ -1,6 +1,8 @@
 """The first difference is named with both values, causes before effects."""
 
 import dataclasses
+import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,8 @@ from property_examples import examples
 from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE
 
-from spmd_worker.replica.lockstep.difference import first_difference, record_of
+from spmd_worker.base.errors import RanksDisagreeError
+from spmd_worker.replica.lockstep.difference import check_requests, first_difference, record_of
 from spmd_worker.replica.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.replica.sequence.hit_comparison import CachedCopy
 from spmd_worker.replica.sequence.metadata import (
@@ -251,3 +254,21 @@ def test_every_change_of_every_record_is_named():
     for path, changed in CHANGES:
         words = difference(FULL_MESSAGE, changed)
         assert words is not None, path
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ((), ""),
+        ((Abort(3),), ""),
+        (EVENTS, ""),
+        (with_request(stream=5).events, ""),
+        (with_request(priority=2).events, "priority of request 7 is 0 on rank 0, 2 on rank 3; make the same calls"),
+        (with_request(prompt_token_ids=(0, 2)).events, "prompt_token_ids[1] of request 7 is 1 on rank 0, 2 on rank 3;"),
+        (with_request(request_id=8).events, "request 8 was added on rank 3, not on rank 0; make the same calls"),
+    ],
+)
+def test_other_requests_of_a_rank_are_named(own: tuple[Event, ...], words: str):
+    expected = pytest.raises(RanksDisagreeError, match=re.escape(f"ranks were given different requests: {words}"))
+    with expected if words else nullcontext():
+        check_requests(EVENTS, own, 3)
