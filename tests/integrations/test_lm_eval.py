@@ -121,13 +121,16 @@ def tasks(folder: Path) -> Path:
 def alone(folder: Path, tasks: Path) -> dict[str, dict]:
     """One process's, of both models."""
     its_own = {"model": "hf", "arguments": arguments()}
+    return evaluate(folder, tasks, 1, {"hf": its_own, "one rank": ours(), "short": ours(max_length=100)})
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path, tasks: Path) -> dict[str, dict]:
+    """The same of adapters and chats."""
     adapter, other = (str(write_adapter(folder / f"adapter{seed}", MODEL, seed, scale=0.1)) for seed in (1, 2))
     evaluations = {
-        "hf": its_own,
-        "hf chat": {**its_own, "chat": True},
-        "one rank": ours(),
+        "hf chat": {"model": "hf", "arguments": arguments(), "chat": True},
         "chat": {**ours(), "chat": True},
-        "short": ours(max_length=100),
         "peft": {"model": "hf", "arguments": arguments(peft=adapter)},
         "adapter": ours(lora_local_path=adapter),
         "adapter after another": {**ours(enable_lora=True), "adapters": (other, None, adapter)},
@@ -186,17 +189,19 @@ def test_comparison_detects_another_model(alone: dict):
     assert [each for each in differences(alone["short"], alone["hf"]) if each.startswith("local_text")]
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("name", ["adapter", "adapter after another"])
-def test_adapter_scores_like_peft_in_the_harness(alone: dict, name: str):
-    assert differences(alone[name], alone["peft"]) == []
-    assert alone[name] == alone["adapter"]
+def test_adapter_scores_like_peft_in_the_harness(alone: dict, others: dict, name: str):
+    assert differences(others[name], others["peft"]) == []
+    assert others[name] == others["adapter"]
     # Negative control: the adapter matters.
-    assert len(differences(alone[name], alone["hf"])) > 10
-    assert alone["none after an adapter"] == alone["one rank"]
+    assert len(differences(others[name], alone["hf"])) > 10
+    assert others["none after an adapter"] == alone["one rank"]
 
 
-def test_chat_template_is_applied_like_in_transformers(alone: dict):
-    expected, found = alone["hf chat"], alone["chat"]
+@pytest.mark.stress
+def test_chat_template_is_applied_like_in_transformers(others: dict):
+    expected, found = others["hf chat"], others["chat"]
     prompts = [sample[2] for sample in found["samples"]["local_sums"]]
     assert prompts == [sample[2] for sample in expected["samples"]["local_sums"]]
     assert "<|im_start|>user" in str(prompts[0])

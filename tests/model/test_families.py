@@ -71,6 +71,8 @@ SECOND_CASES = (
 tier.
 """
 
+WEIGHTS = "model.safetensors"
+
 quick = partial(in_tiers, among=ALL_CASES, rest=pytest.mark.matrix)
 
 oracle = Oracle(family_reference, PROMPTS)
@@ -88,9 +90,11 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     model = load_model(family_folder(name))
     assert worst_error(name, prompt_logits(model, PROMPTS)) < TOLERANCE
     assert worst_error(name, prompt_logits(model, PROMPTS, 7)) < TOLERANCE
-    prompt = PROMPTS[-1]
-    assert read_model_files(thinned_folder(name)).model_config == read_model_files(family_folder(name)).model_config
-    assert relative_error(prompt_logits(load_model(thinned_folder(name)), [prompt])[0], expected(name)[-1]) < TOLERANCE
+    full, thin = family_folder(name), thinned_folder(name)
+    assert read_model_files(thin).model_config == read_model_files(full).model_config
+    if (thin / WEIGHTS).read_bytes() != (full / WEIGHTS).read_bytes():
+        # Other names of tensors.
+        assert worst_error(name, prompt_logits(load_model(thin), PROMPTS)) < TOLERANCE
 
 
 @pytest.mark.stress
@@ -284,7 +288,7 @@ def each_type() -> list[Any]:
     return [pytest.param(*each, marks=mark) for each, mark in marks.items()]
 
 
-@pytest.mark.gate("gpt2-*", "gemma2-*", "phi3_long-*", "ministral3-*")
+@pytest.mark.gate("gpt2-*", "gemma2-*", "phi3_long-*")
 @pytest.mark.parametrize(("name", "dtype"), each_type())
 def test_row_has_equal_bits_in_any_schedule(name: str, dtype: str):
     given = {"num_blocks": 300, "max_model_len": 64, "dtype": dtype}

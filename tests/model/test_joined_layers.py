@@ -48,7 +48,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
     "float32-native without AMX-windows-1",
     "bfloat16-native without AMX-windows-1",
     "bfloat16-native without AMX-norms of outputs-1",
-    "*-7",
+    "bfloat16-*-7",
+    "float32-native without AMX-*-7",
     "bfloat16-*-None",
 )
 @needs_products
@@ -469,7 +470,7 @@ def test_ranks_with_shared_memory_have_equal_bits(num_ranks: int):
 
 
 @needs_products
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_comparison_detects_bias_added_by_both_ranks():
     done = compare_on_ranks("a bias on every rank").checked()
     found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))

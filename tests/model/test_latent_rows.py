@@ -68,11 +68,16 @@ def test_logits_equal_transformers_with_full_and_thin_files(name: str):
     logits = prompt_logits(model, PROMPTS)
     assert worst_error(name, logits) < TOLERANCE / 5
     assert all(map(torch.equal, prompt_logits(model, PROMPTS, 7), logits))
-    thin = thinned_latent_folder(name)
-    (oracle_thin,) = their_logits(latent_reference(name, is_thinned=True), PROMPTS[-1:])
-    assert relative_error(oracle_thin, expected(name)[-1]) < 1e-6, "the oracle's"
-    assert read_model_files(thin).model_config == read_model_files(latent_folder(name)).model_config
-    assert worst_error(name, prompt_logits(load_model(thin), PROMPTS)) < TOLERANCE / 5
+    full, thin = (read_model_files(each(name)).model_config for each in (latent_folder, thinned_latent_folder))
+    assert thin == full
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_reads_thin_files_as_full_ones(name: str):
+    """None of our code is asked: what it is compared with says the same of both files."""
+    (thin,) = their_logits(latent_reference(name, is_thinned=True), PROMPTS[-1:])
+    assert relative_error(thin, expected(name)[-1]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,11 @@ outputs = partial(ids_and_logprobs, params=GREEDY)
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v3", "mistral_large4", "longcat_flash"),
-        *(pytest.param(each, marks=pytest.mark.stress) for each in ("deepseek_v32", "glm_moe_dsa_shared")),
+        *("deepseek_v3", "longcat_flash"),
+        *(
+            pytest.param(each, marks=pytest.mark.stress)
+            for each in ("mistral_large4", "deepseek_v32", "glm_moe_dsa_shared")
+        ),
     ],
 )
 def test_greedy_rows_are_transformers_in_any_schedule(name: str):

@@ -78,12 +78,16 @@ our_logits = partial(folder_logits, ROWS[:2])
 def test_logits_and_ids_equal_transformers(name: str):
     model = load_model(mamba_folder(name))
     assert worst_error(name, run_rows([model], ROWS)[0]) < TOLERANCE
-    assert worst_error(name, run_rows([load_model(thinned_mamba_folder(name))], ROWS)[0]) < TOLERANCE
     configs = [read_model_files(each).model_config for each in (mamba_folder(name), thinned_mamba_folder(name))]
     assert configs[0] == configs[1]
-    thinned = their_logits(open_mamba(thinned_mamba_folder(name)), ROWS)
-    assert worst_error(name, thinned) < 1e-5, "the oracle's own"
     assert greedy_ids([model], ROWS[1], 4) == greedy_without_cache(mamba_reference(name), ROWS[1], 4)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", MAMBA_CASES)
+def test_oracle_reads_thin_files_as_full_ones(name: str):
+    """None of our code is asked: what it is compared with says the same of both files."""
+    assert worst_error(name, their_logits(open_mamba(thinned_mamba_folder(name)), ROWS)) < 1e-5
 
 
 @pytest.mark.guarantee("A row's answer depends on the row alone")

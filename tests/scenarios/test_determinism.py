@@ -146,11 +146,9 @@ def make(checkpoint: Path, dtype: str, **changed: object) -> LLM:
 
 @pytest.mark.gate(
     "bfloat16-chunks of 7",
-    "float32-three at a time",
     "bfloat16-a step ahead, swapped",
     "float32-whole prompts only",
     "bfloat16-recomputed",
-    "float32-chunks of 50",
     "bfloat16-without a prefix cache",
     "bfloat16-small blocks",
     "float32-large blocks",

@@ -120,6 +120,21 @@ def replace_sees_later(**given: Any) -> Any:
     return AttentionMetadata(**{**given, "sees_later": False})
 
 
+# One of each family, and of each head.
+@pytest.mark.gate(
+    *("bert_masked", "roberta_tokens", "distil_masked", "electra_labels", "electra_trained", "xlm_cls", "mpnet_labels"),
+    *("modern_tokens", "modern_dense", "gte_tokens", "euro_masked", "jina_mean", "nomic_labels", "nomic_pairs"),
+    *(
+        "albert_trained",
+        "deberta_masked",
+        "deberta_wide",
+        "debertav1_pairs",
+        "t5_gates",
+        "umt5",
+        "gemma",
+        "gemma_dense",
+    ),
+)
 @pytest.mark.matrix
 @every(OF_STRESS + OF_PAIRS)
 def test_numbers_are_those_of_transformers(name: str) -> None:

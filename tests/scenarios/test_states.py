@@ -65,7 +65,7 @@ def test_any_schedule_has_the_same_bits(kind: str, way: str) -> None:
     assert answers(kind, **WAYS[way])[0] == alone(kind)
 
 
-@pytest.mark.gate("recompute-lfm2", "swap-lfm2")
+@pytest.mark.gate("swap-lfm2")
 @every_kind
 @pytest.mark.parametrize("way", PREEMPTIONS)
 def test_preempted_rows_have_the_same_bits(kind: str, way: str) -> None:

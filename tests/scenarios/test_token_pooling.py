@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentence_transformers
 import torch
 import transformers
 from encoder_models import encoder_folder, error, logits_of
@@ -127,7 +126,10 @@ def test_late_chunks_name_their_tokens_and_characters() -> None:
 
 @pytest.mark.parametrize("name", ["bert_mean", pytest.param("modern_dense", marks=pytest.mark.stress)])
 def test_token_vectors_equal_sentence_transformers(name: str) -> None:
-    theirs = sentence_transformers.SentenceTransformer(str(encoder_folder(name)), device="cpu")
+    # A second of each process that collects the tests.
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(encoder_folder(name)), device="cpu")
     with LLM(encoder_folder(name), device="cpu") as llm:
         assert llm.supported_tasks == ("embed", "score", "token_embed")
         outputs = llm.encode(TEXTS, PoolingParams(task="token_embed", normalize=False), use_tqdm=False)

@@ -102,7 +102,8 @@ def test_ranks_share_prompts_and_bring_own():
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_tool_loops_answer_on_each_rank(num_ranks: int):
     lines = lines_of_ranks(printed("tools_loop.py", num_ranks))
     turns = [re.fullmatch(r"(rank \d, turn \d): add (\d+) \+ (\d+) = (\d+)", line) for line in lines]

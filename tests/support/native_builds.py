@@ -27,7 +27,7 @@ def has_flags_of_users() -> bool:
     return bool(os.environ.get("TESTS_FLAGS_OF_USERS"))
 
 
-QUICK = [] if has_flags_of_users() else ["-O2"]
+QUICK = [] if has_flags_of_users() else ["-O1", "-finline-functions", "-finline-small-functions"]
 """Flags of libraries that only tests run: they are compiled quickly, and another optimization changes no bit."""
 
 

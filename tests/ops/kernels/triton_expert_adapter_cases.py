@@ -102,7 +102,8 @@ def adapted(config: ExpertsConfig, dtype: torch.dtype, **options: object) -> Cal
 
 
 def adapters_add_what_the_reference_adds() -> None:
-    for name, config in FORMS.items():
+    for name in ("plain", "clamped", "shared") if in_gate() else FORMS:
+        config = FORMS[name]
         for dtype in floats() if name in ("plain", "clamped") else floats()[:1]:
             x, slots = tokens(23, dtype), slots_of(23)
             found, expected = (adapted(config, dtype, is_reference=each)(x, slots) for each in (False, True))
@@ -117,7 +118,7 @@ def adapters_add_what_the_reference_adds() -> None:
 
 def rows_without_adapters_keep_their_bits() -> None:
     """Beside rows with NaN and an empty slot; what is beside them is above."""
-    for config in (CLAMPED, SHARED) if in_gate() else FORMS.values():
+    for config in (SHARED,) if in_gate() else FORMS.values():
         for dtype in floats()[:1] if in_gate() else floats():
             x, slots = tokens(23, dtype), slots_of(23)
             none = slots < 0

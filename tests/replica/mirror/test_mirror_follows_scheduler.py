@@ -14,22 +14,21 @@ from spmd_worker.replica.sequence.metadata import SequenceDataDelta, SequenceGro
 from spmd_worker.replica.sequence.sequence import Sequence, SequenceGroup
 from spmd_worker.replica.sequence.step import StepPlan
 
-each_number = pytest.mark.parametrize(
-    "num_histories", [pytest.param(40, marks=pytest.mark.matrix), pytest.param(96, marks=pytest.mark.stress)]
+
+@pytest.mark.parametrize(
+    ("num_histories", "num_least"),
+    [pytest.param(20, 5, marks=pytest.mark.matrix), pytest.param(96, 29, marks=pytest.mark.stress)],
 )
-
-
-@each_number
-def test_mirror_equals_scheduler_in_random_histories(num_histories: int):
+def test_mirror_equals_scheduler_in_random_histories(num_histories: int, num_least: int):
     seen = seen_in_histories(num_histories, nums_of_ids=(1,))
     assert seen.pop("continuing by none") == seen.pop("continuing by several") == 0
     # Negative control: the histories reach the states in which a mirror could go wrong.
-    assert min(seen.values()) > num_histories * 3 // 10, seen
+    assert min(seen.values()) >= num_least, seen
 
 
 @pytest.mark.parametrize(
     ("num_histories", "num_least"),
-    [pytest.param(24, 2, marks=pytest.mark.matrix), pytest.param(96, 11, marks=pytest.mark.stress)],
+    [pytest.param(16, 1, marks=pytest.mark.matrix), pytest.param(96, 11, marks=pytest.mark.stress)],
 )
 def test_mirror_equals_scheduler_for_uneven_id_counts(num_histories: int, num_least: int):
     """Ids are made up, so a stop id, or the most tokens, is found in the middle of several."""
