@@ -5,6 +5,7 @@ limit that rejects requests would let idle clients shut out active ones.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -30,7 +31,9 @@ class Connections:
         self._open: dict[asyncio.Transport, None] = {}
         self._idle: dict[asyncio.Transport, None] = {}
         """Idle connections, in the order in which they became idle."""
-        self._joining: set[asyncio.Task[object]] = set()
+        self._joining: set[asyncio.BaseProtocol] = set()
+        """Connections that were accepted and are not open yet: each is in one of the two, never in both."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._is_listening = False
         self._has_stopped = False
         self._logged_s = float("-inf")
@@ -48,6 +51,7 @@ class Connections:
 
     def opened(self, connection: asyncio.Transport) -> None:
         """Add a connection, idle until its first request."""
+        self._joining.discard(connection.get_protocol())
         self._open[connection] = self._idle[connection] = None
         self._listen()
 
@@ -68,7 +72,8 @@ class Connections:
 
     def _accept(self) -> None:
         for _ in range(_AT_A_TIME):
-            if len(self._open) + len(self._joining) >= self._most and not self._close_idle():
+            is_full = len(self._open) + len(self._joining) >= self._most
+            if is_full and not self._idle:
                 # A connection that closes or becomes idle resumes accepting.
                 self._pause()
                 return
@@ -82,27 +87,29 @@ class Connections:
             except OSError as error:
                 self._wait(error)
                 return
+            if is_full:
+                # Only now: nobody may have been waiting.
+                self._close_idle()
             accepted.setblocking(False)
-            join = self._loop.connect_accepted_socket(lambda: self._make(self), accepted)
-            task: asyncio.Task[object] = self._loop.create_task(join)
-            self._joining.add(task)
-            task.add_done_callback(self._has_joined)
+            connection = self._make(self)
+            self._joining.add(connection)
+            task = self._loop.create_task(self._join(accepted, connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _has_joined(self, task: asyncio.Task[object]) -> None:
-        self._joining.discard(task)
-        if not task.cancelled():
-            # Retrieve the exception: the client left before it was connected.
-            task.exception()
+    async def _join(self, accepted: socket.socket, connection: asyncio.Protocol) -> None:
+        # An exception of a client that left before it was connected is nobody's.
+        with contextlib.suppress(OSError):
+            await self._loop.connect_accepted_socket(lambda: connection, accepted)
+        self._joining.discard(connection)
 
-    def _close_idle(self) -> bool:
-        """End the connection that has been idle for longest; returns whether there was one."""
+    def _close_idle(self) -> None:
+        """End the connection that has been idle for longest, if there is one."""
         oldest = next(iter(self._idle), None)
-        if oldest is None:
-            return False
-        self._open.pop(oldest)
-        self._idle.pop(oldest)
-        oldest.abort()
-        return True
+        if oldest is not None:
+            self._open.pop(oldest)
+            self._idle.pop(oldest)
+            oldest.abort()
 
     def _wait(self, error: OSError) -> None:
         """Retry a little later: there are no descriptors, or the network has a fault."""

@@ -66,17 +66,21 @@ def check_requests(leaders: Iterable[Event], own: Iterable[Event], rank: int) ->
         if not isinstance(event, Admit):
             continue
         number, leader = event.request.request_id, requests.get(event.request.request_id)
-        found = None if leader is None else _walk("", leader, replace(event.request, stream=leader.stream))
-        difference = f"request {number} was added on rank {rank}, not on rank 0"
-        if found is not None:
+        if leader is None:
+            difference = f"request {number} was added on rank {rank}, not on rank 0"
+        else:
+            own_request = replace(event.request, stream=leader.stream)
+            # A walk takes some twenty times as long as a comparison.
+            found = None if own_request == leader else _walk("", leader, own_request)
+            if found is None:
+                continue
             # Fields by the caller's names.
             name = found.path.removeprefix("sampling.")
             difference = f"{name} of request {number} is {found.mine} on rank 0, {found.theirs} on rank {rank}"
-        if found is not None or leader is None:
-            raise RanksDisagreeError(
-                f"ranks were given different requests: {difference}; make the same calls of add_request before the "
-                f"same step on every rank, or on rank 0 alone while the others follow"
-            )
+        raise RanksDisagreeError(
+            f"ranks were given different requests: {difference}; make the same calls of add_request before the same "
+            f"step on every rank, or on rank 0 alone while the others follow"
+        )
 
 
 class _Difference(NamedTuple):

@@ -1,5 +1,6 @@
 """Clients that send too much, too little, or what servers understand differently; and who is answered beside them."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -211,6 +212,51 @@ def test_busy_connections_are_kept_despite_idle_ones(monkeypatch: pytest.MonkeyP
         assert [each.getresponse().status for each in waiting] == [200] * 12
         for each in waiting:
             each.close()
+
+
+def test_connection_is_counted_once_while_it_joins():
+    """A burst of more than half of the limit had connections closed before their requests were read."""
+
+    async def run(bound: socket.socket, connect: Callable[[], None]) -> None:
+        loop, all_are_open = asyncio.get_running_loop(), asyncio.Event()
+
+        class Joined(asyncio.Protocol):
+            def __init__(self, accepting: connections.Connections) -> None:
+                self._accepting = accepting
+                made.append(self)
+                if len(made) == 3:
+                    # Accepted in the iteration that opens the first three, after them.
+                    loop.call_soon(connect)
+
+            def connection_made(self, transport: Any) -> None:
+                self._accepting.opened(transport)
+                opened.append(transport)
+                if len(opened) == 4:
+                    all_are_open.set()
+
+            def connection_lost(self, error: Exception | None) -> None:
+                lost.append(self)
+
+        made: list[Joined] = []
+        opened: list[asyncio.Transport] = []
+        lost: list[Joined] = []
+        accepting = connections.Connections(bound, 4, Joined)
+        accepting.start()
+        await asyncio.wait_for(all_are_open.wait(), LIMIT_S)
+        assert not any(each.is_closing() for each in opened)
+        assert not lost
+        accepting.stop()
+        for each in opened:
+            each.abort()
+
+    with socket.create_server(("127.0.0.1", 0)) as bound, contextlib.ExitStack() as held:
+
+        def connect() -> None:
+            held.enter_context(socket.create_connection(bound.getsockname(), LIMIT_S))
+
+        for _ in range(3):
+            connect()
+        asyncio.run(run(bound, connect))
 
 
 class ScarceSocket:
