@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_worker.base.config.plain_values import plain_bool, shown
+from spmd_worker.base.config.plain_values import required_bool, shown
 from spmd_worker.base.config.schema import ModelOptions
 from spmd_worker.base.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.chat.answer_grammar import AnswerGrammar
@@ -50,10 +50,7 @@ class ChatOptions:
         """Raises ValueError for conflicting or invalid values, TypeError for invalid types."""
         for name in ("add_generation_prompt", "continue_final_message"):
             # Templates see plain values only.
-            flag = plain_bool(value := getattr(self, name))
-            if flag is None:
-                raise TypeError(f"{name} is a {type(value).__name__}: give True or False")
-            object.__setattr__(self, name, flag)
+            object.__setattr__(self, name, required_bool(name, getattr(self, name)))
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message=True continues the last message, but add_generation_prompt=True begins "

@@ -175,6 +175,10 @@ def test_paused_engine_refuses_what_would_wait_for_ever(llm: LLM, caplog: pytest
     for call, error, words in (
         (lambda: llm.pause_generation("hold"), ValueError, r"^mode='hold' must be one of 'abort', 'wait', 'keep'$"),
         (lambda: llm.pause_generation("keep", "no"), TypeError, r"^clear_cache is a str: give True or False$"),
+        (lambda: llm.start_weight_update(partial=5), TypeError, r"^partial is a int: give True or False$"),
+        (lambda: llm.weight_update(partial=5).__enter__(), TypeError, r"^partial is a int: give True or False$"),
+        (lambda: llm.load_weights([], verify="no"), TypeError, r"^verify is a str: give True or False$"),
+        (lambda: llm.reset_prefix_cache(0), TypeError, r"^reset_running_requests is a int: give True or False$"),
     ):
         with pytest.raises(error, match=words):
             call()

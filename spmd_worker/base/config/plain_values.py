@@ -60,6 +60,13 @@ def plain_bool(value: Any) -> bool | None:
         return None
 
 
+def required_bool(name: str, value: Any) -> bool:
+    """The flag of a call. Raises TypeError for anything but true or false."""
+    if (flag := plain_bool(value)) is None:
+        raise TypeError(f"{name} is a {type(value).__name__}: give True or False")
+    return flag
+
+
 def plain_text(value: Any) -> str | None:
     """Text; None for anything else. An enumeration's member gives its value, not its name."""
     if type(value) is str:

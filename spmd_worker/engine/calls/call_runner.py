@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
-from spmd_worker.base.config.plain_values import plain_bool
+from spmd_worker.base.config.plain_values import plain_bool, required_bool
 from spmd_worker.base.errors import PromptsRefusedError
 from spmd_worker.base.liveness.deferred_signals import deliver_signals
 from spmd_worker.compat.adapter_requests import set_in_output
@@ -242,7 +242,6 @@ def check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
         raise TypeError(f"on_error is a {type(on_error).__name__}: give one of {', '.join(map(repr, _ON_ERROR))}")
     if on_error not in (None, *_ON_ERROR):
         raise ValueError(f"on_error={str(on_error)[:80]!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
-    if plain_bool(gather) is None:
-        raise TypeError(f"gather is a {type(gather).__name__}: give True or False")
+    required_bool("gather", gather)
     if plain_bool(use_tqdm) is None and not callable(use_tqdm):
         raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or a function that makes the bar")

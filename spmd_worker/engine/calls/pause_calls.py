@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmd_worker.base.config.plain_values import plain_bool
+from spmd_worker.base.config.plain_values import required_bool
 from spmd_worker.engine.data_parallel.agreement import agree_on_call
 from spmd_worker.engine.data_parallel.per_rank_prompts import PerRankCalls
 from spmd_worker.engine.data_parallel.replicas import Replicas
@@ -35,11 +35,10 @@ class PauseCalls:
         with self._engine.calls.inside("pause_generation"):
 
             def prepare() -> dict[str, Any]:
-                if plain_bool(clear_cache) is None:
-                    raise TypeError(f"clear_cache is a {type(clear_cache).__name__}: give True or False")
+                is_cleared = required_bool("clear_cache", clear_cache)
                 if checked_mode(mode) == WAIT:
                     self._engine.changes.complete_weights()
-                return {"mode": mode, "clear_cache": bool(clear_cache)}
+                return {"mode": mode, "clear_cache": is_cleared}
 
             self._engine.life.check_open()
             self._turns.check_outside("pause_generation")

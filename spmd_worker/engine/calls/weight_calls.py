@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from spmd_worker.base.config.plain_values import required_bool
 from spmd_worker.base.errors import CheckpointError, WeightMismatchError
 from spmd_worker.compat.key_names import explain_in_keywords
 from spmd_worker.compat.weight_transfer import check_init, is_request, read_request
@@ -43,7 +44,8 @@ class WeightCalls:
         Raises ValueError for `reset_running_requests` while requests of `llm_engine.add_request` are unanswered. The
         host tier is reset with or without `reset_connector`.
         """
-        self._engine.changes.reset_prefix_cache(reset_running_requests)
+        required_bool("reset_connector", reset_connector)
+        self._engine.changes.reset_prefix_cache(required_bool("reset_running_requests", reset_running_requests))
         return True
 
     def set_weight_version(self, version: int) -> None:
@@ -68,7 +70,7 @@ class WeightCalls:
         with self._engine.calls.inside("start_weight_update"):
             self._engine.life.check_open()
             self._turns.check_outside("start_weight_update")
-            self._engine.changes.weights.hold(is_partial=partial)
+            self._engine.changes.weights.hold(is_partial=required_bool("partial", partial))
 
     def update_weights(
         self,
@@ -174,7 +176,7 @@ class WeightCalls:
         With `verify` the digests of what is held afterwards are compared with `digests_of(weights)`, and
         WeightMismatchError names the first tensor that differs; ValueError if weights are quantised.
         """
-        if verify and self._engine.config.model.quantization is not None:
+        if required_bool("verify", verify) and self._engine.config.model.quantization is not None:
             raise ValueError("verify compares what is held with the tensors given, which quantization rounds")
         given: list[tuple[str, torch.Tensor]] = []
 
